@@ -1,0 +1,1 @@
+"""Workload-balanced long-context training for PyTorch Lightning."""

@@ -1,0 +1,1 @@
+"""Variable-length attention, its sharding and its context parallelism."""

@@ -1,0 +1,1 @@
+"""What a run shows: imbalance per rank and level."""

@@ -1,0 +1,1 @@
+"""What work costs: the one cost model of planning, simulation and report."""

@@ -1,0 +1,1 @@
+"""Documents and plans in, this rank's tensors out."""

@@ -1,0 +1,1 @@
+"""The reference decoder and the LightningModule around it."""

@@ -1,0 +1,1 @@
+"""Document lengths in, step plans out: pure, deterministic, without tensors."""

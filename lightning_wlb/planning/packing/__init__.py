@@ -1,0 +1,1 @@
+"""Packing methods: one file each."""

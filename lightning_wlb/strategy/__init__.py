@@ -1,0 +1,1 @@
+"""Mesh, parallelisation, executor, checkpoints and the Lightning strategy."""
