@@ -1,0 +1,31 @@
+"""A timeline: when each action of a step ran and how long it computed. Plain data.
+
+The executor measures timelines, callbacks reduce them to imbalance degrees, and a prediction of
+the same step has the same form, so the two compare line by line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_wlb.schedule.actions import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One action as it ran on one rank; all times in seconds.
+
+    Args:
+        action: what ran.
+        begin: when it began, from the start of the rank's step (receives included before it).
+        wall: elapsed time of the computation, without waiting for the neighbouring stages. It
+            includes waits inside the computation (collectives of context and tensor parallelism).
+        compute: time the rank itself worked: its own CPU time on CPU, ``wall`` on a GPU.
+        attention: the part of ``compute`` spent in attention kernels, collectives excluded.
+    """
+
+    action: Action
+    begin: float
+    wall: float
+    compute: float
+    attention: float

@@ -1,0 +1,54 @@
+import pytest
+
+from lightning_wlb.schedule.actions import Action, check_schedule, format_program, parse_program
+from lightning_wlb.schedule.one_f_one_b import one_f_one_b
+
+
+def test_an_action_prints_and_parses():
+    assert str(Action(2, "F", 10)) == "2F10"
+    assert Action.parse("12B3") == Action(12, "B", 3)
+    with pytest.raises(ValueError, match="'2X0' is not an action"):
+        Action.parse("2X0")
+
+
+def test_1f1b_of_the_textbook():
+    assert [format_program(one_f_one_b(stage, 3, 4)) for stage in range(3)] == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("micro_batches", [0, 1, 2, 3, 5, 17, 64])
+def test_1f1b_never_deadlocks(stages, micro_batches):
+    programs = [one_f_one_b(stage, stages, micro_batches) for stage in range(stages)]
+    check_schedule(programs, micro_batches)
+    for stage, program in enumerate(programs):
+        opened, most = 0, 0
+        for action in program:
+            opened += 1 if action.kind == "F" else -1
+            most = max(most, opened)
+        assert most == min(micro_batches, stages - stage)
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        (["0F0 0B0", "1F0"], "rank 1: 1B0 never run"),
+        (["0F0 0F0 0B0", "1F0 1B0"], "rank 0: action 0F0 is listed twice"),
+        (["0F0 0B0", "1B0 1F0"], "rank 1: 1B0 comes before its forward"),
+        (["0F0 1F0 0B0", "1F0 1B0"], "rank 0: action 1F0 does not belong there"),
+        (
+            ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
+            "deadlocks: rank 0 waits for the message that 0B0 needs from rank 1; rank 1 waits for"
+            " the message that 1F1 needs from rank 0",
+        ),
+        (["0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0"], "deadlocks"),
+    ],
+)
+def test_a_wrong_schedule_is_named(programs, message):
+    parsed = [parse_program(program) for program in programs]
+    count = max(action.micro_batch for program in parsed for action in program) + 1
+    with pytest.raises(ValueError, match=message):
+        check_schedule(parsed, count)

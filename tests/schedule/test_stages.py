@@ -1,0 +1,43 @@
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.schedule.stages import split_stages
+
+
+def test_equal_layers_are_split_evenly():
+    assert split_stages([1] * 8, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+
+
+def test_the_head_weighs():
+    assert split_stages([10] * 4, 2, head=20) == [range(0, 3), range(3, 4)]
+
+
+def test_fewer_layers_than_stages():
+    with pytest.raises(ValueError, match="2 layers cannot be split into pipeline_parallel_size=3"):
+        split_stages([1, 1], 3)
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
+def test_no_split_is_better(layers, stages, embedding, head):
+    stages = min(stages, len(layers))
+
+    def dearest(cuts):
+        edges = [0, *cuts, len(layers)]
+        costs = [sum(layers[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        costs[0] += embedding
+        costs[-1] += head
+        return max(costs)
+
+    found = split_stages(layers, stages, embedding=embedding, head=head)
+    assert [layer for part in found for layer in part] == list(range(len(layers)))
+    assert all(found)
+    best = min(dearest(cuts) for cuts in combinations(range(1, len(layers)), stages - 1))
+    assert dearest([part.stop for part in found[:-1]]) == best
