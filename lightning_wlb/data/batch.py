@@ -1,0 +1,294 @@
+"""From the plan of a step to the tensors of one rank.
+
+:func:`make_step_batch` walks the micro-batches of this rank's replica, lays each over the
+context-parallel group as the plan says (``attention.sharding``), and reads from the store the
+tokens that this rank's rows hold, and no others: tokens on the first pipeline stage, labels on
+the last. All index arithmetic of attention happens here, in the data loader, off the training
+path.
+
+The label of a row is the next token of the same *store document*, also where a piece ends, so
+that the number of targets does not depend on how documents were cut. Rows that pad a rank,
+masked targets and the last token of a document have :data:`IGNORE`.
+
+Cost: linear in the rank's own rows and in the keys they attend to, plus one read of the store
+for each run of consecutive tokens (two for a document under context parallelism). Micro-batches
+that are merged over replicas or whose pieces are sliced are refused: the plan can say them, this
+executor cannot run them yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_wlb.attention.sharding import RankIndices, layout, rank_indices
+from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+
+IGNORE = -100
+"""Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
+
+_Fields = TypeVar("_Fields", "MicroBatchTensors", AttentionMetadata)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the mesh, as far as its data is concerned.
+
+    Tensor-parallel ranks get the same batch; pipeline ranks differ only in whether they need
+    tokens and labels.
+
+    Args:
+        replica: data-parallel replica, in ``[0, replicas)``.
+        context_rank: rank in the context-parallel group, in ``[0, context_parallel_size)``.
+        context_parallel_size: ranks that share a micro-batch's tokens.
+        tensor_parallel_size: every rank's rows are padded to a multiple of it.
+        replicas: number of data-parallel replicas.
+        first_stage: whether the rank holds the embedding and needs tokens.
+        last_stage: whether the rank holds the head and needs labels.
+
+    Raises:
+        ValueError: a rank outside its group.
+    """
+
+    replica: int = 0
+    context_rank: int = 0
+    context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    replicas: int = 1
+    first_stage: bool = True
+    last_stage: bool = True
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (
+            ("replica", self.replica, self.replicas),
+            ("context_rank", self.context_rank, self.context_parallel_size),
+        ):
+            if not 0 <= rank < size:
+                raise ValueError(f"{name}={rank} is not in [0, {size}): check {self}.")
+
+
+@dataclass
+class MicroBatchTensors:
+    """One micro-batch on one context-parallel rank of one replica; P = ``rows``.
+
+    Args:
+        tokens: int64 [P], 0 in padding rows; None where the rank holds no embedding.
+        labels: int64 [P], :data:`IGNORE` where there is no target; None where the rank holds
+            no head.
+        positions: int64 [P], from the piece's origin; 0 in padding rows.
+        attention: which rows attend to which keys.
+        rows: P, rows of this rank, padding at the end included.
+    """
+
+    tokens: Tensor | None
+    labels: Tensor | None
+    positions: Tensor
+    attention: AttentionMetadata
+    rows: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
+        """A copy on ``device``."""
+        return replace(
+            self,
+            tokens=_moved(self.tokens, device, non_blocking),
+            labels=_moved(self.labels, device, non_blocking),
+            positions=self.positions.to(device, non_blocking=non_blocking),
+            attention=self.attention.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> MicroBatchTensors:
+        """A copy in page-locked host memory."""
+        pinned = _pinned(self)
+        return replace(pinned, attention=_pinned(self.attention))
+
+
+class StepBatch:
+    """Everything that one rank needs for one optimiser step.
+
+    Not a dataclass: Lightning rebuilds dataclasses in batches field by field.
+
+    Args:
+        plan: the step's plan, of the whole mesh.
+        replica: the data-parallel replica of this rank.
+        micro_batches: in the order of ``plan.replicas[replica].forward``.
+        state: the planner's state after this step, plain Python, the same on every rank.
+        next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
+        last: whether the run's bound on tokens is reached with this step.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        replica: int,
+        micro_batches: list[MicroBatchTensors],
+        state: dict[str, Any],
+        next_digest: int,
+        last: bool,
+    ) -> None:
+        self.plan = plan
+        self.replica = replica
+        self.micro_batches = micro_batches
+        self.state = state
+        self.next_digest = next_digest
+        self.last = last
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens with a target, over the whole mesh: what the step's loss is divided by."""
+        return self.plan.target_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step, over the whole mesh."""
+        return self.plan.tokens
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
+        """A copy whose tensors are on ``device``."""
+        return self._with([each.to(device, non_blocking) for each in self.micro_batches])
+
+    def pin_memory(self) -> StepBatch:
+        """A copy whose tensors are in page-locked host memory."""
+        return self._with([each.pin_memory() for each in self.micro_batches])
+
+    def _with(self, micro_batches: list[MicroBatchTensors]) -> StepBatch:
+        return StepBatch(
+            self.plan, self.replica, micro_batches, self.state, self.next_digest, self.last
+        )
+
+    def __repr__(self) -> str:
+        rows = [each.rows for each in self.micro_batches]
+        return (
+            f"StepBatch(step {self.plan.step}, epoch {self.plan.epoch}, replica {self.replica} of"
+            f" {len(self.plan.replicas)}: micro-batches of {rows} rows; the step has {self.tokens}"
+            f" tokens, {self.target_tokens} targets, {len(self.plan.pieces)} pieces"
+            f"{', last' if self.last else ''})"
+        )
+
+
+def make_step_batch(
+    plan: StepPlan,
+    store: DocumentStore,
+    at: Coordinates,
+    state: dict[str, Any],
+    next_digest: int,
+    last: bool,
+) -> StepBatch:
+    """The tensors that the rank at ``at`` needs to run ``plan``.
+
+    Args:
+        plan: a valid plan for ``at.replicas`` replicas.
+        store: where the documents are; read only for this rank's own rows.
+        at: this rank's place.
+        state, next_digest, last: see :class:`StepBatch`.
+
+    Raises:
+        ValueError: the plan is for another number of replicas, or asks for merged or sliced
+            micro-batches, which this executor does not run.
+    """
+    if len(plan.replicas) != at.replicas:
+        raise ValueError(
+            f"step {plan.step} is planned for {len(plan.replicas)} replicas, but the mesh has"
+            f" {at.replicas}. Plan with MeshSettings(replicas={at.replicas})."
+        )
+    replica = plan.replicas[at.replica]
+    _refuse_unsupported(plan.step, replica)
+    micro_batches = [
+        _micro_batch(replica.slices_of(group), group, store, at) for group in replica.forward
+    ]
+    return StepBatch(plan, at.replica, micro_batches, state, next_digest, last)
+
+
+def _refuse_unsupported(step: int, replica: ReplicaPlan) -> None:
+    pieces = {(part.document, part.origin) for part in replica.slices}
+    if len(pieces) < len(replica.slices) or any(part.context for part in replica.slices):
+        sliced = next(part for part in replica.slices if part.context)
+        raise ValueError(
+            f"step {step}: slice {sliced} continues a piece that began in another micro-batch."
+            " This version does not run sliced pieces; plan with a packing that keeps pieces"
+            " whole ('original', 'wlb')."
+        )
+    for group in (*replica.forward, *replica.backward):
+        if len(group.replicas) > 1:
+            raise ValueError(
+                f"step {step}: a micro-batch is shared by replicas {group.replicas}. This version"
+                " does not run merged micro-batches; plan every micro-batch on one replica."
+            )
+
+
+def _micro_batch(
+    slices: tuple[Slice, ...], group: MicroBatch, store: DocumentStore, at: Coordinates
+) -> MicroBatchTensors:
+    arrangement = layout(
+        group.sharding,
+        [part.tokens for part in slices],
+        at.context_parallel_size,
+        at.tensor_parallel_size,
+    )
+    rows = arrangement.rows
+    assert rows == group.rows, f"the plan says {group.rows} rows, the sharding {rows}"
+    indices = rank_indices(arrangement, at.context_rank)
+    positions = np.zeros(rows, np.int64)
+    positions[: len(indices.offset)] = indices.offset
+    tokens = np.zeros(rows, np.int64) if at.first_stage else None
+    labels = np.full(rows, IGNORE, np.int64) if at.last_stage else None
+    if tokens is not None or labels is not None:
+        _read(slices, indices, store, tokens, labels)
+    return MicroBatchTensors(
+        tokens=None if tokens is None else torch.from_numpy(tokens),
+        labels=None if labels is None else torch.from_numpy(labels),
+        positions=torch.from_numpy(positions),
+        attention=AttentionMetadata.from_indices(indices, rows, at.context_parallel_size),
+        rows=rows,
+    )
+
+
+def _read(
+    slices: tuple[Slice, ...],
+    indices: RankIndices,
+    store: DocumentStore,
+    tokens: np.ndarray | None,
+    labels: np.ndarray | None,
+) -> None:
+    """Fill the rank's real rows, one read for each run of consecutive tokens."""
+    count = len(indices.offset)
+    breaks = (np.diff(indices.document) != 0) | (np.diff(indices.offset) != 1)
+    bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [0]
+    for row, end in zip(bounds[:-1], bounds[1:], strict=True):
+        part = slices[int(indices.document[row])]
+        start = part.start + int(indices.offset[row])
+        stop = start + end - row
+        # One token more than the rows, for the last row's label, where the document has it.
+        label_stop = min(stop + 1, int(store.lengths[part.document]))
+        first = start if tokens is not None else start + 1
+        until = label_stop if labels is not None else stop
+        if until <= first:
+            continue
+        read = np.asarray(store.read(part.document, first, until), np.int64)
+        if tokens is not None:
+            tokens[row:end] = read[: stop - start]
+        if labels is not None:
+            following = read[start + 1 - first :]
+            allowed = store.mask(part.document, start + 1, label_stop)
+            if allowed is not None:
+                following = np.where(allowed, following, IGNORE)
+            labels[row : row + len(following)] = following
+
+
+def _moved(x: Tensor | None, device: torch.device | str, non_blocking: bool) -> Tensor | None:
+    return None if x is None else x.to(device, non_blocking=non_blocking)
+
+
+def _pinned(holder: _Fields) -> _Fields:
+    """The dataclass with its tensor fields in page-locked memory."""
+    tensors = {
+        field.name: value.pin_memory()
+        for field in fields(holder)
+        if isinstance(value := getattr(holder, field.name), Tensor)
+    }
+    return replace(holder, **tensors)

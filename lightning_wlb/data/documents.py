@@ -1,0 +1,161 @@
+"""Document stores: what the planner and the data loader need to know about documents.
+
+A store tells the length of every document without reading tokens, so that every rank can plan
+a step for the whole mesh and then read only its own share. :class:`InMemoryDocuments` holds
+sequences that fit in memory (fine-tuning sets, tests); a corpus that does not should implement
+:class:`DocumentStore` over memory-mapped files, as
+:class:`~lightning_wlb.data.stdlib.StdlibDocuments` does: loader workers copy a store when they
+start, and an in-memory store is then copied with all its tokens.
+
+Cost: reading is a slice; counting targets is two look-ups in a cumulative sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+
+@runtime_checkable
+class DocumentStore(Protocol):
+    """Documents by number, 0-based; ranges are in tokens from the document's start.
+
+    The *target* of token j is token j + 1 of the same document, where it exists and the mask
+    allows it; how a document is cut for training never changes its targets.
+    """
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of every document, int64 [documents], all at least 1; known without reading."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are in ``[0, vocab_size)``."""
+        ...
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)``, int64 [stop - start]."""
+        ...
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target."""
+        ...
+
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Whether each token of ``[start, stop)`` may be a target, bool; None: all may."""
+        ...
+
+
+def check_lengths(lengths: npt.NDArray[np.int64], store: str) -> None:
+    """Refuse a store without documents and documents without tokens.
+
+    Raises:
+        ValueError: naming the first empty document, and the remedy.
+    """
+    if len(lengths) == 0:
+        raise ValueError(f"{store} holds no documents. Give it at least one document with a token.")
+    empty = np.flatnonzero(lengths < 1)
+    if len(empty):
+        raise ValueError(
+            f"{store}: {len(empty)} of {len(lengths)} documents have no tokens, the first is"
+            f" document {int(empty[0])}. Leave empty documents out of the store."
+        )
+
+
+class InMemoryDocuments:
+    """Documents given as sequences of token numbers (lists, numpy arrays or torch tensors).
+
+    Args:
+        sequences: one sequence of integers for each document.
+        masks: for each document None or one bool for each token: whether the token may be a
+            target (a loss mask: False for the prompt's tokens in fine-tuning). None: all may.
+        vocab_size: None: the largest token plus one.
+
+    Raises:
+        ValueError: an empty store or document, tokens that are not integers in
+            ``[0, vocab_size)``, or masks that do not match the sequences.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Any],
+        masks: Sequence[Any] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        arrays = [_tokens(number, sequence) for number, sequence in enumerate(sequences)]
+        self.lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+        check_lengths(self.lengths, "InMemoryDocuments")
+        self._tokens = np.concatenate(arrays)
+        self._starts = np.concatenate(([0], np.cumsum(self.lengths)))
+        largest = int(self._tokens.max())
+        self.vocab_size = largest + 1 if vocab_size is None else vocab_size
+        if int(self._tokens.min()) < 0 or largest >= self.vocab_size:
+            raise ValueError(
+                f"InMemoryDocuments: tokens range from {int(self._tokens.min())} to {largest},"
+                f" outside [0, vocab_size={self.vocab_size}). Raise vocab_size or check the"
+                " tokenizer."
+            )
+        self._mask = None if masks is None else _flat_mask(masks, self.lengths)
+        # _allowed[i]: tokens before i (over the whole store) that may be targets.
+        self._allowed = None if self._mask is None else np.concatenate(([0], self._mask.cumsum()))
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
+        begin = self._starts[document]
+        return self._tokens[begin + start : begin + stop]
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target."""
+        following = min(stop + 1, int(self.lengths[document]))
+        if self._allowed is None:
+            return max(following - (start + 1), 0)
+        begin = self._starts[document]
+        return max(int(self._allowed[begin + following] - self._allowed[begin + start + 1]), 0)
+
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Whether each token of ``[start, stop)`` may be a target, bool [stop - start]."""
+        if self._mask is None:
+            return None
+        begin = self._starts[document]
+        return self._mask[begin + start : begin + stop]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self)} documents, {int(self.lengths.sum())} tokens,"
+            f" vocab_size={self.vocab_size})"
+        )
+
+
+def _tokens(number: int, sequence: Any) -> npt.NDArray[np.int64]:
+    array = np.asarray(sequence)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(
+            f"InMemoryDocuments: document {number} is an array of {array.dtype} with shape"
+            f" {array.shape}. Give each document as a flat sequence of integer token numbers."
+        )
+    return array.astype(np.int64)
+
+
+def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    if len(masks) != len(lengths):
+        raise ValueError(
+            f"InMemoryDocuments: {len(masks)} masks for {len(lengths)} documents. Give one mask"
+            " (or None) for each document."
+        )
+    flat = []
+    for number, (mask, length) in enumerate(zip(masks, lengths.tolist(), strict=True)):
+        array = np.ones(length, bool) if mask is None else np.asarray(mask).astype(bool)
+        if array.shape != (length,):
+            raise ValueError(
+                f"InMemoryDocuments: document {number} has {length} tokens but a mask of shape"
+                f" {array.shape}. Give one bool for each token."
+            )
+        flat.append(array)
+    return np.concatenate(flat)
