@@ -19,6 +19,7 @@ executor cannot run them yet.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -185,7 +186,9 @@ def make_step_batch(
         plan: a valid plan for ``at.replicas`` replicas.
         store: where the documents are; read only for this rank's own rows.
         at: this rank's place.
-        state, next_digest, last: see :class:`StepBatch`.
+        state: the planner's state after this step.
+        next_digest: digest of the following step's plan, 0 if there is none in this epoch.
+        last: whether the run's bound on tokens is reached with this step.
 
     Raises:
         ValueError: the plan is for another number of replicas, or asks for merged or sliced
@@ -259,7 +262,7 @@ def _read(
     count = len(indices.offset)
     breaks = (np.diff(indices.document) != 0) | (np.diff(indices.offset) != 1)
     bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [0]
-    for row, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for row, end in pairwise(bounds):
         part = slices[int(indices.document[row])]
         start = part.start + int(indices.offset[row])
         stop = start + end - row
