@@ -1,0 +1,271 @@
+"""The standard library of the running Python as documents.
+
+Real text with a heavy-tailed length distribution that is on every machine with Python: the
+embedded default, for demonstrations and tests. A document is a whole file or a top-level
+definition (function or class); a token is a byte, or one of a small byte-pair vocabulary that
+is trained on the text itself.
+
+The documents are tokenised once, into arrays in the user's cache folder, and opened as memory
+maps: a rank or a loader worker reads only the tokens it asks for, and lengths cost no reading.
+The key holds the Python version, the settings and a fingerprint of the source tree (paths,
+sizes and times of change). The arrays are written aside and renamed, so that ranks may race.
+
+Cost: the first use takes seconds to tens of seconds (parsing, training, encoding), later ones
+one walk over the source tree. Not for training a useful model: it is 30 MB of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from platformdirs import user_cache_dir
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lightning_wlb.data.documents import check_lengths
+
+_CACHE_VERSION = 1
+_DEFAULT_BPE_VOCABULARY = 4096
+_TRAINING_SAMPLE_CHARACTERS = 2_000_000
+_ENCODE_TOGETHER = 256
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
+
+_Item = TypeVar("_Item")
+
+
+class StdlibDocuments:
+    """Documents cut from the Python sources under a directory, in order of path and line.
+
+    Args:
+        unit: ``"definition"`` (top-level functions and classes, decorators included; files that
+            do not parse are left out) or ``"file"`` (every non-empty ``.py`` file).
+        tokenizer: ``"bytes"`` (one byte one token, 256 tokens) or ``"bpe"`` (byte-level
+            byte-pair encoding, trained on a sample of the same documents).
+        vocab_size: tokens of the byte-pair vocabulary, at least 256; None: 4096.
+        directory: where to look for sources; None: the standard library of this Python.
+            ``site-packages`` below it are left out.
+
+    Raises:
+        ValueError: an unknown unit or tokenizer, a vocabulary that the tokenizer cannot have,
+            or a directory without documents.
+    """
+
+    def __init__(
+        self,
+        unit: Literal["definition", "file"] = "definition",
+        tokenizer: Literal["bytes", "bpe"] = "bytes",
+        vocab_size: int | None = None,
+        directory: str | Path | None = None,
+    ) -> None:
+        self.unit = _known("unit", unit, ("definition", "file"))
+        self.tokenizer = _known("tokenizer", tokenizer, ("bytes", "bpe"))
+        if tokenizer == "bytes" and vocab_size not in (None, 256):
+            raise ValueError(
+                f"StdlibDocuments: vocab_size={vocab_size} with tokenizer='bytes', which has 256"
+                " tokens. Leave vocab_size out, or choose tokenizer='bpe'."
+            )
+        if tokenizer == "bpe" and vocab_size is not None and vocab_size < 256:
+            raise ValueError(
+                f"StdlibDocuments: vocab_size={vocab_size}, but a byte-level vocabulary has at"
+                " least the 256 bytes. Choose 256 or more."
+            )
+        wanted = vocab_size or (256 if tokenizer == "bytes" else _DEFAULT_BPE_VOCABULARY)
+        self.directory = Path(directory or sysconfig.get_paths()["stdlib"])
+        self._folder = _cached(self.directory, unit, tokenizer, wanted)
+        self._open()
+
+    def _open(self) -> None:
+        self._ends = np.load(self._folder / "ends.npy")
+        self._tokens = np.load(self._folder / "tokens.npy", mmap_mode="r")
+        self.lengths: npt.NDArray[np.int64] = np.diff(self._ends, prepend=0)
+        self._model = (
+            Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+            if self.tokenizer == "bpe"
+            else None
+        )
+        self.vocab_size = 256 if self._model is None else self._model.get_vocab_size()
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
+        begin = int(self._ends[document]) - int(self.lengths[document])
+        return self._tokens[begin + start : begin + stop].astype(np.int64)
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target: all but the document's last."""
+        return max(min(stop, int(self.lengths[document]) - 1) - start, 0)
+
+    def mask(self, document: int, start: int, stop: int) -> None:
+        """None: every token may be a target."""
+        return None
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> str:
+        """The text of a sequence of tokens; bytes that are not UTF-8 are replaced."""
+        numbers = [int(token) for token in tokens]
+        if self._model is None:
+            return bytes(numbers).decode("utf-8", errors="replace")
+        return str(self._model.decode(numbers, skip_special_tokens=False))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return (
+            f"StdlibDocuments({len(self)} documents, {int(self.lengths.sum())} tokens,"
+            f" unit={self.unit!r}, tokenizer={self.tokenizer!r}, vocab_size={self.vocab_size})"
+        )
+
+    # A memory map would be pickled with all its tokens: a worker opens the files itself.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("unit", "tokenizer", "directory", "_folder")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+
+def _known(name: str, value: str, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"StdlibDocuments: {name}={value!r}. Choose one of {list(allowed)}.")
+    return value
+
+
+def _cached(directory: Path, unit: str, tokenizer: str, vocab_size: int) -> Path:
+    """The folder with the arrays, built where there is none."""
+    files = _source_files(directory)
+    fingerprint = hashlib.sha256()
+    for path in files:
+        status = path.stat()
+        name = path.relative_to(directory).as_posix()
+        fingerprint.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    key = (
+        f"stdlib-{platform.python_implementation().lower()}{platform.python_version()}-{unit}"
+        f"-{tokenizer}{vocab_size}-v{_CACHE_VERSION}-{fingerprint.hexdigest()[:16]}"
+    )
+    roots = [Path(user_cache_dir("lightning_wlb")), Path(tempfile.gettempdir(), "lightning_wlb")]
+    for root in roots:
+        if (root / key).is_dir():
+            return root / key
+    for root in roots:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
+        except OSError:
+            continue
+        break
+    else:
+        root = aside = Path(tempfile.mkdtemp(prefix="lightning_wlb-"))
+    try:
+        _build(aside, directory, files, unit, tokenizer, vocab_size)
+        if aside is root:
+            return aside
+        aside.chmod(0o755)
+        try:
+            aside.rename(root / key)
+        except OSError:
+            # Another rank was first; anything else is an error that must be seen.
+            if not (root / key).is_dir():
+                raise
+    finally:
+        if aside is not root:
+            shutil.rmtree(aside, ignore_errors=True)
+    return root / key
+
+
+def _source_files(directory: Path) -> list[Path]:
+    """Non-empty Python files below the directory, sorted by path."""
+    files = []
+    for folder, below, names in os.walk(directory):
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = [path for path in files if path.is_file() and path.stat().st_size > 0]
+    return sorted(files, key=lambda path: path.relative_to(directory).as_posix())
+
+
+def _build(
+    folder: Path, directory: Path, files: list[Path], unit: str, tokenizer: str, vocab_size: int
+) -> None:
+    texts: list[bytes] = []
+    for path in _shown(files, f"Reading Python sources ({unit}s)", len(files)):
+        source = path.read_bytes()
+        texts += [source] if unit == "file" else _definitions(source)
+    check_lengths(
+        np.array([len(text) for text in texts], np.int64), f"StdlibDocuments({directory})"
+    )
+    if tokenizer == "bytes":
+        lengths = [len(text) for text in texts]
+        tokens = np.frombuffer(b"".join(texts), np.uint8)
+    else:
+        model = _train([text.decode("utf-8", errors="replace") for text in texts], vocab_size)
+        model.save(str(folder / "tokenizer.json"))
+        encoded = list(_encode(model, texts, np.uint16 if vocab_size <= 1 << 16 else np.uint32))
+        lengths = [len(document) for document in encoded]
+        tokens = np.concatenate(encoded)
+    np.save(folder / "tokens.npy", tokens)
+    np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
+
+
+def _definitions(source: bytes) -> list[bytes]:
+    """Top-level functions and classes with their decorators, as whole lines."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []  # test data of the compiler: wrong on purpose
+    lines = source.splitlines(keepends=True)
+    found = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found.append(b"".join(lines[first - 1 : node.end_lineno]))
+    return found
+
+
+def _train(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level byte-pair encoding, trained on every k-th document."""
+    characters = sum(len(text) for text in texts)
+    every = max(1, -(-characters // _TRAINING_SAMPLE_CHARACTERS))
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    model.train_from_iterator(texts[::every], trainer)
+    return model
+
+
+def _encode(model: Tokenizer, texts: list[bytes], dtype: Any) -> Iterator[npt.NDArray[Any]]:
+    groups = range(0, len(texts), _ENCODE_TOGETHER)
+    for first in _shown(groups, "Encoding documents", len(groups)):
+        group = [
+            text.decode("utf-8", errors="replace")
+            for text in texts[first : first + _ENCODE_TOGETHER]
+        ]
+        for encoding in model.encode_batch(group):
+            yield np.array(encoding.ids, dtype)
+
+
+def _shown(items: Iterable[_Item], what: str, total: int) -> Iterable[_Item]:
+    """The items, with a progress bar where someone is watching."""
+    if rank_zero_only.rank != 0 or not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, what, total, console=Console(stderr=True), transient=True)
