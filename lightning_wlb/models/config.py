@@ -1,0 +1,153 @@
+"""Sizes of the reference decoder, and the presets that the papers' experiments name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_wlb.cost.flops import ModelShape
+
+
+@dataclass
+class TransformerConfig:
+    """Sizes and constants of a :class:`~lightning_wlb.models.transformer.Transformer`.
+
+    Args:
+        dim: width of the residual stream.
+        layers: number of decoder layers.
+        heads: query heads.
+        kv_heads: key and value heads; ``heads`` is a multiple of it (grouped-query attention).
+        ffn_dim: hidden width of the SwiGLU feed-forward network.
+        vocab_size: number of words.
+        head_dim: width of one head, even; ``dim // heads`` if None.
+        rope_theta: base of the rotary embedding's wavelengths.
+        norm_eps: added to the mean square in RMSNorm.
+        tied_embeddings: the output matrix is the embedding table.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    dim: int = 64
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    ffn_dim: int = 176
+    vocab_size: int = 256
+    head_dim: int | None = None
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("head_dim", "tied_embeddings") and not value:
+                continue
+            if value <= 0:
+                raise ValueError(
+                    f"TransformerConfig: {field.name}={value}, but it must be above 0."
+                )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"TransformerConfig: heads={self.heads} is not a multiple of"
+                f" kv_heads={self.kv_heads}; each key/value head serves equally many query heads."
+                f" Set kv_heads to a divisor of {self.heads}."
+            )
+        if self.head_dim is None:
+            if self.dim % self.heads:
+                raise ValueError(
+                    f"TransformerConfig: dim={self.dim} does not divide by heads={self.heads}."
+                    " Change one of them, or set head_dim."
+                )
+            self.head_dim = self.dim // self.heads
+        if self.head_dim % 2:
+            raise ValueError(
+                f"TransformerConfig: head_dim={self.head_dim} is odd, but the rotary embedding"
+                " turns pairs. Choose dim and heads so that dim / heads is even, or set head_dim."
+            )
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> TransformerConfig:
+        """A configuration by name; ``overrides`` replace single fields, as in ``vocab_size=4096``.
+
+        ``tiny`` is for the demo on a CPU. ``550m``, ``7b``, ``30b`` and ``70b`` are the models of
+        WLB-LLM's Table 1. The paper gives no sizes but "LLaMA-like" and that 7B is LLaMA2-7B, so
+        these are: ``7b`` and ``70b`` LLaMA2's; ``30b`` LLaMA's (its 33B); ``550m`` the 7B's
+        proportions at 12 heads of 128 and 16 layers, 551 million parameters. ``llama3-8b`` is
+        Llama 3's.
+
+        Raises:
+            ValueError: an unknown preset or field; the message lists the known ones.
+        """
+        if name not in _PRESETS:
+            raise ValueError(
+                f"TransformerConfig: there is no preset {name!r}. The presets are"
+                f" {', '.join(_PRESETS)}."
+            )
+        known = [field.name for field in fields(cls)]
+        for override in overrides:
+            if override not in known:
+                raise ValueError(
+                    f"TransformerConfig: there is no field {override!r}. The fields are"
+                    f" {', '.join(known)}."
+                )
+        return cls(**(_PRESETS[name] | overrides))
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the cost model needs to know."""
+        assert self.head_dim is not None
+        return ModelShape(
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn_dim=self.ffn_dim,
+            vocab_size=self.vocab_size,
+        )
+
+
+_LLAMA = {"vocab_size": 32_000}
+_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "550m": _LLAMA | {"dim": 1536, "layers": 16, "heads": 12, "kv_heads": 12, "ffn_dim": 4096},
+    "7b": _LLAMA | {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "ffn_dim": 11_008},
+    "30b": _LLAMA | {"dim": 6656, "layers": 60, "heads": 52, "kv_heads": 52, "ffn_dim": 17_920},
+    "70b": _LLAMA | {"dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_dim": 28_672},
+    "llama3-8b": {
+        "dim": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn_dim": 14_336,
+        "vocab_size": 128_256,
+        "rope_theta": 500_000.0,
+    },
+}
+
+
+def check_tensor_parallel(config: TransformerConfig, size: int) -> None:
+    """Whether a model can be split over ``size`` tensor-parallel ranks.
+
+    Raises:
+        ValueError: naming the size that does not divide, and what would.
+    """
+    for name in ("heads", "ffn_dim", "vocab_size"):
+        value = getattr(config, name)
+        if value % size:
+            remedy = (
+                f"Pad the vocabulary to vocab_size={-(-value // size) * size}"
+                if name == "vocab_size"
+                else f"Choose a tensor_parallel_size that divides {value}"
+            )
+            raise ValueError(
+                f"tensor_parallel_size={size} does not divide the model's {name}={value}. {remedy}."
+            )
+    if config.kv_heads % size and size % config.kv_heads:
+        raise ValueError(
+            f"tensor_parallel_size={size} and the model's kv_heads={config.kv_heads} do not divide"
+            " each other, so key/value heads can be neither split nor shared evenly. Choose a"
+            f" tensor_parallel_size that divides {config.kv_heads} or is a multiple of it."
+        )

@@ -1,0 +1,262 @@
+"""The LightningModule that trains a decoder on step batches.
+
+One batch is one optimiser step: a plan and this rank's micro-batches. The loss of a step is the
+sum of its token losses over the *global* number of target tokens, never a mean of means.
+
+Run with ``strategy="auto"`` on one device, :meth:`LanguageModule.step` loops over the
+micro-batches; that path is the reference that every parallel run equals. ``WLBStrategy`` replaces
+only that: it sets :attr:`LanguageModule.executor`.
+
+Cost of the reference path: the activations of all micro-batches of a step live until its one
+backward. ``activation_checkpointing="full"`` bounds them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
+from lightning_wlb.plan import StepPlan
+
+LossNormalisation = Literal["step", "nominal"]
+
+
+class LanguageModule(L.LightningModule):
+    """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
+
+    For a model of your own, subclass and override :meth:`configure_model` to set ``self.model``::
+
+        class MyModule(LanguageModule):
+            def configure_model(self) -> None:
+                if self.model is None:
+                    self.model = MyDecoder(self.config)
+                    self.init_weights()
+
+    where ``MyDecoder`` has ``embed``, ``layers`` (an ``nn.ModuleDict`` by global layer number),
+    ``head`` and the methods of :class:`~lightning_wlb.models.transformer.Transformer`; a subclass
+    of it that replaces some modules is the shortest way.
+
+    Args:
+        config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.
+        learning_rate: peak learning rate of AdamW.
+        weight_decay: of matrices; vectors (norm weights) have none.
+        betas: AdamW's.
+        warmup_tokens: the learning rate rises linearly from 0 over this many tokens.
+        decay_tokens: token count, warm-up included, at which a cosine decay ends; None: no decay.
+        min_learning_rate_ratio: what the cosine ends at, as a part of ``learning_rate``.
+        loss_normalisation: divide a step's loss by its own target tokens (``"step"``), or by the
+            configured tokens of a global batch (``"nominal"``), which weighs every token of the
+            run alike.
+        activation_checkpointing: ``"none"``, ``"selective"`` (feed-forward halves) or ``"full"``.
+        attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
+        seed: of the initial weights; that of ``seed_everything`` if None, or else 0.
+
+    Attributes:
+        model: None until :meth:`configure_model`.
+        executor: what runs a step's micro-batches and returns :meth:`step`'s loss; set by
+            ``WLBStrategy``, None elsewhere.
+        tokens_seen: tokens trained on so far, over all replicas; in the checkpoint.
+
+    Raises:
+        ValueError: an option that is not one of those listed, or token counts out of order.
+    """
+
+    model: nn.Module | None
+
+    def __init__(
+        self,
+        config: TransformerConfig | str | dict[str, Any] | None = None,
+        *,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_tokens: int = 0,
+        decay_tokens: int | None = None,
+        min_learning_rate_ratio: float = 0.1,
+        loss_normalisation: LossNormalisation = "step",
+        activation_checkpointing: ActivationCheckpointing = "none",
+        attention_backend: str = "auto",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if loss_normalisation not in get_args(LossNormalisation):
+            raise ValueError(
+                f"loss_normalisation={loss_normalisation!r} is not one of"
+                f" {', '.join(get_args(LossNormalisation))}."
+            )
+        if warmup_tokens < 0 or (decay_tokens is not None and decay_tokens <= warmup_tokens):
+            raise ValueError(
+                f"warmup_tokens={warmup_tokens}, decay_tokens={decay_tokens}: the decay ends at"
+                " decay_tokens, counted from the start of training, so"
+                " 0 <= warmup_tokens < decay_tokens."
+            )
+        self.config = _as_config(config)
+        # Checkpoints hold plain types only: they load with weights_only=True.
+        self.save_hyperparameters({"config": asdict(self.config)})
+        self.save_hyperparameters(ignore=["config"])
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.warmup_tokens = warmup_tokens
+        self.decay_tokens = decay_tokens
+        self.min_learning_rate_ratio = min_learning_rate_ratio
+        self.loss_normalisation = loss_normalisation
+        self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        self.attention_backend = attention_backend
+        self.seed = seed
+        self.model = None
+        self.executor: Callable[[StepBatch], Tensor] | None = None
+        self.tokens_seen = 0
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """The sizes that the cost model plans with; override it where ``config`` is not used."""
+        return self.config.shape
+
+    def configure_model(self) -> None:
+        """Build ``self.model``, with values unless the strategy gives memory and values later."""
+        if self.model is not None:
+            return
+        deferred = self._trainer is not None and getattr(
+            self.trainer.strategy, "defers_initialisation", False
+        )
+        with torch.device("meta") if deferred else nullcontext():
+            self.model = Transformer(
+                self.config,
+                activation_checkpointing=self.activation_checkpointing,
+                attention_backend=self.attention_backend,
+            )
+        if not deferred:
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Fill the parameters: a function of the seed and their names, on any mesh the same."""
+        assert self.model is not None
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
+        initialise(
+            self.model,
+            seed,
+            getattr(self.model, "initial_deviation", lambda name: 0.02),
+            getattr(self.model, "tied", None),
+        )
+
+    def step(self, batch: StepBatch) -> Tensor:
+        """The loss of one optimiser step: token losses over :meth:`loss_denominator`.
+
+        Returns:
+            0-dim, float32 or wider. Zero, with zero gradients, where no token has a target.
+        """
+        if self.executor is not None:
+            return self.executor(batch)
+        assert self.model is not None
+        # A step without micro-batches has a gradient too: zero, for every parameter.
+        total = torch.zeros((), device=self.device)
+        if not batch.micro_batches:
+            total = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0
+        for micro_batch in batch.micro_batches:
+            total = total + self.model(micro_batch)
+        return total / self.loss_denominator(batch.plan)
+
+    def loss_denominator(self, plan: StepPlan) -> int:
+        """What a step's sum of token losses is divided by, at least 1."""
+        if self.loss_normalisation == "nominal":
+            return max(plan.nominal_tokens, 1)
+        return max(plan.target_tokens, 1)
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""
+        self._check(batch)
+        loss = self.step(batch)
+        self.tokens_seen += batch.tokens
+        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=1)
+        self.log("tokens", float(batch.tokens), batch_size=1)
+        return loss
+
+    def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
+        """Logs ``val_loss``, the mean over target tokens of the whole evaluation."""
+        self._evaluate(batch, "val_loss")
+
+    def test_step(self, batch: StepBatch, batch_idx: int) -> None:
+        """Logs ``test_loss``, the mean over target tokens of the whole evaluation."""
+        self._evaluate(batch, "test_loss")
+
+    def _evaluate(self, batch: StepBatch, name: str) -> None:
+        self._check(batch)
+        total = self.step(batch) * self.loss_denominator(batch.plan)
+        if batch.target_tokens:
+            loss = total / batch.target_tokens
+            self.log(name, loss, prog_bar=True, batch_size=batch.target_tokens)
+
+    def _check(self, batch: object) -> None:
+        if not isinstance(batch, StepBatch):
+            raise MisconfigurationException(
+                f"LanguageModule got a batch of type {type(batch).__name__}, but one batch must be"
+                " one planned optimiser step, a lightning_wlb StepBatch. Give the Trainer a"
+                " WLBDataModule over your documents instead of a DataLoader of your own:"
+                " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=..."
+                "))."
+            )
+
+    def configure_optimizers(self) -> Any:
+        """AdamW; with a schedule by tokens where warm-up or decay is asked for."""
+        parameters = [each for each in self.parameters() if each.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.learning_rate,
+            betas=self.betas,
+            # One kernel instead of dozens; on a CPU it saves nothing.
+            fused=all(parameter.is_cuda for parameter in parameters) or None,
+        )
+        if not self.warmup_tokens and self.decay_tokens is None:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: self.learning_rate_factor(self.tokens_seen)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
+        }
+
+    def learning_rate_factor(self, tokens: int) -> float:
+        """Part of ``learning_rate`` for the step that follows ``tokens`` trained tokens."""
+        if tokens < self.warmup_tokens:
+            return tokens / self.warmup_tokens
+        if self.decay_tokens is None:
+            return 1.0
+        part = (tokens - self.warmup_tokens) / (self.decay_tokens - self.warmup_tokens)
+        least = self.min_learning_rate_ratio
+        return least + (1 - least) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put ``tokens_seen`` into the checkpoint."""
+        checkpoint["tokens_seen"] = self.tokens_seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take ``tokens_seen`` from the checkpoint."""
+        self.tokens_seen = checkpoint.get("tokens_seen", 0)
+
+
+def _as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> TransformerConfig:
+    if isinstance(config, TransformerConfig):
+        return config
+    if isinstance(config, Mapping):
+        return TransformerConfig(**config)
+    return TransformerConfig.preset("tiny" if config is None else config)

@@ -1,0 +1,100 @@
+"""Tensor parallelism with DTensor weights at rest and plain tensors in computation.
+
+At rest each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints,
+gradient norms and FSDP know what part of which global parameter a rank holds. In computation
+:func:`local` hands out this rank's shard as a plain tensor, and the model gathers and
+reduce-scatters rows itself (sequence parallelism: between the matrix products each rank holds
+1/TP of the rows). DTensor's dispatch would cost more than a small layer.
+
+A replicated parameter is used by each rank on other rows (norms) or by other heads (keys and
+values where TP exceeds their heads), so its gradient is ``Partial``: a sum over ranks still to be
+made. FSDP makes it when it reduces; without FSDP ``parameter.grad.full_tensor()`` does.
+
+At TP 1 parameters stay plain and nothing here is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+
+def local(parameter: Tensor) -> Tensor:
+    """A rank's own shard of a parameter as a plain tensor; gradients flow back to the DTensor."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(
+        grad_placements=[
+            Partial() if placement.is_replicate() else placement
+            for placement in parameter.placements
+        ]
+    )
+
+
+def shard_parameters(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement]
+) -> nn.Module:
+    """Replace every parameter of ``model`` with a DTensor on ``mesh``, in place.
+
+    Real parameters must be the same on every rank: each rank keeps its part of its own copy and
+    nothing is sent. Parameters on the meta device stay there. A parameter that two modules share
+    stays shared.
+
+    Args:
+        model: names in ``plan`` are relative to it.
+        mesh: the tensor axis, one-dimensional.
+        plan: parameter-name pattern (as in ``fnmatch``) -> ``Shard(dimension)`` or
+            ``Replicate()``; the first pattern that fits a name counts.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: a parameter that no pattern names (it would be right on every rank by itself,
+            and get a wrong gradient under a right loss), or whose sharded dimension the mesh does
+            not divide.
+    """
+    replaced: dict[Tensor, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if parameter not in replaced:
+                placement = _placement(name, plan)
+                _check_divides(name, parameter, placement, mesh)
+                replaced[parameter] = nn.Parameter(
+                    distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None),
+                    requires_grad=parameter.requires_grad,
+                )
+            module._parameters[attribute] = replaced[parameter]
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.device_mesh == mesh, name
+    return model
+
+
+def _placement(name: str, plan: Mapping[str, Placement]) -> Placement:
+    for pattern, placement in plan.items():
+        if fnmatchcase(name, pattern):
+            return placement
+    raise ValueError(
+        f"tensor parallelism: no pattern of the plan names parameter {name!r}. The patterns are"
+        f" {', '.join(plan)}. Add one to your model's tensor_parallel_plan(): Shard(0) or Shard(1)"
+        " for matrices that are split, Replicate() for norms. A parameter left out would get a"
+        " wrong gradient although the loss is right."
+    )
+
+
+def _check_divides(name: str, parameter: Tensor, placement: Placement, mesh: DeviceMesh) -> None:
+    if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
+        raise ValueError(
+            f"tensor parallelism: dimension {placement.dim} of parameter {name!r}, of shape"
+            f" {tuple(parameter.shape)}, does not divide by tensor_parallel_size={mesh.size()}."
+            " Choose a size that divides it, or Replicate() in tensor_parallel_plan()."
+        )

@@ -1,0 +1,363 @@
+"""The reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; no biases.
+
+Made to be read in one sitting. It computes on packed rows, ``[rows, dim]`` without a batch
+dimension; which rows see which is in the micro-batch's attention metadata, and where a row stands
+in its document is in its integer positions, never in its place in memory.
+
+A pipeline stage is a :class:`Transformer` with parts left out: ``embed`` and ``head`` may be None
+and ``layers`` may hold some of the layers, under their global numbers.
+
+Under tensor parallelism (``tensor_parallel.py``) the residual stream is split by rows: each rank
+holds rows/TP of them, all rows are gathered in front of the two halves of a layer and
+reduce-scattered behind them. Under context parallelism the rows are this rank's share of the
+micro-batch, and ``attend`` fetches the other ranks' keys and values.
+
+Activation checkpointing: ``"full"`` keeps a layer's input only and runs the layer again in
+backward (a third more compute, attention included); ``"selective"`` does so for the feed-forward
+half, which holds most of the activations, and keeps attention, the dear part of long documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
+
+from lightning_wlb.attention.context_parallel import (
+    context_parallel_attention,
+    gather_rows,
+    scatter_rows,
+)
+from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.loss import token_loss
+from lightning_wlb.models.tensor_parallel import local
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
+"""(q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], metadata) -> like q."""
+
+
+class Transformer(nn.Module):
+    """A decoder, or one pipeline stage of it. Parameters come without values: see ``initialise``.
+
+    Args:
+        config: sizes of the whole model.
+        layers: global numbers of the layers to build; all if None.
+        embed: whether to build the embedding.
+        head: whether to build the final norm and the output projection.
+        activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
+        attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
+
+    Attributes:
+        attention_kernel: the kernel that ``attend`` calls; its ``timer`` hook measures it.
+        attend: what the layers call for attention. May be replaced on an instance, by dense
+            attention in a test for example.
+
+    Raises:
+        ValueError: a layer number out of range, or an unknown ``activation_checkpointing``.
+    """
+
+    embed: Embedding | None
+    head: Head | None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layers: Iterable[int] | None = None,
+        embed: bool = True,
+        head: bool = True,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        attention_backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if activation_checkpointing not in get_args(ActivationCheckpointing):
+            raise ValueError(
+                f"activation_checkpointing={activation_checkpointing!r} is not one of"
+                f" {', '.join(get_args(ActivationCheckpointing))}."
+            )
+        numbers = range(config.layers) if layers is None else sorted(layers)
+        for number in numbers:
+            if not 0 <= number < config.layers:
+                raise ValueError(
+                    f"layer {number} is not one of the model's {config.layers} layers."
+                )
+        self.config = config
+        self.embed = Embedding(config) if embed else None
+        self.layers = nn.ModuleDict(
+            {str(number): Layer(config, activation_checkpointing) for number in numbers}
+        )
+        self.head = Head(config) if head else None
+        if config.tied_embeddings and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+        self.attention_kernel = VarlenAttention(attention_backend)
+        self.context_group: ProcessGroup | None = None
+        self.tensor_group: ProcessGroup | None = None
+
+    def forward(self, micro_batch: MicroBatchTensors, hidden: Tensor | None = None) -> Tensor:
+        """Run the parts that are present; P rows, of which this rank's residual stream has P/TP.
+
+        Args:
+            micro_batch: tokens are read where there is an embedding, labels where there is a head.
+            hidden: [P/TP, dim], the output of the stage before; None where there is an embedding.
+
+        Returns:
+            Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
+            losses, 0-dim, float32 or wider, the same on every tensor-parallel rank. With a head
+            and no labels: logits [P, vocabulary/TP] of this rank's share of the vocabulary.
+        """
+        if self.embed is not None:
+            assert micro_batch.tokens is not None
+            hidden = self.embed(micro_batch.tokens)
+        assert hidden is not None
+        turns = rotation(micro_batch.positions, self.config, hidden.dtype)
+        for number in sorted(self.layers, key=int):
+            hidden = self.layers[number](hidden, turns, micro_batch.attention, self.attend)
+        if self.head is not None:
+            hidden = self.head(hidden, micro_batch.labels)
+        return hidden
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Causal attention within each piece, over the context-parallel group."""
+        return context_parallel_attention(
+            q, k, v, metadata, self.attention_kernel, self.context_group
+        )
+
+    def set_parallel_groups(
+        self, context: ProcessGroup | None, tensor: ProcessGroup | None
+    ) -> None:
+        """Tell the model which ranks share its rows (context) and its parameters (tensor)."""
+        self.context_group = context
+        self.tensor_group = tensor
+        for module in self.modules():
+            if isinstance(module, Embedding | Attention | FeedForward | Head):
+                module.tensor_group = tensor
+
+    def tensor_parallel_plan(self, size: int | None = None) -> dict[str, Placement]:
+        """Where each parameter is split over the tensor axis, by parameter-name pattern.
+
+        Args:
+            size: tensor-parallel ranks; by default those of the group that was set. Key and value
+                matrices are split by heads while there is a head for each rank, else replicated.
+        """
+        if size is None:
+            size = _size(self.tensor_group)
+        key_value = Replicate() if size > self.config.kv_heads else Shard(0)
+        return {
+            "embed.weight": Shard(0),
+            "head.weight": Shard(0),
+            "layers.*.attention.wq": Shard(0),
+            "layers.*.attention.wk": key_value,
+            "layers.*.attention.wv": key_value,
+            "layers.*.attention.wo": Shard(1),
+            "layers.*.feed_forward.w1": Shard(0),
+            "layers.*.feed_forward.w3": Shard(0),
+            "layers.*.feed_forward.w2": Shard(1),
+            "*norm.weight": Replicate(),
+        }
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Parameter name -> the name of the parameter it equals, wherever in the pipeline that is.
+
+        On a stage with both ends the two are one ``Parameter``; on a stage with the head alone
+        the strategy keeps them equal.
+        """
+        return {"head.weight": "embed.weight"} if self.config.tied_embeddings else {}
+
+    def initial_deviation(self, name: str) -> float:
+        """Standard deviation of a parameter's initial values.
+
+        0.02, and less for the matrices that write into the residual stream, so that its variance
+        does not grow with the number of layers (GPT-2).
+        """
+        residual = name.endswith((".wo", ".w2"))
+        return 0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02
+
+
+def rotation(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
+    """The turn of each pair of a head at each position, as complex numbers of modulus 1.
+
+    Angles are computed in float64, since float32 is off by 0.01 rad at position 100,000. The
+    table is complex64 (complex128 for float64 models), which mixed precision leaves alone.
+
+    Args:
+        positions: int64 [rows].
+        config: for ``head_dim`` and ``rope_theta``.
+        dtype: of the hidden states.
+
+    Returns:
+        [rows, head_dim / 2].
+    """
+    assert config.head_dim is not None
+    pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64)
+    angles = positions[:, None] * config.rope_theta ** (-pairs / config.head_dim)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    return turns if dtype == torch.float64 else turns.to(torch.complex64)
+
+
+def rotate(heads: Tensor, turns: Tensor) -> Tensor:
+    """Turn neighbouring pairs of [rows, heads, head_dim] by [rows, head_dim / 2]."""
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(heads.dtype)
+
+
+class Layer(nn.Module):
+    """One decoder layer on [rows/TP, dim]."""
+
+    def __init__(
+        self, config: TransformerConfig, activation_checkpointing: ActivationCheckpointing
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config)
+        self.feed_forward = FeedForward(config)
+        self.activation_checkpointing = activation_checkpointing
+
+    def forward(
+        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+    ) -> Tensor:
+        """Add attention, then the feed-forward network, to the residual stream."""
+        # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
+        if self.activation_checkpointing == "full":
+            return _again_in_backward(self._both, hidden, turns, metadata, attend)
+        return self._both(hidden, turns, metadata, attend)
+
+    def _both(
+        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+    ) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), turns, metadata, attend)
+        if self.activation_checkpointing == "selective":
+            return _again_in_backward(self._feed_forward, hidden)
+        return self._feed_forward(hidden)
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        change: Tensor = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden + change
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; the projections see all P rows, the residual stream P/TP."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        self.head_dim = config.head_dim
+        self.kv_heads = config.kv_heads
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.wq = nn.Parameter(torch.empty(queries, config.dim))
+        self.wk = nn.Parameter(torch.empty(keys, config.dim))
+        self.wv = nn.Parameter(torch.empty(keys, config.dim))
+        self.wo = nn.Parameter(torch.empty(config.dim, queries))
+        self.tensor_group: ProcessGroup | None = None
+
+    def forward(
+        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+    ) -> Tensor:
+        """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
+        hidden = gather_rows(hidden, self.tensor_group)
+        q = F.linear(hidden, local(self.wq)).unflatten(-1, (-1, self.head_dim))
+        k = F.linear(hidden, self._of_own_heads(self.wk)).unflatten(-1, (-1, self.head_dim))
+        v = F.linear(hidden, self._of_own_heads(self.wv)).unflatten(-1, (-1, self.head_dim))
+        out = attend(rotate(q, turns), rotate(k, turns), v, metadata)
+        return scatter_rows(F.linear(out.flatten(-2), local(self.wo)), self.tensor_group)
+
+    def _of_own_heads(self, weight: nn.Parameter) -> Tensor:
+        """The rows of a key or value matrix whose heads this rank's query heads use."""
+        size = _size(self.tensor_group)
+        if size <= self.kv_heads:
+            return local(weight)
+        first = _rank(self.tensor_group) * self.kv_heads // size * self.head_dim
+        return local(weight)[first : first + self.head_dim]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
+        self.w3 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
+        self.w2 = nn.Parameter(torch.empty(config.dim, config.ffn_dim))
+        self.tensor_group: ProcessGroup | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[P/TP, dim] -> [P/TP, dim]."""
+        hidden = gather_rows(hidden, self.tensor_group)
+        gated = F.silu(F.linear(hidden, local(self.w1))) * F.linear(hidden, local(self.w3))
+        return scatter_rows(F.linear(gated, local(self.w2)), self.tensor_group)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, along the last dimension."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.dim))
+        self.eps = config.norm_eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        return F.rms_norm(hidden, hidden.shape[-1:], local(self.weight), self.eps)
+
+
+class Embedding(nn.Module):
+    """The table of words; under tensor parallelism each rank holds some of its rows."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.tensor_group: ProcessGroup | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [P] -> hidden states [P/TP, dim]."""
+        table = local(self.weight)
+        if _size(self.tensor_group) == 1:
+            return F.embedding(tokens, table)
+        tokens = tokens - _rank(self.tensor_group) * table.shape[0]
+        elsewhere = (tokens < 0) | (tokens >= table.shape[0])
+        rows = F.embedding(tokens.masked_fill(elsewhere, 0), table)
+        return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), self.tensor_group)
+
+
+class Head(nn.Module):
+    """Final norm and output projection; under tensor parallelism each rank holds some words."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config)
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.tensor_group: ProcessGroup | None = None
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[P/TP, dim] -> the sum of token losses; logits [P, vocabulary/TP] without labels."""
+        hidden = gather_rows(self.norm(hidden), self.tensor_group)
+        if labels is None:
+            return F.linear(hidden, local(self.weight))
+        return token_loss(hidden, local(self.weight), labels, self.tensor_group)
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _rank(group: ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _again_in_backward(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    # There is no dropout: the random state need not be kept.
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
