@@ -1,0 +1,144 @@
+"""Checkpoints that any mesh can read: torch.distributed.checkpoint with global names.
+
+A checkpoint is a folder. Every rank writes its own shards of the weights and of the optimizer
+state under names that do not depend on the mesh (layers are numbered globally, optimizer state is
+keyed by parameter name), so that another mesh, or a single process, reads the parts that it needs.
+Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
+is the same on every rank and stands in ``meta.pt``, written by rank 0, readable with
+``weights_only=True``.
+
+The folder is written aside and renamed when every rank is done, so that a folder that bears the
+final name is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save(
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    rest: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> None:
+    """Write a checkpoint; collective over all ranks.
+
+    Args:
+        path: the folder; replaced if it exists.
+        model: this rank's part of the model.
+        optimizers: with parameters of ``model``; empty to save weights only.
+        rest: what else belongs to the checkpoint.
+        renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
+            that a single process knows by its other name.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    leader = not dist.is_initialized() or dist.get_rank() == 0
+    if leader:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    _barrier()
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(model, options=_OPTIONS)}
+    for index, optimizer in enumerate(optimizers):
+        values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        # The rank that knows the weight by its global name saves the same values.
+        state[f"optimizer_{index}"] = {
+            name: value
+            for name, value in values.items()
+            if not any(_mentions(name, local) for local in renamed)
+        }
+    dcp.save(state, checkpoint_id=aside)
+    if leader:
+        torch.save(dict(rest), aside / _METADATA_FILENAME)
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.exists():
+            path.unlink()
+        aside.rename(path)
+    _barrier()
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    renamed: Mapping[str, str],
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
+
+    Args:
+        path: the folder.
+        model: this rank's part of the model.
+        optimizers: with parameters of ``model``; empty to read weights only.
+        renamed: as in :func:`save`.
+        weights_only: for ``meta.pt``; None means True.
+
+    Returns:
+        What :func:`save` was given as ``rest``.
+
+    Raises:
+        FileNotFoundError: if the folder is not there or is not such a checkpoint.
+    """
+    if not (path / _METADATA_FILENAME).is_file():
+        raise FileNotFoundError(
+            f"{path} is not a checkpoint of WLBStrategy: it should be a folder that contains"
+            f" {_METADATA_FILENAME}. Pass the folder that ModelCheckpoint or"
+            " trainer.save_checkpoint wrote."
+        )
+    weights = get_model_state_dict(model, options=_OPTIONS)
+    state: dict[str, Any] = {"state_dict": weights}
+    for index, optimizer in enumerate(optimizers):
+        values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        state[f"optimizer_{index}"] = {
+            _rename(name, renamed): value for name, value in values.items()
+        }
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, weights, options=_OPTIONS)
+    back = {there: here for here, there in renamed.items()}
+    for index, optimizer in enumerate(optimizers):
+        values = {_rename(name, back): v for name, v in state[f"optimizer_{index}"].items()}
+        set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
+    rest: dict[str, Any] = torch.load(
+        path / _METADATA_FILENAME,
+        map_location="cpu",
+        weights_only=True if weights_only is None else weights_only,
+    )
+    return rest
+
+
+def _mentions(key: str, parameter: str) -> bool:
+    """Whether a flattened optimizer key belongs to a parameter: ``state.<name>.exp_avg``."""
+    return f".{parameter}." in key
+
+
+def _rename(key: str, names: Mapping[str, str]) -> str:
+    for old, new in names.items():
+        if _mentions(key, old):
+            return key.replace(f".{old}.", f".{new}.")
+    return key
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

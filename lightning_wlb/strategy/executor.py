@@ -1,0 +1,268 @@
+"""Runs one rank's share of a step plan: the actions of its schedule, in order, over real tensors.
+
+The plan says how long every micro-batch is, so no message carries a size and every buffer is
+allocated to measure. ``torch.distributed.pipelining`` sizes all buffers from micro-batch 0, which
+aborts or silently corrupts a step whose micro-batches differ.
+
+Communication rules (docs/design.md, "Pipeline"):
+
+* a send is posted and waited for late: a forward send when its gradient arrives, by when the peer
+  must have received it, a backward send at the step's end. Waiting at once deadlocks two
+  neighbours that both send first;
+* forward and backward messages have a communicator each, so that neither waits in the other's
+  queue; within one, messages of a pair are in FIFO order, since NCCL ignores tags;
+* everything sent is contiguous and has the shape that the plan gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
+from lightning_wlb.schedule.one_f_one_b import one_f_one_b
+from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy.stopwatch import Stopwatch, make_stopwatch
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Where a rank stands in its pipeline.
+
+    Args:
+        stage: this rank's stage.
+        ranks: global rank of each stage of this pipeline.
+        forward_group: communicator of activations; None for a single stage.
+        backward_group: communicator of gradients; None for a single stage.
+        tensor_parallel_size: a boundary tensor has ``rows / tensor_parallel_size`` rows.
+        hidden_size: elements per row of a boundary tensor.
+        dtype: of boundary tensors.
+        device: of boundary tensors.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    forward_group: dist.ProcessGroup | None
+    backward_group: dist.ProcessGroup | None
+    tensor_parallel_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.stage == len(self.ranks) - 1
+
+
+class Executor:
+    """Runs steps on one rank.
+
+    Args:
+        model: the stage's model, sharded by :func:`fully_sharded.shard`.
+        pipeline: where the rank stands.
+        counts_loss: whether this rank's loss enters the total. True for one rank of each
+            tensor-parallel group: the others compute the same loss.
+    """
+
+    def __init__(self, model: nn.Module, pipeline: Pipeline, counts_loss: bool = True) -> None:
+        self.model = model
+        self.pipeline = pipeline
+        self.counts_loss = counts_loss
+        self.stopwatch: Stopwatch | None = None
+        self._agreed: int | None = None
+
+    def measure(self) -> Stopwatch:
+        """Time every action from the next step on; the timings of a step stay until the next."""
+        if self.stopwatch is None:
+            self.stopwatch = make_stopwatch(self.pipeline.device)
+        return self.stopwatch
+
+    def timings(self) -> list[Timing]:
+        """Timings of the last step; empty unless :meth:`measure` was called before it."""
+        return self.stopwatch.timings() if self.stopwatch is not None else []
+
+    def run(self, batch: StepBatch, denominator: int) -> Tensor:
+        """One step of this rank: all forwards and, where gradients are enabled, all backwards.
+
+        Gradients stay unreduced; :func:`fully_sharded.finish_step` reduces them. Collective over
+        all ranks.
+
+        Args:
+            batch: this rank's part of the step.
+            denominator: what the summed loss of all ranks is divided by, in tokens.
+
+        Returns:
+            The step's loss, 0-dim float32 (float64 in float64 runs), the same value on every rank.
+
+        Raises:
+            RuntimeError: naming the ranks and digests, if ranks hold different plans.
+        """
+        training = torch.is_grad_enabled()
+        self._check_agreement(batch.plan)
+        fully_sharded.begin_step(self.model)
+        program = one_f_one_b(
+            self.pipeline.stage, len(self.pipeline.ranks), len(batch.micro_batches)
+        )
+        if not training:
+            program = [action for action in program if action.kind == FORWARD]
+        step = _Step(self.model, self.pipeline, batch.micro_batches, denominator, self.stopwatch)
+        if self.stopwatch is not None:
+            self.stopwatch.begin_step()
+        for action in program:
+            step.run(action)
+        step.finish()
+        if not training:
+            fully_sharded.reshard(self.model)
+        return self._total_loss(step.loss, batch, denominator)
+
+    def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
+        """Sum the loss over ranks; the digest of the next plan travels along."""
+        mine = loss if self.pipeline.last and self.counts_loss else torch.zeros_like(loss)
+        bits = mine.to(torch.float64).view(torch.int64).item()
+        everyone = self._all_gather([int(bits), batch.next_digest])
+        self._check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
+        self._agreed = batch.next_digest or None
+        losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
+        total = losses.view(torch.float64).sum() / denominator
+        return total.to(device=self.pipeline.device, dtype=loss.dtype)
+
+    def _check_agreement(self, plan: StepPlan) -> None:
+        """Do nothing where the last step's exchange already covered this plan, else exchange."""
+        if self._agreed == plan.digest:
+            return
+        everyone = self._all_gather([plan.digest])
+        self._check_digests([row[0] for row in everyone], f"step {plan.step}")
+
+    def _all_gather(self, numbers: list[int]) -> list[list[int]]:
+        if not dist.is_initialized():
+            return [numbers]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.pipeline.device)
+        everyone = mine.new_empty(dist.get_world_size() * len(numbers))
+        dist.all_gather_into_tensor(everyone, mine)
+        rows: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
+        return rows
+
+    def _check_digests(self, digests: list[int], what: str) -> None:
+        if len(set(digests)) == 1:
+            return
+        usual = max(set(digests), key=digests.count)
+        others = {rank: digest for rank, digest in enumerate(digests) if digest != usual}
+        shown = ", ".join(f"rank {rank}: {digest:016x}" for rank, digest in others.items())
+        raise RuntimeError(
+            f"The ranks hold different plans for {what}: most have digest {usual:016x}, but"
+            f" {shown}. Every rank must see the same document lengths, seed and data settings: check that"
+            " all nodes read the same data, use the same software versions, and pass the same"
+            " arguments."
+        )
+
+
+class _Step:
+    """The open micro-batches and messages of one step on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        micro_batches: list[MicroBatchTensors],
+        denominator: int,
+        stopwatch: Stopwatch | None,
+    ) -> None:
+        self.model = model
+        self.pipeline = pipeline
+        self.micro_batches = micro_batches
+        self.denominator = denominator
+        self.stopwatch = stopwatch
+        wide = torch.float64 if pipeline.dtype == torch.float64 else torch.float32
+        self.loss = torch.zeros((), dtype=wide, device=pipeline.device)
+        self.boundaries: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.sends: dict[Action, tuple[dist.Work, Tensor]] = {}
+
+    def run(self, action: Action) -> None:
+        """Run one action, its receive before it and its send after it."""
+        if action.kind == FORWARD:
+            self._forward(action)
+        else:
+            self._backward(action)
+
+    def finish(self) -> None:
+        """Wait for what has been sent and not been answered."""
+        for work, _ in self.sends.values():
+            work.wait()
+        self.sends.clear()
+
+    def _forward(self, action: Action) -> None:
+        micro_batch = self.micro_batches[action.micro_batch]
+        hidden = None
+        if not self.pipeline.first:
+            hidden = self._receive(action, self.pipeline.stage - 1)
+            hidden.requires_grad_(torch.is_grad_enabled())
+        output = self._timed(action, lambda: self.model(micro_batch, hidden))
+        if torch.is_grad_enabled():
+            self.boundaries[action.micro_batch] = (hidden, output)
+        if self.pipeline.last:
+            self.loss += output.detach()
+        else:
+            self._send(action, self.pipeline.stage + 1, output.detach())
+
+    def _backward(self, action: Action) -> None:
+        hidden, output = self.boundaries.pop(action.micro_batch)
+        if self.pipeline.last:
+            gradient = torch.full_like(output, 1.0 / self.denominator)
+        else:
+            gradient = self._receive(action, self.pipeline.stage + 1)
+            # Its gradient is here, so the peer has the activation: let go of it.
+            work, _ = self.sends.pop(action._replace(kind=FORWARD))
+            work.wait()
+        self._timed(action, lambda: torch.autograd.backward(output, gradient))
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._send(action, self.pipeline.stage - 1, hidden.grad)
+
+    def _timed(self, action: Action, compute: Callable[[], Tensor]) -> Tensor:
+        if self.stopwatch is None:
+            return compute()
+        with self.stopwatch.action(action):
+            return compute()
+
+    def _shape(self, action: Action) -> tuple[int, int]:
+        rows = self.micro_batches[action.micro_batch].rows
+        return rows // self.pipeline.tensor_parallel_size, self.pipeline.hidden_size
+
+    def _send(self, action: Action, stage: int, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        assert tensor.shape == self._shape(action), (action, tensor.shape, self._shape(action))
+        assert tensor.dtype == self.pipeline.dtype, (action, tensor.dtype, self.pipeline.dtype)
+        work = dist.isend(
+            tensor, self.pipeline.ranks[stage], self._group(action), tag=action.micro_batch
+        )
+        assert work is not None
+        self.sends[action] = (work, tensor)
+
+    def _receive(self, action: Action, stage: int) -> Tensor:
+        buffer = torch.empty(
+            self._shape(action), dtype=self.pipeline.dtype, device=self.pipeline.device
+        )
+        work = dist.irecv(
+            buffer, self.pipeline.ranks[stage], self._group(action), tag=action.micro_batch
+        )
+        assert work is not None
+        work.wait()
+        return buffer
+
+    def _group(self, action: Action) -> dist.ProcessGroup | None:
+        return (
+            self.pipeline.backward_group if action.kind == BACKWARD else self.pipeline.forward_group
+        )

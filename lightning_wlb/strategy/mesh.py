@@ -1,0 +1,107 @@
+"""The data × pipeline × context × tensor mesh as one checked dataclass.
+
+Rank order: data outermost, tensor innermost, so that tensor parallelism, which talks most, stays
+within a node and data parallelism, which talks once a step, crosses nodes (WLB-LLM §6.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("data", "pipeline", "context", "tensor")
+Size = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Ranks along each axis. Their product is the world size."""
+
+    data: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @staticmethod
+    def resolve(
+        world_size: int,
+        data: Size = "auto",
+        pipeline: Size = 1,
+        context: Size = 1,
+        tensor: Size = 1,
+    ) -> MeshSizes:
+        """Fill in ``"auto"``: the first such axis, in mesh order, takes the ranks that are left.
+
+        Any further ``"auto"`` is 1.
+
+        Raises:
+            MisconfigurationException: if a size is not a positive whole number or the product of
+                the sizes is not the world size.
+        """
+        asked: dict[str, Size] = dict(zip(AXES, (data, pipeline, context, tensor), strict=True))
+        for axis, size in asked.items():
+            if size != "auto" and (not isinstance(size, int) or size < 1):
+                raise MisconfigurationException(
+                    f"{axis}_parallel_size={size!r} is not a size: give a whole number >= 1 or"
+                    ' "auto".'
+                )
+        fixed = 1
+        for size in asked.values():
+            fixed *= 1 if size == "auto" else size
+        sizes: dict[str, int] = {}
+        rest = world_size // fixed
+        for axis, size in asked.items():
+            if size == "auto":
+                sizes[axis], rest = max(rest, 1), 1
+            else:
+                sizes[axis] = size
+        result = MeshSizes(**sizes)
+        if result.world_size != world_size:
+            shown = " × ".join(f"{axis} {size}" for axis, size in asked.items())
+            raise MisconfigurationException(
+                f"The mesh {shown} needs a multiple of {fixed} ranks"
+                f"{'' if 'auto' in asked.values() else ' and exactly that many'}, but the Trainer"
+                f" runs {world_size} (devices × num_nodes). Change devices or num_nodes, or the"
+                " *_parallel_size arguments of WLBStrategy, so that their product is the number"
+                ' of ranks; one of them may be "auto".'
+            )
+        return result
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.pipeline * self.context * self.tensor
+
+    def coordinate(self, rank: int) -> tuple[int, int, int, int]:
+        """(data, pipeline, context, tensor) coordinate of a global rank."""
+        rank, tensor = divmod(rank, self.tensor)
+        rank, context = divmod(rank, self.context)
+        data, pipeline = divmod(rank, self.pipeline)
+        return data, pipeline, context, tensor
+
+    def rank(self, data: int, pipeline: int, context: int, tensor: int) -> int:
+        """Global rank at a coordinate: the inverse of :meth:`coordinate`."""
+        return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """The four-axis DeviceMesh; collective over all ranks.
+
+        Its data and context axes are also flattened into one, ``data_context``, over which FSDP
+        shards: gradients are summed over both.
+        """
+        mesh = init_device_mesh(
+            device_type,
+            (self.data, self.pipeline, self.context, self.tensor),
+            mesh_dim_names=AXES,
+        )
+        mesh["data", "context"]._flatten("data_context")
+        return mesh
+
+    def __str__(self) -> str:
+        return (
+            f"data {self.data} × pipeline {self.pipeline} × context {self.context}"
+            f" × tensor {self.tensor}"
+        )

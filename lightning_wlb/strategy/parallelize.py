@@ -1,0 +1,115 @@
+"""The order in which parallelisms are applied to a model, in one function.
+
+1. Pipeline: keep this stage's layers and ends; the rest was never materialised.
+2. Tensor: place every weight on the tensor axis, in its own shard.
+3. Materialise, initialise by (seed, parameter name), cast.
+4. Fully sharded data parallel over data × context, per layer and root.
+
+Step 3 comes before step 4 so that initial values are a function of the seed and the name only:
+the same on any mesh. It needs a stage's tensor-parallel share of the parameters in memory once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_wlb.models.tensor_parallel import shard_parameters
+from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy.tied import Tie, find_ties
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    stages: list[range],
+    *,
+    initialise: Callable[[], None],
+    device: torch.device,
+    dtype: torch.dtype,
+    policy: MixedPrecisionPolicy,
+) -> list[Tie]:
+    """Turn the whole model, on the meta device or real, into this rank's share of it, in place.
+
+    Args:
+        model: has ``embed``, ``layers`` (a ModuleDict keyed by global layer number), ``head``,
+            ``set_parallel_groups(context, tensor)``, and for tensor parallelism
+            ``tensor_parallel_plan()``.
+        mesh: from :meth:`~lightning_wlb.strategy.mesh.MeshSizes.device_mesh`.
+        stages: layers of each pipeline stage.
+        initialise: fills every parameter of the module with its first value.
+        device: where the parameters live.
+        dtype: of the parameters at rest.
+        policy: what FSDP2 casts to.
+
+    Returns:
+        The weights that the model's two ends share.
+    """
+    model_: Any = model
+    ties = find_ties(model)
+    keep_stage(model, stages, mesh["pipeline"].get_local_rank())
+
+    tensor_mesh = mesh["tensor"]
+    if tensor_mesh.size() > 1:
+        shard_parameters(model, tensor_mesh, model_.tensor_parallel_plan())
+    model_.set_parallel_groups(
+        context=mesh["context"].get_group() if mesh["context"].size() > 1 else None,
+        tensor=tensor_mesh.get_group() if tensor_mesh.size() > 1 else None,
+    )
+
+    deferred = any(parameter.is_meta for parameter in model.parameters())
+    if deferred:
+        _replace_parameters(model, lambda parameter: torch.empty_like(parameter, device=device))
+        initialise()
+    _replace_parameters(model, lambda parameter: parameter.to(device=device, dtype=dtype))
+
+    fully_sharded.shard(model, _units(model, ties), mesh["data_context"], policy)
+    return ties
+
+
+def keep_stage(model: nn.Module, stages: list[range], stage: int) -> None:
+    """Drop the layers and ends that other stages own. Names keep their global layer number."""
+    layers = cast(nn.ModuleDict, model.layers)
+    for name in list(layers):
+        if int(name) not in stages[stage]:
+            del layers[name]
+    if stage != 0:
+        model.embed = None
+    if stage != len(stages) - 1:
+        model.head = None
+
+
+def _units(model: nn.Module, ties: list[Tie]) -> list[nn.Module]:
+    """What gathers and reduces as a whole: every layer, and the two ends unless they are tied.
+
+    FSDP2 does not share a parameter between units, so tied ends on one stage go to the root.
+    """
+    ends = [end for end in (model.embed, model.head) if isinstance(end, nn.Module)]
+    if ties and len(ends) == 2:
+        ends = []
+    return [*cast(nn.ModuleDict, model.layers).values(), *ends]
+
+
+def _replace_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer; one that two modules share stays shared.
+
+    ``Module.to_empty`` and ``Module.to`` would untie it.
+    """
+    done: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for module in model.modules():
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in list(kind.items()):
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in done:
+                        new = convert(tensor.detach())
+                        if isinstance(tensor, nn.Parameter):
+                            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                        done[id(tensor)] = new
+                    kind[name] = done[id(tensor)]  # type: ignore[assignment]

@@ -1,0 +1,85 @@
+"""Precision without autocast: FSDP2's policy says in which dtype a step computes and reduces.
+
+==============  ================  ============  ==========  =========
+precision       parameters (rest) compute       gradients   reduction
+==============  ================  ============  ==========  =========
+``32-true``     float32           float32       float32     float32
+``64-true``     float64           float64       float64     float64
+``bf16-true``   bfloat16          bfloat16      float32     float32
+``bf16-mixed``  float32           bfloat16      float32     float32
+==============  ================  ============  ==========  =========
+
+Gradients of all micro-batches accumulate in the reduction dtype: in bfloat16, hundreds of
+micro-batches would lose most of a small one's gradient. ``bf16-true`` initialises in float32
+and then casts. fp16 needs loss scaling, which a plan of many backwards in one step does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+Clip = Callable[[Iterable[torch.nn.Parameter], float], torch.Tensor]
+
+_DTYPES = {
+    # name: (initialise, at rest, compute)
+    "32-true": (torch.float32, torch.float32, torch.float32),
+    "64-true": (torch.float64, torch.float64, torch.float64),
+    "bf16-true": (torch.float32, torch.bfloat16, torch.bfloat16),
+    "bf16-mixed": (torch.float32, torch.float32, torch.bfloat16),
+}
+
+
+class WLBPrecision(Precision):
+    """Lightning's precision plugin for :class:`~lightning_wlb.WLBStrategy`.
+
+    Made by the strategy from the Trainer's ``precision``; there is no need to pass it.
+
+    Raises:
+        MisconfigurationException: for a precision outside the table above.
+    """
+
+    def __init__(self, precision: str = "32-true") -> None:
+        if precision not in _DTYPES:
+            raise MisconfigurationException(
+                f"WLBStrategy cannot train with precision={precision!r}: it needs loss scaling or"
+                " a plugin that a step of many backward passes does not support. Use one of"
+                f" {', '.join(_DTYPES)}; on GPUs 'bf16-mixed' is the usual choice."
+            )
+        self.precision = precision
+        self.initial_dtype, self.parameter_dtype, self.compute_dtype = _DTYPES[precision]
+        self.clip: Clip | None = None
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """What FSDP2 casts parameters and gradients to."""
+        if self.compute_dtype != torch.bfloat16:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """Make new parameters in the dtype in which they are initialised."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.initial_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    @contextmanager
+    def module_init_context(self) -> Iterator[None]:
+        """Make the module's parameters in the dtype in which they are initialised."""
+        with self.tensor_init_context():
+            yield
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scale all gradients so that their norm over all ranks is at most ``clip_val``."""
+        assert self.clip is not None, "the strategy sets it when it sets up the model"
+        self.clip(self.main_params(optimizer), float(clip_val))

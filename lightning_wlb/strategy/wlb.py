@@ -1,0 +1,502 @@
+"""WLBStrategy: data × pipeline × context × tensor parallelism driven by step plans.
+
+A thin Lightning adapter. What it adds to a Trainer:
+
+* ``setup_environment`` builds the mesh; ``setup`` applies the parallelisms (parallelize.py);
+* a module's step runs through the executor: all forwards and backwards of the plan happen inside
+  ``training_step``, and ``backward`` makes the one reduction and sets ``.grad``, because Lightning
+  calls training_step, zero_grad, backward, clip, step in this order;
+* gradients are clipped by their norm over all ranks; checkpoints are written by all ranks.
+
+Not for modules that are not a :class:`~lightning_wlb.LanguageModule`, nor for manual
+optimisation: both are refused at set-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import LBFGS, Optimizer
+
+from lightning_wlb.cost.flops import attention_flops, head_flops, layer_linear_flops
+from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.models.transformer import check_tensor_parallel
+from lightning_wlb.schedule.stages import split_stages
+from lightning_wlb.strategy import checkpoint as checkpoints
+from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy.clip import clip_gradients
+from lightning_wlb.strategy.executor import Executor, Pipeline
+from lightning_wlb.strategy.mesh import MeshSizes, Size
+from lightning_wlb.strategy.parallelize import parallelize
+from lightning_wlb.strategy.precision import WLBPrecision
+from lightning_wlb.strategy.tied import Tie, add_tied_gradients
+
+
+class WLBStrategy(ParallelStrategy):
+    """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
+
+    The product of the four sizes is the number of devices over all nodes. Each is a whole number
+    or ``"auto"``; the first ``"auto"``, in the order of the arguments, takes the devices that the
+    other sizes leave, any further one is 1. ``strategy="wlb"`` is data parallel.
+
+    Args:
+        data_parallel_size: replicas that train on different documents. FSDP2 shards over them.
+        pipeline_parallel_size: stages that the layers are split into, by cost.
+        context_parallel_size: ranks that share the tokens of each micro-batch.
+        tensor_parallel_size: ranks that share each weight, with sequence parallelism.
+        process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
+        timeout: how long a collective may wait for a rank.
+
+    Raises:
+        MisconfigurationException: if the sizes do not fit the number of devices.
+    """
+
+    strategy_name = "wlb"
+    # Tells LanguageModule.configure_model to build on the meta device.
+    defers_initialisation = True
+
+    def __init__(
+        self,
+        data_parallel_size: Size = "auto",
+        pipeline_parallel_size: Size = 1,
+        context_parallel_size: Size = 1,
+        tensor_parallel_size: Size = 1,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__()
+        self._asked = (
+            data_parallel_size,
+            pipeline_parallel_size,
+            context_parallel_size,
+            tensor_parallel_size,
+        )
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._sizes: MeshSizes | None = None
+        self._device_mesh: DeviceMesh | None = None
+        self._backward_group: dist.ProcessGroup | None = None
+        self._ties: list[Tie] = []
+        self.executor: Executor | None = None
+        self.num_nodes = 1
+
+    # Mesh and processes
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with axes ``data``, ``pipeline``, ``context``, ``tensor``."""
+        if self._device_mesh is None:
+            raise RuntimeError("The device mesh exists once the processes have been launched.")
+        return self._device_mesh
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """Ranks along each axis, resolved."""
+        if self._sizes is None:
+            raise RuntimeError("The mesh sizes are known once the processes have been launched.")
+        return self._sizes
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands, as far as its data is concerned."""
+        data, pipeline, context, _ = self.sizes.coordinate(self.global_rank)
+        return Coordinates(
+            replica=data,
+            replicas=self.sizes.data,
+            context_rank=context,
+            context_parallel_size=self.sizes.context,
+            tensor_parallel_size=self.sizes.tensor,
+            first_stage=pipeline == 0,
+            last_stage=pipeline == self.sizes.pipeline - 1,
+        )
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For loaders that are not the data module's own: a sampler over the replicas."""
+        at = self.coordinates
+        return {"num_replicas": at.replicas, "rank": at.replica}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero helpers who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Initialise the process group and the mesh."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        # Before any process waits for another: a wrong size is answered at once, on every rank.
+        self._sizes = MeshSizes.resolve(self.world_size, *self._asked)
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        _init_dist_connection(
+            self.cluster_environment,
+            backend,
+            timeout=self._timeout,
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
+        if self._device_mesh is None:
+            self._device_mesh = self._sizes.device_mesh(self.root_device.type)
+            self._backward_group = self._second_pipeline_group()
+        rank_zero_info(f"WLBStrategy: mesh {self._sizes}")
+
+    def _second_pipeline_group(self) -> dist.ProcessGroup | None:
+        """A communicator for gradients beside the pipeline axis' own, which carries activations."""
+        if self.sizes.pipeline == 1:
+            return None
+        mine = None
+        # Every rank creates every group, in the same order.
+        for data in range(self.sizes.data):
+            for context in range(self.sizes.context):
+                for tensor in range(self.sizes.tensor):
+                    ranks = [
+                        self.sizes.rank(data, stage, context, tensor)
+                        for stage in range(self.sizes.pipeline)
+                    ]
+                    group = dist.new_group(ranks, timeout=self._timeout)
+                    if self.global_rank in ranks:
+                        mine = group
+        return mine
+
+    # Precision
+
+    @property
+    def precision_plugin(self) -> WLBPrecision:
+        """Always a :class:`WLBPrecision`, made from the Trainer's ``precision``."""
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if not isinstance(plugin, WLBPrecision):
+            plugin = WLBPrecision(str(plugin.precision) if plugin is not None else "32-true")
+        self._precision_plugin = plugin
+
+    # Model and optimizers
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check the run, apply the parallelisms, make the optimizers."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._checked_module(trainer)
+        if self.executor is None:
+            self._parallelize(trainer, module)
+        module.executor = self._run_step
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            _refuse_lbfgs(self.optimizers)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _checked_module(self, trainer: pl.Trainer) -> LanguageModule:
+        module = self.lightning_module
+        if not isinstance(module, LanguageModule):
+            raise MisconfigurationException(
+                f"WLBStrategy runs lightning_wlb.LanguageModule and its subclasses, but got"
+                f" {type(module).__name__}. Derive your module from LanguageModule and build your"
+                " own model in configure_model: a module with embed, layers and head."
+            )
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(module).__name__} sets automatic_optimization=False. WLBStrategy runs all"
+                " forwards and backwards of a step itself, in the order of the plan, so manual"
+                " optimization cannot work. Remove the setting and return the loss of"
+                " self.step(batch) from training_step."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but a step plan"
+                " already holds all micro-batches of an optimizer step. Use"
+                " accumulate_grad_batches=1 and WLBDataModule(micro_batches=...) to make a step"
+                " larger."
+            )
+        return module
+
+    def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
+        model = module.model
+        if not isinstance(model, nn.Module):
+            raise MisconfigurationException(
+                f"{type(module).__name__}.configure_model must set self.model to a module with"
+                f" embed, layers and head; it is {model!r}."
+            )
+        outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
+        if outside:
+            raise MisconfigurationException(
+                f"Parameters outside of self.model are not parallelised: {', '.join(outside)}."
+                " Move them into the model's embed, layers or head."
+            )
+        shape, sizes = module.model_shape, self.sizes
+        check_tensor_parallel(shape, sizes.tensor)
+        # What a layer costs per token depends on how much a token attends to.
+        attended = int(getattr(trainer.datamodule, "mean_context", 0))
+        layer = layer_linear_flops(shape, 1) + attention_flops(shape, 1, attended) // shape.layers
+        stages = split_stages(
+            [layer] * shape.layers, sizes.pipeline, embedding=0, head=head_flops(shape, 1)
+        )
+        precision = self.precision_plugin
+        self._ties = parallelize(
+            model,
+            self.device_mesh,
+            stages,
+            initialise=module.init_weights,
+            device=self.root_device,
+            dtype=precision.parameter_dtype,
+            policy=precision.policy,
+        )
+        data, stage, context, tensor = sizes.coordinate(self.global_rank)
+        several = sizes.pipeline > 1
+        self.executor = Executor(
+            model,
+            Pipeline(
+                stage=stage,
+                ranks=tuple(
+                    sizes.rank(data, other, context, tensor) for other in range(sizes.pipeline)
+                ),
+                forward_group=self.device_mesh["pipeline"].get_group() if several else None,
+                backward_group=self._backward_group,
+                tensor_parallel_size=sizes.tensor,
+                hidden_size=shape.dim,
+                dtype=precision.compute_dtype,
+                device=self.root_device,
+            ),
+            counts_loss=tensor == 0,
+        )
+        precision.clip = partial(self._clip, model)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Make the optimizers over this rank's shards."""
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    def model_to_device(self) -> None:
+        """Nothing to do: parameters are made on their device."""
+
+    def _run_step(self, batch: StepBatch) -> Tensor:
+        """What a LanguageModule's ``step`` calls instead of its own loop."""
+        assert self.executor is not None
+        module = self.lightning_module
+        assert isinstance(module, LanguageModule)
+        denominator = module.loss_denominator(batch.plan)
+        if torch.is_grad_enabled():
+            return self.executor.run(batch, denominator)
+        # Parameters gathered in inference mode could not train afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            return self.executor.run(batch, denominator)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Reduce the gradients that the step has accumulated and set ``.grad``."""
+        if closure_loss.requires_grad:
+            raise MisconfigurationException(
+                "training_step returned a loss with terms of its own, which WLBStrategy would not"
+                " train: the step's backward passes have already run. Return self.step(batch) as"
+                " it is, and add terms inside the model's head."
+            )
+        assert self.executor is not None
+        module = self.lightning_module
+        assert module is not None
+        self.precision_plugin.pre_backward(closure_loss, module)
+        fully_sharded.finish_step(self.executor.model)
+        add_tied_gradients(
+            self.executor.model,
+            self._ties,
+            self._tied_peer(),
+            self.device_mesh["pipeline"].get_group() if self.sizes.pipeline > 1 else None,
+        )
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _tied_peer(self) -> int | None:
+        """The rank with the same shard of the tied weight on the pipeline's other end."""
+        data, stage, context, tensor = self.sizes.coordinate(self.global_rank)
+        last = self.sizes.pipeline - 1
+        if not self._ties or last == 0 or 0 < stage < last:
+            return None
+        return self.sizes.rank(data, last - stage, context, tensor)
+
+    def _clip(
+        self, model: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float
+    ) -> Tensor:
+        elsewhere: list[nn.Parameter] = []
+        if self.sizes.pipeline > 1:
+            named = dict(model.named_parameters())
+            elsewhere = [named[tie.head] for tie in self._ties if tie.head in named]
+        return clip_gradients(
+            parameters,
+            max_norm,
+            self.device_mesh["pipeline"].get_group() if self.sizes.pipeline > 1 else None,
+            counted_elsewhere=elsewhere,
+        )
+
+    # Collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of rank ``src`` on every rank."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over all ranks."""
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def teardown(self) -> None:
+        """Let go of the module; the process group stays for a further run."""
+        module = self.lightning_module
+        if isinstance(module, LanguageModule):
+            module.executor = None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the shards must exist before they can be filled."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: :meth:`load_checkpoint` restores optimizers too."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: :meth:`save_checkpoint` collects the weights itself."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Empty: :meth:`save_checkpoint` collects optimizer state itself."""
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing left to do after :meth:`load_checkpoint`."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing left to do after :meth:`load_checkpoint`."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a sharded checkpoint folder; collective over all ranks."""
+        if storage_options is not None:
+            raise TypeError(
+                "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
+                " torch.distributed.checkpoint, not through a CheckpointIO."
+            )
+        weights_only = "optimizer_states" not in checkpoint
+        checkpoint.pop("state_dict", None)
+        checkpoint.pop("optimizer_states", None)
+        assert self.lightning_module is not None
+        checkpoints.save(
+            Path(self.broadcast(filepath)),
+            self.lightning_module,
+            [] if weights_only else self._plain_optimizers(),
+            checkpoint,
+            self._renamed(),
+        )
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a sharded checkpoint folder into model and optimizers; collective."""
+        assert self.lightning_module is not None
+        return checkpoints.load(
+            Path(self.broadcast(checkpoint_path)),
+            self.lightning_module,
+            self._plain_optimizers(),
+            self._renamed(),
+            weights_only,
+        )
+
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [
+            optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            for optimizer in self.optimizers
+        ]
+
+    def _renamed(self) -> dict[str, str]:
+        """A tied head on a stage of its own goes by the embedding's name in checkpoints."""
+        _, stage, _, _ = self.sizes.coordinate(self.global_rank)
+        if self.sizes.pipeline == 1 or stage != self.sizes.pipeline - 1:
+            return {}
+        return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self._ties}
+
+
+def _refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS evaluates the loss several times per step and needs the whole gradient on"
+                " every rank, which sharded parameters do not have. Use AdamW or another"
+                " first-order optimizer."
+            )
