@@ -1,0 +1,1 @@
+"""Benchmarks: each a module to run with ``python -m benchmarks.<name> --help``."""

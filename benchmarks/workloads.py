@@ -1,0 +1,77 @@
+"""The workloads that every benchmark uses, so that figures compare (docs/design.md, section 6).
+
+* Generator A: the document lengths of long-context pretraining, log-normal with a Pareto tail.
+* The standard library: sizes of Python's own source files, one byte one token, read from the
+  committed ``stdlib_lengths.json`` (``python -m benchmarks.workloads`` measures this Python's
+  and writes the file).
+* The reference cost: one layer of LLaMA2-7B, without the output projection, so that attention
+  over d tokens costs d²/49,408 token-equivalents forward and d²/42,350 forward and backward.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.planning.packing.original import cut_stream
+
+STDLIB_FILE = Path(__file__).with_name("stdlib_lengths.json")
+
+LLAMA2_7B_LAYER = ModelShape(
+    dim=4096, layers=1, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=0
+)
+REFERENCE_WORK = Work(LLAMA2_7B_LAYER)
+
+MEAN_LENGTH = 2600  # tokens; the generator's mean, which sizes a sample of so many steps
+CALIBRATION_DOCUMENTS = 300_000
+
+
+def generator_a(documents: int, window: int, seed: int) -> np.ndarray:
+    """Lengths (int64, tokens) of ``documents`` documents between 32 tokens and ``window``."""
+    rng = np.random.default_rng(seed)
+    body = np.exp(rng.normal(6.8, 1.2, documents))
+    is_tail = rng.random(documents) < 0.01
+    uniform = rng.random(documents)
+    tail = 8192.0 * (1.0 - uniform) ** (-1.0 / 0.3)
+    # Bounded before the cast: the tail has lengths beyond the range of int64.
+    length = np.minimum(np.where(is_tail, tail, body), float(window)).astype(np.int64)
+    return np.maximum(length, 32)
+
+
+def documents_for(steps: int, micro_batches: int, window: int) -> int:
+    """Documents of Generator A that are enough for ``steps`` steps of N·C tokens."""
+    return math.ceil(1.2 * steps * micro_batches * window / MEAN_LENGTH)
+
+
+def window_pieces(lengths: np.ndarray, window: int) -> np.ndarray:
+    """Lengths of the pieces that ``original`` makes of documents, concatenated in their order."""
+    total = int(lengths.sum())
+    tokens = math.ceil(total / window) * window
+    pieces, _, _ = cut_stream(range(len(lengths)), lengths.tolist(), 0, 0, tokens, window)
+    return np.array([stop - start for _, start, stop in pieces], dtype=np.int64)
+
+
+def stdlib_lengths() -> np.ndarray:
+    """Bytes of the standard library's source files, from the committed list."""
+    return np.array(json.loads(STDLIB_FILE.read_text())["lengths"], dtype=np.int64)
+
+
+def measure_stdlib() -> dict[str, object]:
+    """Bytes of every non-empty source file of this Python's standard library, in path order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sizes = [
+        path.stat().st_size
+        for path in sorted(root.rglob("*.py"))
+        if not {"site-packages", "dist-packages"} & set(path.parts)
+    ]
+    return {"python": platform.python_version(), "lengths": [size for size in sizes if size]}
+
+
+if __name__ == "__main__":
+    STDLIB_FILE.write_text(json.dumps(measure_stdlib(), separators=(",", ":")) + "\n")
