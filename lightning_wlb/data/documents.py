@@ -133,6 +133,43 @@ class InMemoryDocuments:
         )
 
 
+class DocumentSubset:
+    """Some documents of another store, renumbered from 0 in the order given.
+
+    Args:
+        store: the store that holds the tokens.
+        numbers: documents of ``store``.
+
+    Raises:
+        ValueError: no documents.
+    """
+
+    def __init__(self, store: DocumentStore, numbers: Sequence[int]) -> None:
+        self.store = store
+        self.numbers = [int(number) for number in numbers]
+        self.lengths: npt.NDArray[np.int64] = np.asarray(store.lengths)[self.numbers]
+        check_lengths(self.lengths, "DocumentSubset")
+        self.vocab_size = store.vocab_size
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
+        return self.store.read(self.numbers[document], start, stop)
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target."""
+        return self.store.targets(self.numbers[document], start, stop)
+
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Whether each token of ``[start, stop)`` may be a target."""
+        return self.store.mask(self.numbers[document], start, stop)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __repr__(self) -> str:
+        return f"DocumentSubset({len(self)} documents of {self.store!r})"
+
+
 def _tokens(number: int, sequence: Any) -> npt.NDArray[np.int64]:
     array = np.asarray(sequence)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):

@@ -1,0 +1,302 @@
+"""WLBDataModule: documents in, Lightning data loaders of step batches out.
+
+One batch of the loader is one optimiser step of the whole mesh, seen from this rank. One pass of
+the loader is one epoch over the documents, queues drained. The position in the documents is that
+of the last optimiser step taken; it is saved in every checkpoint and is independent of the mesh
+and of the number of loader workers.
+
+``max_tokens`` bounds a run by tokens: the step that reaches it is the last. Leave the epochs open
+then (``Trainer(max_epochs=-1)``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
+from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.planning.planner import DataSettings, Planner
+
+
+class WLBDataModule(L.LightningDataModule):
+    """Documents of any length as balanced optimiser steps.
+
+    Args:
+        documents: ``"stdlib"`` (the standard library's top-level definitions as bytes), a
+            document store, or sequences of token numbers.
+        context_window: most tokens of a piece, C.
+        micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
+            batch is the next documents until at least N·C tokens, over all replicas.
+        packing: ``"wlb"`` or ``"original"``.
+        cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
+            default (C for ``original``, 1.5·C for ``wlb``).
+        queues: outlier queues of ``wlb`` packing.
+        thresholds: shortest length in tokens of each outlier queue, ascending; None: set from
+            the distribution of lengths.
+        long_documents: what becomes of documents above the context window: ``"split"``,
+            ``"truncate"`` or ``"error"``.
+        sharding: how a micro-batch's tokens are spread over the context-parallel group.
+        seed: of the order of documents and of the choice of validation documents.
+        shuffle: a new order each epoch; False: the store's order.
+        max_tokens: end the run with the step that reaches this many tokens.
+        num_workers: loader worker processes; each plans every step.
+        validation_documents: a document store, or how many of ``documents`` to hold out.
+        model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
+            LightningModule.
+        pin_memory: None: where the device is a CUDA GPU.
+
+    Raises:
+        MisconfigurationException: documents that are no store, more documents held out than
+            there are, or (when a Trainer runs it) no model shape, data parallelism under a
+            strategy that does not divide the plan, or a Trainer of another namespace.
+        ValueError: settings that contradict each other, from the planner and the stores.
+    """
+
+    def __init__(
+        self,
+        documents: str | DocumentStore | Sequence[Sequence[int]] = "stdlib",
+        *,
+        context_window: int,
+        micro_batches: int,
+        packing: str = "wlb",
+        cap: int | None = None,
+        queues: int = 2,
+        thresholds: Sequence[int] | None = None,
+        long_documents: Literal["split", "truncate", "error"] = "split",
+        sharding: str = "per_document_contiguous",
+        seed: int = 0,
+        shuffle: bool = True,
+        max_tokens: int | None = None,
+        num_workers: int = 0,
+        validation_documents: int | DocumentStore = 0,
+        model_shape: ModelShape | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        self._trainer: L.Trainer | None = None
+        self._consumed = ConsumedState()
+        super().__init__()
+        self.settings = DataSettings(
+            context_window=context_window,
+            micro_batches=micro_batches,
+            packing=packing,
+            cap=cap,
+            queues=queues,
+            thresholds=None if thresholds is None else tuple(thresholds),
+            long_documents=long_documents,
+            seed=seed,
+            shuffle=shuffle,
+            max_tokens=max_tokens,
+        )
+        self.documents = documents
+        self.sharding = sharding
+        self.num_workers = num_workers
+        self.validation_documents = validation_documents
+        self.model_shape = model_shape
+        self.pin_memory = pin_memory
+        self._opened: tuple[DocumentStore, DocumentStore | None] | None = None
+        self._described = False
+
+    @property
+    def trainer(self) -> L.Trainer | None:  # type: ignore[override]
+        """The Trainer that runs the data module; another Trainer starts from the beginning."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        if trainer is not None and type(trainer).__module__.split(".")[0] == "pytorch_lightning":
+            raise MisconfigurationException(_other_namespace(type(trainer).__module__))
+        if self._trainer is not None and trainer is not self._trainer:
+            self._consumed.restore(None)
+        self._trainer = trainer
+
+    def __iter__(self) -> Any:
+        """Refuse: a Trainer that does not know this data module takes it for a loader."""
+        raise MisconfigurationException(_other_namespace("a foreign package"))
+
+    def prepare_data(self) -> None:
+        """Tokenise the standard library once per node, while the node's other ranks wait."""
+        self._stores()
+
+    def setup(self, stage: str) -> None:
+        """Open the documents."""
+        self._stores()
+
+    def train_dataloader(self) -> StepLoader:
+        """The steps of one epoch, or of the rest of the epoch that the run stands in."""
+        dataset = self._dataset(self._stores()[0], self.settings)
+        if not self._described:
+            self._described = True
+            _describe(dataset.store, dataset.planner(), self.settings)
+        return self._loader(dataset, lambda: self._begin_at(dataset))
+
+    def val_dataloader(self) -> StepLoader | list[StepLoader]:
+        """The steps of one pass over the validation documents, in the store's order."""
+        store = self._stores()[1]
+        if store is None:
+            if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+                raise MisconfigurationException(
+                    "WLBDataModule has no validation documents (validation_documents=0). Give a"
+                    " document store, or the number of documents to hold out."
+                )
+            return []
+        settings = replace(self.settings, shuffle=False, max_tokens=None)
+        return self._loader(self._dataset(store, settings), lambda: None)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Note whose state the next optimiser step makes that of the run."""
+        if isinstance(batch, StepBatch) and self.trainer is not None and self.trainer.training:
+            self._consumed.begin(batch, self.trainer.global_step)
+            if batch.last:
+                self._stop(self.trainer, self.trainer.global_step + 1)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the documents: the planner's state after the last step taken."""
+        state = self._consumed.current(self._global_step)
+        return {} if state is None else {"planner": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Stand where :meth:`state_dict` stood, on this or another mesh."""
+        self._consumed.restore(state_dict.get("planner"))
+
+    @property
+    def _global_step(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_step
+
+    def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
+        state = self._consumed.current(self._global_step)
+        if self.settings.max_tokens is not None and state is not None:
+            # A run resumed after its end finds no steps: stop it, or it passes through
+            # empty epochs for ever.
+            dataset.state = state
+            if dataset.planner().finished and self.trainer is not None:
+                self._stop(self.trainer, self.trainer.global_step)
+        return state
+
+    def _stop(self, trainer: L.Trainer, steps: int) -> None:
+        """End the run after ``steps`` optimiser steps, as ``max_tokens`` asks."""
+        if trainer.min_steps is not None and trainer.min_steps > steps:
+            raise MisconfigurationException(
+                f"max_tokens={self.settings.max_tokens} is reached after {steps} steps, but"
+                f" Trainer(min_steps={trainer.min_steps}) asks for more. Raise max_tokens or lower"
+                " min_steps."
+            )
+        trainer.should_stop = True
+
+    def _stores(self) -> tuple[DocumentStore, DocumentStore | None]:
+        """The documents to train on and those to validate on, opened once."""
+        if self._opened is None:
+            store, held_out = _store(self.documents), self.validation_documents
+            if not isinstance(held_out, int):
+                self._opened = store, _store(held_out)
+            elif held_out == 0:
+                self._opened = store, None
+            else:
+                self._opened = _hold_out(store, held_out, self.settings.seed)
+        return self._opened
+
+    def _dataset(self, store: DocumentStore, settings: DataSettings) -> StepDataset:
+        trainer = self.trainer
+        if trainer is None:
+            raise MisconfigurationException(
+                "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
+                " shape: call trainer.fit(model, datamodule)."
+            )
+        shape = self.model_shape or getattr(trainer.lightning_module, "model_shape", None)
+        if not isinstance(shape, ModelShape):
+            raise MisconfigurationException(
+                f"WLBDataModule cannot weigh documents: {type(trainer.lightning_module).__name__}"
+                f" has model_shape={shape!r}. Pass WLBDataModule(model_shape=ModelShape(...)), or"
+                " give the LightningModule a property `model_shape`, as LanguageModule does."
+            )
+        return StepDataset(store, settings, Work(shape).total, _place(trainer), self.sharding)
+
+    def _loader(
+        self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
+    ) -> StepLoader:
+        pin = self.pin_memory
+        if pin is None:
+            pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return StepLoader(dataset, begin_at, self.num_workers, pin)
+
+
+def _place(trainer: L.Trainer) -> Coordinates:
+    coordinates = getattr(trainer.strategy, "coordinates", None)
+    if isinstance(coordinates, Coordinates):
+        return coordinates
+    if trainer.world_size == 1:
+        return Coordinates()
+    raise MisconfigurationException(
+        f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel without"
+        " strategy='wlb' would train every rank on the same documents; use strategy='wlb'."
+    )
+
+
+def _store(documents: Any) -> DocumentStore:
+    if isinstance(documents, str):
+        if documents != "stdlib":
+            raise MisconfigurationException(
+                f"documents={documents!r}: the only store with a name is 'stdlib'. Pass a document"
+                " store or sequences of token numbers for anything else."
+            )
+        return StdlibDocuments()
+    if isinstance(documents, DocumentStore):
+        return documents
+    if isinstance(documents, Sequence):
+        return InMemoryDocuments(documents)
+    raise MisconfigurationException(
+        f"documents of type {type(documents).__name__} are no document store: it needs lengths,"
+        " vocab_size, read, targets and mask (lightning_wlb.data.documents.DocumentStore)."
+    )
+
+
+def _hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore, DocumentStore]:
+    documents = len(store.lengths)
+    if not 0 < count < documents:
+        raise MisconfigurationException(
+            f"validation_documents={count} of {documents} documents cannot be held out: choose a"
+            f" number from 0 to {documents - 1}."
+        )
+    # Python's own generator: its samples are the same on every version.
+    held_out = set(random.Random(seed).sample(range(documents), count))
+    kept = [number for number in range(documents) if number not in held_out]
+    return DocumentSubset(store, kept), DocumentSubset(store, sorted(held_out))
+
+
+def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:
+    lengths = np.asarray(store.lengths)
+    queues = (
+        f"outlier queues from {', '.join(map(str, planner.thresholds))} tokens"
+        if planner.thresholds
+        else "no outlier queues"
+    )
+    rank_zero_info(
+        f"Documents: {len(lengths)} with {int(lengths.sum())} tokens (longest {lengths.max()}),"
+        f" {settings.micro_batches} x {settings.context_window} tokens per step, packing"
+        f" {settings.packing!r}, {queues}."
+    )
+    if planner.dropped_tokens:
+        rank_zero_info(
+            f"Truncation at the context window of {settings.context_window} tokens drops"
+            f" {planner.dropped_tokens} tokens per epoch; long_documents='split' keeps them."
+        )
+
+
+def _other_namespace(module: str) -> str:
+    return (
+        f"WLBDataModule was given to a Trainer of {module}, which is another package than"
+        " lightning and does not know it. Write `import lightning.pytorch as L` and use L.Trainer,"
+        " L.LightningModule and L.LightningDataModule throughout."
+    )

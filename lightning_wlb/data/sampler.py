@@ -1,0 +1,166 @@
+"""The steps of one epoch, from wherever the run stands, and what "stands" means.
+
+Every rank runs the same planner on the same lengths and so knows every step's plan;
+:class:`StepDataset` then materialises this rank's share of it. It plans one step ahead: a batch
+carries the digest of the following plan, so that the step's last collective can tell ranks that
+disagree before they hang.
+
+With W loader workers, each worker plans every step and makes the tensors of each W-th one. The
+DataLoader collects from workers in turn, so the order is that of the plan. Planning is repeated
+W times; where it costs more than reading, more workers do not help.
+
+A batch also carries the planner's state after its step. The loader reads ahead (Lightning one
+batch, loader workers several), so only a *consumed* batch moves the run's position:
+:class:`ConsumedState` keeps the state of the last batch whose optimiser step was taken. A resumed
+run then begins with exactly the first step that was not taken, on any mesh, with any number of
+workers. The state is plain Python and equal on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Generator
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
+from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
+
+
+class StepDataset(IterableDataset[StepBatch]):
+    """The step batches of one rank: each iteration is one epoch, or the rest of one.
+
+    Args:
+        store: the documents.
+        data: which documents enter a step.
+        work: forward and backward work of a piece of so many tokens, for the packer.
+        at: this rank's place in the mesh.
+        sharding: how micro-batches are spread over the context-parallel group.
+        state: where to begin (a batch's ``state``); None: the first step of the first epoch.
+            Set it between iterations to begin elsewhere.
+    """
+
+    def __init__(
+        self,
+        store: DocumentStore,
+        data: DataSettings,
+        work: Callable[[int], int],
+        at: Coordinates | None = None,
+        sharding: str = "per_document_contiguous",
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.store = store
+        self.data = data
+        self.work = work
+        self.at = at or Coordinates()
+        self.sharding = sharding
+        self.state = state
+
+    def planner(self) -> Planner:
+        """A planner that stands at :attr:`state`."""
+        planner = Planner(
+            self.store.lengths,
+            self.data,
+            self.work,
+            MeshSettings(
+                replicas=self.at.replicas,
+                context_parallel_size=self.at.context_parallel_size,
+                tensor_parallel_size=self.at.tensor_parallel_size,
+                sharding=self.sharding,
+            ),
+            targets=self.store.targets,
+        )
+        if self.state is not None:
+            planner.load_state_dict(self.state)
+        return planner
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        worker = get_worker_info()
+        share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        planner = self.planner()
+        # A run that ended with its epoch (max_tokens) and is continued stands before an empty
+        # rest of that epoch: pass over it.
+        plan = planner.next_step() or planner.next_step()
+        index = 0
+        while plan is not None:
+            state = planner.state_dict()
+            following = planner.next_step()
+            if following is None:
+                # The epoch or the run is over: a resume must not find an empty rest of it.
+                state = planner.state_dict()
+            if index % shares == share:
+                yield make_step_batch(
+                    plan,
+                    self.store,
+                    self.at,
+                    state,
+                    next_digest=0 if following is None else following.digest,
+                    last=following is None and planner.finished,
+                )
+            plan = following
+            index += 1
+
+
+class ConsumedState:
+    """The planner's state after the last optimiser step that was really taken."""
+
+    def __init__(self) -> None:
+        self._consumed: dict[str, Any] | None = None
+        self._pending: dict[str, Any] | None = None
+        self._pending_since = 0
+
+    def begin(self, batch: StepBatch, global_step: int) -> None:
+        """A batch is about to be trained on, when ``global_step`` steps have been taken."""
+        self._consumed = self.current(global_step)
+        self._pending, self._pending_since = batch.state, global_step
+
+    def current(self, global_step: int) -> dict[str, Any] | None:
+        """The state once ``global_step`` steps have been taken; None: the run's beginning."""
+        if self._pending is not None and global_step > self._pending_since:
+            return self._pending
+        return self._consumed
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Stand at ``state``, whatever was begun before."""
+        self._consumed, self._pending = state, None
+
+
+class StepLoader(DataLoader[StepBatch]):
+    """A DataLoader over a :class:`StepDataset` whose every iteration begins at ``begin_at()``.
+
+    ``state_dict`` and ``load_state_dict`` are empty on purpose: they tell Lightning that a
+    checkpoint inside an epoch resumes exactly. The position itself is the data module's, because
+    a loader's own would be that of the batches read ahead.
+    """
+
+    def __init__(
+        self,
+        dataset: StepDataset,
+        begin_at: Callable[[], dict[str, Any] | None],
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        # The generator of its own keeps the loader from drawing on the global random numbers: a
+        # resumed run makes another number of iterators than an unbroken one.
+        super().__init__(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=Generator(),
+        )
+        self._begin_at = begin_at
+
+    def __iter__(self) -> Any:
+        assert isinstance(self.dataset, StepDataset)
+        self.dataset.state = self._begin_at()
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: see the class."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do: see the class."""
