@@ -53,7 +53,7 @@ def window_pieces(lengths: np.ndarray, window: int) -> np.ndarray:
     """Lengths of the pieces that ``original`` makes of documents, concatenated in their order."""
     total = int(lengths.sum())
     tokens = math.ceil(total / window) * window
-    pieces, _, _ = cut_stream(range(len(lengths)), lengths.tolist(), 0, 0, tokens, window)
+    pieces, _, _ = cut_stream(np.arange(len(lengths)), lengths, 0, 0, tokens, window)
     return np.array([stop - start for _, start, stop in pieces], dtype=np.int64)
 
 

@@ -77,8 +77,10 @@ class Planner:
                     self._lengths, data.context_window, data.queues, work
                 )
         self._settings = self._fingerprint()
-        self._step = 0
-        self._tokens = 0
+        self._step = 0  # steps planned
+        self._tokens = 0  # tokens of these steps
+        self._queues: list[list[Piece]]
+        self._carried: list[Piece]
         self._start_epoch(0)
 
     @property
@@ -168,15 +170,14 @@ class Planner:
     def _start_epoch(self, epoch: int) -> None:
         documents = len(self._lengths)
         self._epoch = epoch
-        self._order: Sequence[int] | NDArray[np.int64] = range(documents)
+        self._order = np.arange(documents)
         if self._data.shuffle:
-            rng = np.random.default_rng((self._data.seed, epoch))
-            self._order = rng.permutation(documents)
+            np.random.default_rng((self._data.seed, epoch)).shuffle(self._order)
         self._position = 0  # in the order: documents before it have arrived
         self._offset = 0  # tokens of the document at `position` that a cut stream has taken
         self._surplus = 0  # tokens that earlier global batches took beyond N·C
-        self._queues: list[list[Piece]] = [[] for _ in self._thresholds]
-        self._carried: list[Piece] = []
+        self._queues = [[] for _ in self._thresholds]
+        self._carried = []
 
     def _release(self) -> tuple[list[Piece], bool]:
         """The pieces that may enter the step, and whether it is a drain step."""
@@ -204,7 +205,7 @@ class Planner:
                 self._order, self._lengths, self._position, self._offset, nominal, window
             )
             return [Piece(*piece, self._step) for piece in cut]
-        pieces = []
+        pieces: list[Piece] = []
         tokens = self._surplus
         while tokens < nominal and self._position < len(self._order):
             document = int(self._order[self._position])

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_wlb.plan import Piece
 
 
 def cut_stream(
-    documents: Sequence[int],
-    lengths: Sequence[int],
+    documents: NDArray[np.int64],
+    lengths: NDArray[np.int64],
     position: int,
     offset: int,
     tokens: int,
