@@ -1,0 +1,111 @@
+"""Variable-length attention on CUDA: FlashAttention, from its own package or from inside torch.
+
+Each loader imports its kernel and returns it behind the signature of
+:func:`.cpu_kernel.cpu_attention`, or raises ImportError with the reason. All three kernels align
+the causal mask at the bottom right, take grouped-query attention as it is and know float16 and
+bfloat16 only.
+
+Not yet run on a GPU by this project: written against the documented signatures of torch 2.13,
+flash-attn 2.8 and flash-attn-4, and tested only up to the call (arguments, choice, errors). The
+tests marked ``gpu`` compare them with dense attention where there is a CUDA device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None], Tensor]
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) -> out"""
+
+
+def load_torch() -> Kernel:
+    """FlashAttention-2 as built into torch: ``torch.nn.attention.varlen`` (torch 2.11 or newer)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float | None,
+    ) -> Tensor:
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            scale=scale,
+            window_size=(-1, 0),  # how this function spells causal
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        assert isinstance(out, Tensor)  # a tuple only where log-sum-exp was asked for
+        return out
+
+    return attention
+
+
+def load_flash() -> Kernel:
+    """The ``flash_attn`` package: 2.x, else 4.x (``flash_attn.cute``).
+
+    Both may be installed side by side; 2.x goes first because 4.x is a pre-release that runs on
+    Hopper and newer only.
+    """
+    function = _flash_function()
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float | None,
+    ) -> Tensor:
+        # By keyword: 2.x and 4.x order their parameters differently.
+        result = function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+        )
+        # 4.x returns (out, log-sum-exp), 2.x the output alone.
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return attention
+
+
+def _flash_function() -> Callable[..., Any]:
+    try:
+        import flash_attn
+        from flash_attn import flash_attn_varlen_func
+    except ImportError as missing:
+        try:
+            from flash_attn.cute import flash_attn_varlen_func
+        except ImportError as also_missing:
+            raise ImportError(
+                f"neither flash-attn 2.x ({missing}) nor flash-attn-4 ({also_missing})"
+            ) from also_missing
+    else:
+        version = str(flash_attn.__version__)
+        if tuple(int(part) for part in version.split(".")[:2]) < (2, 1):
+            raise ImportError(
+                f"flash-attn {version} aligns causal masks at the top left; 2.1 or newer is needed"
+            )
+    function: Callable[..., Any] = flash_attn_varlen_func
+    return function

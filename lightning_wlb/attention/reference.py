@@ -1,0 +1,57 @@
+"""Dense masked attention: the definition of correct.
+
+Every other attention of this package is tested against this function, and so is the gradient
+oracle of the test suite; it depends on nothing but plain torch operations. Memory and time are
+heads · queries · keys, whatever the documents: never train with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor,
+    positions: Tensor,
+    key_document_ids: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention in which a token sees its own document up to its own position.
+
+    Computed in the dtype of the inputs; give float64 where it is to judge others.
+
+    Args:
+        q: [queries, heads, head_dim].
+        k: [keys, kv_heads, head_dim]. Query head h reads key head h // (heads / kv_heads).
+        v: [keys, kv_heads, head_dim].
+        document_ids: int [queries], equal for two tokens that may see each other.
+        positions: int [queries], in tokens.
+        key_document_ids: int [keys]; the queries' own where the keys are the same tokens.
+        key_positions: int [keys]; likewise.
+        scale: factor of the scores, 1 / sqrt(head_dim) unless given.
+
+    Returns:
+        [queries, heads, head_dim]. A query that may see no key at all gets NaN.
+    """
+    if key_document_ids is None:
+        key_document_ids = document_ids
+    if key_positions is None:
+        key_positions = positions
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    visible = (document_ids[:, None] == key_document_ids[None, :]) & (
+        key_positions[None, :] <= positions[:, None]
+    )
+    weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)

@@ -1,0 +1,323 @@
+"""Causal attention over packed segments of different length: one signature, several kernels.
+
+A segment has n queries and m ≥ n keys and is causal, aligned at the bottom right: its last query
+sees every key, the one before all but the last. Segments never see each other. That covers whole
+documents (n = m) and the chunks of context-parallel sharding (a prefix of keys before them).
+
+Backends, chosen when :class:`VarlenAttention` is made:
+
+=========  ==============================================  =======================  ==========
+name       kernel                                          dtypes                   device
+=========  ==============================================  =======================  ==========
+``cpu``    torch's CPU kernel, two calls per segment        float16 to float64       CPU
+``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)     float16, bfloat16        CUDA
+``flash``  the ``flash_attn`` package, 2.x or 4.x           float16, bfloat16        CUDA
+``auto``   ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``
+=========  ==============================================  =======================  ==========
+
+A new backend is a loader and a line in :data:`BACKENDS`. The CPU backend is tested against dense
+attention on every change; the CUDA backends have not been run by this project yet
+(:mod:`.gpu_kernels`).
+
+Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
+packing, where ``scaled_dot_product_attention`` is simpler and as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_wlb.attention.cpu_kernel import cpu_attention
+from lightning_wlb.attention.gpu_kernels import Kernel, load_flash, load_torch
+from lightning_wlb.attention.sharding import RankIndices
+
+
+@dataclass
+class AttentionMetadata:
+    """Attention segments of one rank's rows of a micro-batch.
+
+    Args:
+        rows: local rows, padding included.
+        queries: local rows that hold a token; rows from there on are padding.
+        cu_seqlens_q: int32 [segments + 1], first query of each segment, then their number.
+        cu_seqlens_k: int32 [segments + 1], first key of each segment, then their number.
+        max_seqlen_q: most queries of a segment.
+        max_seqlen_k: most keys of a segment.
+        key_index: int64 [keys], rows of the gathered keys and values in the order of
+            ``cu_seqlens_k``; None without context parallelism, where the keys are the local rows.
+    """
+
+    rows: int
+    queries: int
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_index: Tensor | None
+
+    @property
+    def keys(self) -> int:
+        """Keys over all segments; known without asking the device."""
+        return self.queries if self.key_index is None else self.key_index.shape[0]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionMetadata:
+        """The same metadata with its tensors on ``device``."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+    @staticmethod
+    def from_indices(
+        indices: RankIndices, rows: int, context_parallel_size: int
+    ) -> AttentionMetadata:
+        """Metadata on CPU from a sharding's index arithmetic; shares its memory.
+
+        Args:
+            indices: of one rank.
+            rows: local rows including padding, the layout's ``rows``.
+            context_parallel_size: ranks among which keys are gathered.
+        """
+        return AttentionMetadata(
+            rows=rows,
+            queries=len(indices.offset),
+            cu_seqlens_q=torch.from_numpy(indices.cu_seqlens_q),
+            cu_seqlens_k=torch.from_numpy(indices.cu_seqlens_k),
+            max_seqlen_q=indices.max_seqlen_q,
+            max_seqlen_k=indices.max_seqlen_k,
+            key_index=(None if context_parallel_size == 1 else torch.from_numpy(indices.key_index)),
+        )
+
+
+class Timer(Protocol):
+    """What :attr:`VarlenAttention.timer` calls: one start and stop around each kernel.
+
+    On CUDA kernels run after the call returns, so a timer there records events.
+    """
+
+    def start(self) -> None:
+        """The kernel is about to be called."""
+
+    def stop(self) -> None:
+        """The kernel has been called."""
+
+
+BACKENDS: dict[str, Callable[[], Kernel]] = {
+    "cpu": lambda: cpu_attention,
+    "torch": load_torch,
+    "flash": load_flash,
+}
+"""Name -> loader, which raises ImportError with the reason where the backend is missing."""
+
+_PACKAGES = {
+    "cpu": "torch",
+    "torch": "torch 2.11 or newer built for CUDA",
+    "flash": "the package flash-attn (2.x) or flash-attn-4 (4.x)",
+}
+
+
+def available_backends() -> list[str]:
+    """Names of the backends that could be chosen on this machine."""
+    names = []
+    for name in BACKENDS:
+        try:
+            _load(name)
+        except ImportError:
+            continue
+        names.append(name)
+    return names
+
+
+def _load(name: str) -> Kernel:
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ImportError("there is no CUDA device")
+    return BACKENDS[name]()
+
+
+class VarlenAttention:
+    """Causal variable-length attention by the kernel chosen here.
+
+    Args:
+        backend: a name in :data:`BACKENDS`, or ``"auto"``.
+
+    Attributes:
+        timer: where set, called around the kernel in forward and in backward, and nothing else:
+            no collective runs between its ``start`` and ``stop``. Set and unset at any time.
+
+    Raises:
+        ValueError: if the backend is unknown or missing; names it, the reason, the available
+            ones and the remedy.
+    """
+
+    timer: Timer | None = None
+
+    def __init__(self, backend: str = "auto") -> None:
+        if backend != "auto" and backend not in BACKENDS:
+            raise ValueError(
+                f"unknown attention backend {backend!r}; the known ones are"
+                f" {', '.join(['auto', *BACKENDS])}."
+            )
+        self.backend = backend
+        self._kernels: dict[str, tuple[str, Kernel]] = {}
+        if backend == "auto":
+            self._kernels["cpu"] = ("cpu", cpu_attention)
+            if torch.cuda.is_available():
+                try:
+                    self._kernels["cuda"] = ("flash", load_flash())
+                except ImportError:
+                    self._kernels["cuda"] = ("torch", load_torch())
+            return
+        try:
+            kernel = _load(backend)
+        except ImportError as reason:
+            raise ValueError(
+                f"attention backend {backend!r} is not available: {reason}. It needs"
+                f" {_PACKAGES.get(backend, backend)}. Available here:"
+                f" {', '.join(available_backends())}. Install what is missing, choose one of"
+                " these, or leave the choice to 'auto'."
+            ) from reason
+        self._kernels["cpu" if backend == "cpu" else "cuda"] = (backend, kernel)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: AttentionMetadata,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of packed queries over packed keys and values.
+
+        Args:
+            q: [queries, heads, head_dim]; without padding rows.
+            k: [keys, kv_heads, head_dim], heads a multiple of kv_heads; in the order of
+                ``metadata.cu_seqlens_k``.
+            v: as k.
+            metadata: the segments, on the same device. ``key_index`` has been applied already.
+            scale: factor of the scores, 1 / sqrt(head_dim) unless given.
+
+        Returns:
+            [queries, heads, head_dim] in the dtype of q.
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit each other or the metadata, or the backend
+                has no kernel for the device or dtype.
+        """
+        _check_shapes(q, k, v, metadata)
+        kernel = self._kernel_for(q)
+        if metadata.queries == 0:
+            # Nothing to compute, but autograd must still reach q, k and v: a rank without tokens
+            # takes part in the collectives of their backward. All three are empty.
+            return q + (k.sum() + v.sum())
+        timer = self.timer
+        if timer is None:
+            return _call(kernel, q, k, v, metadata, scale)
+        q, k, v = _stop_in_backward(timer, q, k, v)
+        timer.start()
+        out = _call(kernel, q, k, v, metadata, scale)
+        timer.stop()
+        return _start_in_backward(timer, out)
+
+    def _kernel_for(self, q: Tensor) -> Kernel:
+        device = q.device.type
+        if device not in self._kernels:
+            raise ValueError(
+                f"attention backend {self.backend!r} runs on {' and '.join(self._kernels)}, but"
+                f" the tensors are on {q.device}. Choose backend 'auto', or the accelerator that"
+                " fits the backend."
+            )
+        name, kernel = self._kernels[device]
+        if device == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"attention backend {name!r} has no kernel for {q.dtype} on CUDA, only for"
+                " float16 and bfloat16. Train with precision 'bf16-mixed' or 'bf16-true', or in"
+                " this precision on CPU."
+            )
+        return kernel
+
+
+def _call(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    metadata: AttentionMetadata,
+    scale: float | None,
+) -> Tensor:
+    return kernel(
+        q,
+        k,
+        v,
+        metadata.cu_seqlens_q,
+        metadata.cu_seqlens_k,
+        metadata.max_seqlen_q,
+        metadata.max_seqlen_k,
+        scale,
+    )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
+    """Everything that can be checked without waiting for the device."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{shapes}: attention takes q [queries, heads, head_dim] and k and v [keys, kv_heads,"
+            " head_dim]."
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{shapes}: {q.shape[1]} heads are no multiple of {k.shape[1]} kv_heads.")
+    if q.shape[0] != metadata.queries or k.shape[0] != metadata.keys:
+        raise ValueError(
+            f"{shapes}: the metadata describes {metadata.queries} queries and {metadata.keys}"
+            " keys. Padding rows are cut off, and keys gathered, before the call"
+            " (context_parallel_attention does both)."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}. Cast after"
+            " the rotary embedding."
+        )
+    if not q.device == k.device == v.device == metadata.cu_seqlens_q.device:
+        raise ValueError(
+            f"q, k, v and the metadata must be on one device, not {q.device}, {k.device},"
+            f" {v.device} and {metadata.cu_seqlens_q.device}. Move the batch with its .to(device)."
+        )
+
+
+class _StopInBackward(torch.autograd.Function):
+    """Identity on the inputs; in backward it runs once all of their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, timer: Timer, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.timer = timer
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.timer.stop()
+        return None, *gradients
+
+
+class _StartInBackward(torch.autograd.Function):
+    """Identity on the output; in backward it runs right before the kernel's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, timer: Timer, out: Tensor) -> Tensor:
+        ctx.timer = timer
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        ctx.timer.start()
+        return None, gradient
+
+
+_stop_in_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _StopInBackward.apply
+_start_in_backward: Callable[..., Tensor] = _StartInBackward.apply
