@@ -110,11 +110,13 @@ class InMemoryDocuments:
 
     def targets(self, document: int, start: int, stop: int) -> int:
         """How many tokens of ``[start, stop)`` have a target."""
-        following = min(stop + 1, int(self.lengths[document]))
+        # The tokens [first, last) that are targets of [start, stop).
+        last = min(stop + 1, int(self.lengths[document]))
+        first = min(start + 1, last)
         if self._allowed is None:
-            return max(following - (start + 1), 0)
+            return last - first
         begin = self._starts[document]
-        return max(int(self._allowed[begin + following] - self._allowed[begin + start + 1]), 0)
+        return int(self._allowed[begin + last] - self._allowed[begin + first])
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target, bool [stop - start]."""

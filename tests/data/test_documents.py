@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
+
+
+def test_reads_lists_arrays_and_tensors() -> None:
+    store = InMemoryDocuments([[1, 2, 3], np.array([4], np.int32), torch.tensor([5, 6])])
+    assert isinstance(store, DocumentStore)
+    assert store.lengths.tolist() == [3, 1, 2]
+    assert store.vocab_size == 7
+    assert store.read(0, 1, 3).tolist() == [2, 3]
+    assert store.read(2, 0, 2).tolist() == [5, 6]
+    assert store.read(2, 0, 2).dtype == np.int64
+    assert store.mask(0, 0, 3) is None
+    assert len(store) == 3
+
+
+def test_targets_without_a_mask_leave_out_the_last_token() -> None:
+    store = InMemoryDocuments([[1, 2, 3], [4]])
+    assert [store.targets(0, 0, stop) for stop in range(4)] == [0, 1, 2, 2]
+    assert store.targets(0, 2, 3) == 0
+    assert store.targets(1, 0, 1) == 0
+
+
+@given(st.data())
+def test_targets_count_what_the_mask_allows(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    masks = [
+        data.draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
+        for length in lengths
+    ]
+    store = InMemoryDocuments([[7] * length for length in lengths], masks)
+    number = data.draw(st.integers(0, len(lengths) - 1))
+    start = data.draw(st.integers(0, lengths[number]))
+    stop = data.draw(st.integers(start, lengths[number]))
+    allowed = masks[number] or [True] * lengths[number]
+    expected = sum(allowed[token + 1] for token in range(start, stop) if token + 1 < len(allowed))
+    assert store.targets(number, start, stop) == expected
+    shown = store.mask(number, start, stop)
+    assert shown is not None
+    assert shown.tolist() == allowed[start:stop]
+
+
+def test_a_subset_renumbers() -> None:
+    whole = InMemoryDocuments([[1], [2, 3], [4, 5, 6]], [None, [True, False], None], vocab_size=9)
+    part = DocumentSubset(whole, [2, 1])
+    assert part.lengths.tolist() == [3, 2]
+    assert part.vocab_size == 9
+    assert part.read(0, 1, 3).tolist() == [5, 6]
+    assert part.targets(1, 0, 2) == 0
+    mask = part.mask(1, 0, 2)
+    assert mask is not None
+    assert mask.tolist() == [True, False]
+    with pytest.raises(ValueError, match="no documents"):
+        DocumentSubset(whole, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "holds no documents"),
+        (([[1], [], [2], []],), "2 of 4 documents have no tokens, the first is document 1"),
+        (([[1.5]],), "document 0 is an array of float64"),
+        (([[[1]]],), r"shape \(1, 1\)"),
+        (([[-1, 3]],), "range from -1 to 3"),
+        (([[1, 9]], None, 9), "outside .0, vocab_size=9."),
+        (([[1]], []), "0 masks for 1 documents"),
+        (([[1, 2]], [[True]]), r"2 tokens but a mask of shape \(1,\)"),
+    ],
+)
+def test_bad_input_is_answered(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        InMemoryDocuments(*arguments)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_wlb.data import stdlib
+from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.stdlib import StdlibDocuments
+
+SOURCE_A = b"""import os
+
+@decorated
+@twice(
+    1)
+def first():
+    return 1
+
+x = 2
+
+
+class Second:
+    def method(self):
+        pass
+"""
+SOURCE_B = "async def third(): return '\u00e9'\n".encode()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(stdlib, "user_cache_dir", lambda name: str(folder / name))
+    monkeypatch.setattr(stdlib.tempfile, "tempdir", str(tmp_path))
+    return folder / "lightning_wlb"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "sources"
+    (folder / "package").mkdir(parents=True)
+    (folder / "site-packages").mkdir()
+    (folder / "package" / "a.py").write_bytes(SOURCE_A)
+    (folder / "b.py").write_bytes(SOURCE_B)
+    (folder / "empty.py").write_bytes(b"")
+    (folder / "wrong.py").write_bytes(b"def (:\n")
+    (folder / "note.txt").write_bytes(b"def no(): ...\n")
+    (folder / "site-packages" / "c.py").write_bytes(b"def no(): ...\n")
+    return folder
+
+
+def texts(store: StdlibDocuments) -> list[str]:
+    return [
+        store.decode(store.read(number, 0, int(length)))
+        for number, length in enumerate(store.lengths)
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_definitions_with_decorators_by_path_and_line(sources: Path, tokenizer: str) -> None:
+    store = StdlibDocuments("definition", tokenizer, directory=sources)  # type: ignore[arg-type]
+    assert isinstance(store, DocumentStore)
+    assert texts(store) == [
+        SOURCE_B.decode(),
+        "@decorated\n@twice(\n    1)\ndef first():\n    return 1\n",
+        "class Second:\n    def method(self):\n        pass\n",
+    ]
+    assert store.vocab_size >= 256
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_files_that_are_not_empty(sources: Path, tokenizer: str) -> None:
+    store = StdlibDocuments("file", tokenizer, directory=sources)  # type: ignore[arg-type]
+    assert texts(store) == [SOURCE_B.decode(), SOURCE_A.decode(), "def (:\n"]
+
+
+def test_bytes_are_tokens(sources: Path) -> None:
+    store = StdlibDocuments("file", directory=sources)
+    assert store.lengths.tolist() == [len(SOURCE_B), len(SOURCE_A), 7]
+    assert store.vocab_size == 256
+    assert store.read(1, 3, 9).tolist() == list(SOURCE_A[3:9])
+    assert store.read(1, 3, 9).dtype == np.int64
+    assert store.targets(1, 0, len(SOURCE_A)) == len(SOURCE_A) - 1
+    assert store.targets(1, 2, 5) == 3
+    assert store.mask(1, 0, 5) is None
+
+
+def test_byte_pairs_are_fewer_and_the_same_each_time(
+    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StdlibDocuments("file", "bpe", 300, directory=sources)
+    assert 256 < store.vocab_size <= 300
+    assert store.lengths[1] < len(SOURCE_A)
+    assert store.read(1, 0, int(store.lengths[1])).max() < store.vocab_size
+    monkeypatch.setattr(stdlib, "user_cache_dir", lambda name: str(tmp_path / "other"))
+    again = StdlibDocuments("file", "bpe", 300, directory=sources)
+    for number, length in enumerate(store.lengths.tolist()):
+        assert again.read(number, 0, length).tolist() == store.read(number, 0, length).tolist()
+
+
+def test_the_cache_is_used_and_follows_the_sources(
+    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds = []
+    build = stdlib._build
+    monkeypatch.setattr(stdlib, "_build", lambda *args: (builds.append(1), build(*args)))
+    StdlibDocuments(directory=sources)
+    StdlibDocuments(directory=sources)
+    assert len(builds) == 1
+    (sources / "b.py").write_bytes(b"def third(): return 4\n")
+    assert texts(StdlibDocuments(directory=sources))[0] == "def third(): return 4\n"
+    assert len(builds) == 2
+    assert len(list(cache.iterdir())) == 2, "nothing is left behind aside"
+
+
+def test_ranks_may_race(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = stdlib._build
+
+    def overtaken(*args: object) -> None:
+        monkeypatch.setattr(stdlib, "_build", build)
+        StdlibDocuments(directory=sources)  # another rank finishes first
+        build(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stdlib, "_build", overtaken)
+    assert len(texts(StdlibDocuments(directory=sources))) == 3
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written(sources: Path, cache: Path) -> None:
+    cache.parent.mkdir(exist_ok=True)
+    cache.write_bytes(b"a file where the folder should be")
+    assert len(StdlibDocuments(directory=sources)) == 3
+    assert cache.is_file()
+
+
+def test_a_pickled_store_opens_the_files_itself(sources: Path) -> None:
+    store = StdlibDocuments("file", directory=sources)
+    pickled = pickle.dumps(store)
+    assert SOURCE_A[:20] not in pickled
+    assert texts(pickle.loads(pickled)) == texts(store)
+
+
+def test_bad_input_is_answered(sources: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unit='line'.*'definition', 'file'"):
+        StdlibDocuments("line")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tokenizer='words'"):
+        StdlibDocuments("file", "words")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="vocab_size=300 with tokenizer='bytes'"):
+        StdlibDocuments("file", "bytes", 300)
+    with pytest.raises(ValueError, match="vocab_size=255"):
+        StdlibDocuments("file", "bpe", 255)
+    with pytest.raises(ValueError, match="holds no documents"):
+        StdlibDocuments("file", directory=tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="figures are CPython's")
+def test_the_standard_library_has_a_heavy_tail() -> None:
+    lengths = StdlibDocuments("file").lengths
+    assert 500 < len(lengths) < 4000
+    assert 3_000 < np.median(lengths) < 15_000
+    assert lengths.max() > 20 * np.median(lengths)
+    assert lengths.sum() > 5_000_000
