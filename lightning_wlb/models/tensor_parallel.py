@@ -59,20 +59,22 @@ def shard_parameters(
             and get a wrong gradient under a right loss), or whose sharded dimension the mesh does
             not divide.
     """
-    replaced: dict[Tensor, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
+    placements: dict[Tensor, Placement] = {}
+    for name, parameter in model.named_parameters():
+        placements[parameter] = _placement(name, plan)
+        _check_divides(name, parameter, placements[parameter], mesh)
+    replaced = {
+        parameter: nn.Parameter(
+            # src_data_rank=None: each rank cuts its own copy, nothing is sent.
+            distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None),
+            requires_grad=parameter.requires_grad,
+        )
+        for parameter, placement in placements.items()
+    }
+    for module in model.modules():
         for attribute, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if parameter not in replaced:
-                placement = _placement(name, plan)
-                _check_divides(name, parameter, placement, mesh)
-                replaced[parameter] = nn.Parameter(
-                    distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None),
-                    requires_grad=parameter.requires_grad,
-                )
-            module._parameters[attribute] = replaced[parameter]
+            if parameter is not None:
+                module._parameters[attribute] = replaced[parameter]
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         assert parameter.device_mesh == mesh, name

@@ -1,0 +1,68 @@
+"""Steps made by hand for the tests of the models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_wlb.attention.sharding import layout
+from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
+
+VOCABULARY = 24
+LENGTHS = (1, 2, 13, 7, 40, 3, 22)
+# Document 4 in two pieces; micro-batches of different length.
+GROUPS = (((4, 0, 31), (0, 0, 1)), ((2, 0, 13), (4, 31, 40), (3, 0, 7), (1, 0, 2)), ((6, 0, 22),))
+PIECES = tuple(piece for group in GROUPS for piece in group)
+
+
+def documents(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def loss_masks(lengths: Sequence[int] = LENGTHS, seed: int = 1) -> list[list[bool]]:
+    draw = random.Random(seed)
+    return [[draw.random() < 0.6 for _ in range(length)] for length in lengths]
+
+
+def config(**overrides: Any) -> TransformerConfig:
+    sizes = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24}
+    return TransformerConfig(**({"vocab_size": VOCABULARY, **sizes} | overrides))
+
+
+def step_batch(
+    texts: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[tuple[int, int, int]]] = GROUPS,
+    masks: Sequence[Sequence[bool]] | None = None,
+    at: Coordinates | None = None,
+    step: int = 0,
+) -> StepBatch:
+    """One replica's step: each group of pieces is a micro-batch."""
+    at = at or Coordinates()
+    store = InMemoryDocuments(texts, masks, vocab_size=VOCABULARY)
+    slices, forward = [], []
+    for group in groups:
+        rows = layout(
+            "per_document_contiguous",
+            [stop - origin for _, origin, stop in group],
+            at.context_parallel_size,
+            at.tensor_parallel_size,
+        ).rows
+        indices = tuple(range(len(slices), len(slices) + len(group)))
+        slices += [Slice(document, origin, origin, stop) for document, origin, stop in group]
+        forward.append(MicroBatch(indices, "per_document_contiguous", rows, (0,)))
+    plan = StepPlan(
+        step=step,
+        epoch=0,
+        replicas=(ReplicaPlan(tuple(slices), tuple(forward), tuple(forward)),),
+        pieces=tuple(Piece(part.document, part.origin, part.stop, step) for part in slices),
+        target_tokens=sum(store.targets(part.document, part.start, part.stop) for part in slices),
+        cap=64,
+        micro_batches=max(len(groups), 1),
+        nominal_tokens=200,
+    ).validate()
+    return make_step_batch(plan, store, at, {}, 0, False)

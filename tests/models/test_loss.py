@@ -1,0 +1,145 @@
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from lightning_wlb.models import loss as module
+from lightning_wlb.models.loss import chunked_token_loss, token_loss
+from tests.oracle import relative_error
+from tests.ranks import run_ranks
+
+
+def example(rows=301, dim=12, words=40, dtype=torch.float64, scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, dim, generator=generator, dtype=torch.float64) * scale
+    weight = torch.randn(words, dim, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, words, (rows,), generator=generator)
+    labels[::5] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def dense(hidden, weight, labels):
+    return F.cross_entropy(hidden @ weight.T, labels, reduction="sum", ignore_index=-100)
+
+
+@pytest.fixture(params=["token_loss", "chunked_token_loss"])
+def function(request, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(module, "MINIMUM_CHUNK_ROWS", 64)
+    return getattr(module, request.param)
+
+
+@pytest.mark.parametrize("scale", [1.0, 500.0])
+def test_equals_dense_cross_entropy(function, scale):
+    hidden, weight, labels = example(scale=scale)
+    wanted = dense(hidden, weight, labels)
+    wanted_gradients = torch.autograd.grad(wanted * 0.3, (hidden, weight))
+    loss = function(hidden, weight, labels)
+    gradients = torch.autograd.grad(loss * 0.3, (hidden, weight))
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    for value, reference in zip(gradients, wanted_gradients, strict=True):
+        assert relative_error(value, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("rows", [0, 1, 100])
+def test_without_targets_zero_loss_and_zero_gradients(function, rows):
+    hidden, weight, labels = example(rows=rows)
+    loss = function(hidden, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_one_backward_over_several_micro_batches(function):
+    hidden, weight, labels = example()
+    parts = [slice(0, 100), slice(100, 101), slice(101, 301)]
+    loss = sum(function(hidden[part], weight, labels[part]) for part in parts)
+    # A second backward through the same graph must find what the first found.
+    first = torch.autograd.grad(loss / 7, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss / 7, (hidden, weight))
+    wanted = torch.autograd.grad(dense(hidden, weight, labels) / 7, (hidden, weight))
+    for one, two, reference in zip(first, second, wanted, strict=True):
+        assert torch.equal(one, two)
+        assert relative_error(one, reference) <= 1e-12
+
+
+def test_inside_a_checkpoint(function):
+    hidden, weight, labels = example()
+    loss = torch.utils.checkpoint.checkpoint(
+        lambda x: function(2 * x, weight, labels), hidden, use_reentrant=False
+    )
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    wanted = torch.autograd.grad(dense(2 * hidden, weight, labels), (hidden, weight))
+    for value, reference in zip(gradients, wanted, strict=True):
+        assert relative_error(value, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_only_what_needs_a_gradient_gets_one(function, needs):
+    hidden, weight, labels = example()
+    hidden.requires_grad_(needs[0])
+    weight.requires_grad_(needs[1])
+    function(hidden, weight, labels).backward()
+    assert (hidden.grad is not None, weight.grad is not None) == needs
+
+
+def test_half_precision_returns_float32_and_accumulates_in_it(function):
+    hidden, weight, labels = example(rows=2000, dtype=torch.bfloat16)
+    loss = function(hidden, weight, labels)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.detach().double().requires_grad_()
+    wanted = dense(exact_hidden, exact_weight, labels)
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-3)
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert relative_error(weight.grad.double(), exact_weight.grad) <= 4e-3
+
+
+def test_logits_never_exist_for_all_rows():
+    rows, words = 2048, 8192
+    hidden, weight, labels = example(rows=rows, words=words, dtype=torch.float32)
+    largest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest.append(result.numel())
+            return result
+
+    for function in (token_loss, chunked_token_loss):
+        largest.clear()
+        with Watch():
+            function(hidden, weight, labels).backward()
+        assert max(largest) <= rows * words // 3
+
+
+def _vocabulary_parallel(rank, dtype):
+    module.CHUNK_LOGITS, module.MINIMUM_CHUNK_ROWS = 1, 64
+    hidden, weight, labels = example(dtype=dtype)
+    size = dist.get_world_size()
+    words = weight.shape[0] // size
+    mine = weight.detach()[rank * words : (rank + 1) * words].clone().requires_grad_()
+    loss = token_loss(hidden, mine, labels, dist.group.WORLD)
+    (loss * 0.3).backward()
+    # What the reduce-scatter behind gather_rows does.
+    total = hidden.grad.clone()
+    dist.all_reduce(total)
+    return loss.item(), total, mine.grad
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_vocabulary_parallel_equals_one_process(size):
+    hidden, weight, labels = example()
+    wanted = dense(hidden, weight, labels)
+    (wanted * 0.3).backward()
+    results = run_ranks(_vocabulary_parallel, size, torch.float64)
+    losses = {loss for loss, _, _ in results}
+    assert len(losses) == 1, "every rank returns the same loss, bit for bit"
+    assert losses.pop() == pytest.approx(wanted.item(), rel=1e-12)
+    for _, hidden_gradient, _ in results:
+        assert relative_error(hidden_gradient, hidden.grad) <= 1e-12
+    assert relative_error(torch.cat([part for _, _, part in results]), weight.grad) <= 1e-12

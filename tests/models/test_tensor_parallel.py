@@ -1,0 +1,159 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_wlb.data.batch import Coordinates
+from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.tensor_parallel import local, shard_parameters
+from lightning_wlb.models.transformer import Transformer
+from tests.models.steps import GROUPS, PIECES, config, documents, loss_masks, step_batch
+from tests.oracle import oracle, relative_error
+from tests.ranks import run_ranks
+
+
+def build(options, checkpointing="none"):
+    model = Transformer(config(**options), activation_checkpointing=checkpointing).double()
+    initialise(model, 7, lambda name: 0.3, model.tied)
+    return model
+
+
+def _gradients(rank, context_size, tensor_size, options, checkpointing, masked, meta):
+    mesh = init_device_mesh("cpu", (context_size, tensor_size), mesh_dim_names=("cp", "tp"))
+    if meta:
+        with torch.device("meta"):
+            model = Transformer(config(**options), activation_checkpointing=checkpointing).double()
+    else:
+        model = build(options, checkpointing)
+    model.set_parallel_groups(mesh["cp"].get_group(), mesh["tp"].get_group())
+    shard_parameters(model, mesh["tp"], model.tensor_parallel_plan())
+    if meta:
+        model.to_empty(device="cpu")
+        initialise(model, 7, lambda name: 0.3, model.tied)
+    at = Coordinates(
+        context_rank=mesh["cp"].get_local_rank(),
+        context_parallel_size=context_size,
+        tensor_parallel_size=tensor_size,
+    )
+    batch = step_batch(documents(), GROUPS, loss_masks() if masked else None, at)
+    total = sum(model(micro_batch) for micro_batch in batch.micro_batches)
+    total.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        dist.all_reduce(gradient, group=mesh["cp"].get_group())
+        gradients[name] = gradient
+    return total.item(), gradients
+
+
+@pytest.mark.parametrize(
+    ("context_size", "tensor_size", "options", "checkpointing", "masked", "meta"),
+    [
+        (1, 2, {}, "none", False, False),
+        (1, 2, {"tied_embeddings": True}, "selective", True, True),
+        (1, 4, {"kv_heads": 4}, "full", False, True),
+        # Fewer key/value heads than ranks.
+        (1, 4, {"kv_heads": 2}, "none", True, True),
+        (1, 4, {"kv_heads": 1, "tied_embeddings": True}, "selective", False, False),
+        (2, 2, {"kv_heads": 1}, "full", True, False),
+    ],
+)
+def test_gradients_equal_one_process(
+    context_size, tensor_size, options, checkpointing, masked, meta
+):
+    loss, wanted = oracle(build(options), documents(), PIECES, loss_masks() if masked else None)
+    results = run_ranks(
+        _gradients,
+        context_size * tensor_size,
+        context_size,
+        tensor_size,
+        options,
+        checkpointing,
+        masked,
+        meta,
+    )
+    for start in range(0, len(results), tensor_size):
+        assert len({results[start + rank][0] for rank in range(tensor_size)}) == 1
+    total = sum(results[start][0] for start in range(0, len(results), tensor_size))
+    assert total == pytest.approx(loss, rel=1e-12)
+    for _, gradients in results:
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, wanted[name]) <= 1e-10, name
+
+
+def _values(rank, tied):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = Transformer(config(kv_heads=1, tied_embeddings=tied))
+    shard_parameters(model, mesh, model.tensor_parallel_plan(mesh.size()))
+    shared = tied and model.head.weight is model.embed.weight
+    model.to_empty(device="cpu")
+    initialise(model, 5, model.initial_deviation, model.tied)
+    sizes = {name: parameter.to_local().numel() for name, parameter in model.named_parameters()}
+    return shared, sizes, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_values_do_not_depend_on_the_mesh(tied):
+    model = Transformer(config(kv_heads=1, tied_embeddings=tied))
+    initialise(model, 5, model.initial_deviation, model.tied)
+    wanted = dict(model.named_parameters())
+    for shared, sizes, values in run_ranks(_values, 2, tied):
+        assert shared == tied
+        assert values.keys() == wanted.keys()
+        for name, value in values.items():
+            assert torch.equal(value, wanted[name]), name
+            whole = name.endswith(("norm.weight", ".wk", ".wv"))
+            assert sizes[name] == value.numel() // (1 if whole else 2), name
+
+
+def _mistakes(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    messages = []
+    for width, plan in ((6, {"0.*": Shard(0)}), (5, {"0.*": Shard(0), "*": Replicate()})):
+        model = nn.Sequential(nn.Linear(4, width, bias=False), nn.RMSNorm(width))
+        try:
+            shard_parameters(model, mesh, plan)
+        except ValueError as error:
+            messages.append(str(error))
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.RMSNorm(6))
+    shard_parameters(model, mesh, {"0.*": Shard(0), "*": Replicate()})
+    # Replicated parameters have partial gradients: a sum over ranks still to be made.
+    (local(model[1].weight).sum() * (rank + 1)).backward()
+    return messages, model[1].weight.grad.full_tensor()
+
+
+def test_parameters_left_out_or_indivisible_are_refused():
+    for messages, gradient in run_ranks(_mistakes, 2):
+        assert len(messages) == 2
+        assert "names parameter '1.weight'" in messages[0]
+        assert (
+            "dimension 0 of parameter '0.weight', of shape (5, 4), does not divide" in messages[1]
+        )
+        assert "tensor_parallel_size=2" in messages[1]
+        assert torch.equal(gradient, torch.full((6,), 3.0))
+
+
+def test_initialise_is_a_function_of_seed_and_name():
+    first, second = (Transformer(config()) for _ in range(2))
+    initialise(first, 5, first.initial_deviation)
+    initialise(second, 6, second.initial_deviation)
+    for name, parameter in first.named_parameters():
+        other = second.get_parameter(name)
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all()
+        else:
+            assert not torch.equal(parameter, other), name
+    assert not torch.equal(first.layers["0"].attention.wq, first.layers["1"].attention.wq)
+    large = Transformer(config(dim=128, ffn_dim=256))
+    initialise(large, 5, large.initial_deviation)
+    assert large.layers["0"].feed_forward.w1.std().item() == pytest.approx(0.02, rel=0.02)
+    assert large.layers["0"].feed_forward.w2.std().item() == pytest.approx(0.01, rel=0.02)
+    with torch.device("meta"):
+        without_memory = Transformer(config())
+    with pytest.raises(ValueError, match="on the meta device"):
+        initialise(without_memory, 5)

@@ -1,0 +1,209 @@
+import pytest
+import torch
+
+from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
+from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.transformer import Transformer, rotate, rotation
+from tests.models.steps import GROUPS, PIECES, config, documents, loss_masks, step_batch
+from tests.oracle import count_targets, oracle, relative_error
+
+
+def build(dtype=torch.float64, **overrides):
+    options = {
+        key: overrides.pop(key)
+        for key in ("activation_checkpointing", "layers", "embed", "head")
+        if key in overrides
+    }
+    model = Transformer(config(**overrides), **options).to(dtype)
+    # Larger than the real initial values: attention far from uniform.
+    initialise(model, 7, lambda name: 0.3, model.tied)
+    return model
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tied_embeddings": True},
+        {"kv_heads": 4},
+        {"kv_heads": 1, "head_dim": 6},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full", "tied_embeddings": True},
+    ],
+    ids=str,
+)
+def test_gradients_of_packed_micro_batches_equal_dense_attention(options, masked):
+    texts, masks = documents(), loss_masks() if masked else None
+    model = build(**options)
+    loss, wanted = oracle(model, texts, PIECES, masks)
+    batch = step_batch(texts, masks=masks)
+    assert batch.target_tokens == count_targets(texts, PIECES, masks)
+
+    total = sum(model(micro_batch) for micro_batch in batch.micro_batches)
+    total.backward()
+
+    assert total.item() == pytest.approx(loss, rel=1e-13)
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, wanted[name]) <= 1e-10, name
+
+
+def test_stages_pass_hidden_states_on():
+    texts = documents()
+    whole = build(layers=None)
+    first = build(layers=[0], head=False)
+    last = build(layers=[1], embed=False)
+    assert set(first.state_dict()) | set(last.state_dict()) == set(whole.state_dict())
+    for micro_batch in step_batch(texts).micro_batches:
+        assert last(micro_batch, first(micro_batch)).item() == whole(micro_batch).item()
+
+
+def test_layers_run_in_numeric_order():
+    model = Transformer(config(layers=12), layers=[10, 9, 2], embed=False, head=False)
+    ran = []
+    for number, layer in model.layers.items():
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    with torch.no_grad():
+        model(step_batch(documents()).micro_batches[0], torch.zeros(32, 16))
+    assert ran == ["2", "9", "10"]
+
+
+def test_without_labels_logits():
+    model = build()
+    micro_batch = step_batch(documents()).micro_batches[1]
+    loss = model(micro_batch)
+    labels, micro_batch.labels = micro_batch.labels, None
+    logits = model(micro_batch)
+    assert logits.shape == (31, 24)
+    dense = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert loss.item() == pytest.approx(dense.item(), rel=1e-13)
+
+
+def test_an_empty_micro_batch_has_zero_loss_and_gradients():
+    model = build()
+    (micro_batch,) = step_batch(documents(), groups=[[]]).micro_batches
+    loss = model(micro_batch)
+    loss.backward()
+    assert loss.item() == 0
+    for parameter in model.parameters():
+        assert parameter.grad is None or parameter.grad.norm() == 0
+
+
+def test_rows_of_one_micro_batch_do_not_depend_on_their_neighbours():
+    texts = documents()
+    model = build()
+    together = model(step_batch(texts, groups=[GROUPS[1]]).micro_batches[0])
+    alone = sum(model(step_batch(texts, groups=[[piece]]).micro_batches[0]) for piece in GROUPS[1])
+    assert together.item() == pytest.approx(alone.item(), rel=1e-13)
+
+
+def test_rotation_depends_on_distance_only_and_is_exact_far_out():
+    sizes = config(head_dim=8)
+    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+
+    def score(at, other):
+        turns = rotation(torch.tensor([at, other]), sizes, torch.float64)
+        return (rotate(q, turns[:1]) * rotate(k, turns[1:])).sum().item()
+
+    assert score(5, 2) == pytest.approx(score(1_000_005, 1_000_002), abs=1e-8)
+    assert score(5, 2) != pytest.approx(score(2, 5), abs=1e-3)
+    turns = rotation(torch.tensor([1_000_003]), sizes, torch.float32)
+    assert turns.dtype == torch.complex64
+    # The fastest pair turns by 1 rad per position: cos(1000003) is -0.8779865.
+    assert turns[0, 0].real.item() == pytest.approx(-0.8779865, abs=1e-6)
+
+
+def test_bfloat16_rows_keep_their_type():
+    model = build(dtype=torch.bfloat16)
+    micro_batch = step_batch(documents()).micro_batches[0]
+    loss = model(micro_batch)
+    assert loss.dtype == torch.float32
+    exact = build()(micro_batch)
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_tied_embeddings_are_one_parameter_on_one_stage():
+    model = build(tied_embeddings=True)
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in dict(model.named_parameters())
+    # On another stage the head alone begins with the embedding's values.
+    assert torch.equal(build(tied_embeddings=True, embed=False).head.weight, model.embed.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("tiny", 217_664),
+        ("550m", 551_339_520),
+        ("7b", 6_738_415_616),
+        ("30b", 32_528_943_616),
+        ("70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+    ],
+)
+def test_presets_have_the_published_sizes(name, parameters):
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig.preset(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_presets_take_overrides_and_name_what_is_wrong():
+    assert TransformerConfig.preset("7b", vocab_size=100).vocab_size == 100
+    assert TransformerConfig.preset("7b").shape.head_dim == 128
+    with pytest.raises(ValueError, match=r"'8b'.*tiny, 550m, 7b, 30b, 70b, llama3-8b"):
+        TransformerConfig.preset("8b")
+    with pytest.raises(ValueError, match=r"no field 'width'.*dim, layers"):
+        TransformerConfig.preset("tiny", width=3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"heads": 4, "kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+        ({"dim": 18, "heads": 4}, "dim=18 does not divide by heads=4"),
+        ({"dim": 12, "heads": 4}, "head_dim=3 is odd"),
+        ({"layers": 0}, "layers=0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        config(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "message"),
+    [
+        ({}, 8, "tensor_parallel_size=8 does not divide the model's heads=4"),
+        ({"vocab_size": 23}, 2, "vocab_size=23. Pad the vocabulary to vocab_size=24"),
+        ({"ffn_dim": 25}, 2, "ffn_dim=25"),
+        ({"heads": 12, "kv_heads": 4, "dim": 24}, 6, "kv_heads=4 do not divide each other"),
+    ],
+)
+def test_tensor_parallel_sizes_that_do_not_fit_are_refused(overrides, size, message):
+    with pytest.raises(ValueError, match=message):
+        check_tensor_parallel(config(**overrides), size)
+
+
+def test_options_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="'some' is not one of none, selective, full"):
+        Transformer(config(), activation_checkpointing="some")
+    with pytest.raises(ValueError, match="layer 2 is not one of the model's 2 layers"):
+        Transformer(config(), layers=[2])
+
+
+def test_checkpointing_keeps_less():
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        model = build(activation_checkpointing=mode)
+        sizes = []
+        parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+        def keep(tensor, sizes=sizes, parameters=parameters):
+            if tensor.data_ptr() not in parameters:
+                sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(step_batch(documents()).micro_batches[0])
+        kept[mode] = sum(sizes)
+    assert kept["full"] < kept["selective"] < kept["none"]

@@ -1,0 +1,93 @@
+"""The definition of a right loss and gradient: one process, dense masked attention, no packing.
+
+Labels, positions and masks are built here from the raw documents; nothing of the project is used
+but the model and ``attention/reference.py``. Each piece runs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightning_wlb.attention.reference import dense_attention
+from lightning_wlb.models.transformer import Transformer
+
+
+def oracle(
+    model: Transformer,
+    documents: Sequence[Sequence[int]],
+    pieces: Sequence[tuple[int, int, int]],
+    masks: Sequence[Sequence[bool]] | None = None,
+) -> tuple[float, dict[str, Tensor]]:
+    """Sum of token losses of ``pieces`` and its gradients by parameter name.
+
+    Args:
+        model: whole, on one process, with values; its ``.grad`` fields are left alone.
+        documents: tokens of each document.
+        pieces: (document, origin, stop): each sees tokens [origin, stop) of its document only,
+            and its positions count from origin.
+        masks: for each document, for each token: whether it may be a target.
+
+    Divide both results by the global number of targets (:func:`count_targets`).
+    """
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    total = 0.0
+    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    with mock.patch.object(model, "attend", _attend):
+        for document, origin, stop in pieces:
+            positions = torch.arange(stop - origin)
+            piece = SimpleNamespace(
+                tokens=torch.tensor(documents[document][origin:stop]),
+                labels=torch.tensor(_labels(documents, masks, document, origin, stop)),
+                positions=positions,
+                attention=positions,
+                rows=stop - origin,
+            )
+            loss = model(piece)
+            total += loss.item()
+            found = torch.autograd.grad(loss, parameters)
+            gradients = [old + new for old, new in zip(gradients, found, strict=True)]
+    return total, dict(zip(names, gradients, strict=True))
+
+
+def count_targets(
+    documents: Sequence[Sequence[int]],
+    pieces: Sequence[tuple[int, int, int]],
+    masks: Sequence[Sequence[bool]] | None = None,
+) -> int:
+    """Number of tokens in ``pieces`` that have a target."""
+    return sum(label >= 0 for piece in pieces for label in _labels(documents, masks, *piece))
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """‖value − reference‖₂ / ‖reference‖₂; where the reference is zero, 0 if value is, else inf."""
+    size = reference.norm().item()
+    difference = (value - reference).norm().item()
+    if size == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return difference / size
+
+
+def _labels(
+    documents: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[bool]] | None,
+    document: int,
+    origin: int,
+    stop: int,
+) -> list[int]:
+    """Each token's next token in its document; -100 where there is none or it is masked."""
+    tokens = documents[document]
+    labels = []
+    for following in range(origin + 1, stop + 1):
+        wanted = following < len(tokens) and (masks is None or masks[document][following])
+        labels.append(tokens[following] if wanted else -100)
+    return labels
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Tensor:
+    return dense_attention(q, k, v, torch.zeros_like(positions), positions)
