@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -86,7 +87,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                fine, value = pipe.recv()
+                fine, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise RankFailed(f"rank {rank} died without a word") from None
             if not fine:
@@ -125,8 +126,9 @@ def _rank(
         if process_group:
             dist.barrier()
             dist.destroy_process_group()
-        pipe.send((True, value))
+        # By value: torch would send tensors as handles, which die with this process.
+        pipe.send_bytes(pickle.dumps((True, value)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         pipe.close()
