@@ -293,6 +293,7 @@ def _check_slices(plan: StepPlan) -> None:
                 f"step {plan.step}: tokens {piece} are doubled: replicas {where} all hold them,"
                 " and no merged micro-batch says so."
             )
+    _check_pieces(plan)
     covered: dict[tuple[int, int], list[Slice]] = defaultdict(list)
     for piece in homes:
         covered[piece.document, piece.origin].append(piece)
@@ -319,9 +320,25 @@ def _check_slices(plan: StepPlan) -> None:
         document, origin = min(covered)
         raise ValueError(
             f"step {plan.step}: the piece of document {document} at {origin} is in"
-            f" {len(covered[document, origin])} slice(s) but was not released in this step,"
-            " or was released twice."
+            f" {len(covered[document, origin])} slice(s) but was not released in this step."
         )
+
+
+def _check_pieces(plan: StepPlan) -> None:
+    """Released pieces hold at least one token, and no token is in two of them."""
+    before: Piece | None = None
+    for piece in sorted(plan.pieces):
+        if not 0 <= piece.origin < piece.stop:
+            raise ValueError(
+                f"step {plan.step}: released piece {tuple(piece)} is not (document, origin, stop,"
+                " arrival) with 0 <= origin < stop."
+            )
+        if before is not None and before.document == piece.document and before.stop > piece.origin:
+            raise ValueError(
+                f"step {plan.step}: tokens [{piece.origin}, {min(before.stop, piece.stop)}) of"
+                f" document {piece.document} are doubled: two released pieces hold them."
+            )
+        before = piece
 
 
 def _check_groups(
@@ -412,7 +429,9 @@ def _check_merged(plan: StepPlan) -> None:
                 for other in members:
                     peer = plan.replicas[other]
                     if not any(
-                        candidate.replicas == members and peer.slices_of(candidate) == wanted
+                        (candidate.replicas, candidate.sharding, candidate.rows)
+                        == (members, group.sharding, group.rows)
+                        and peer.slices_of(candidate) == wanted
                         for candidate in getattr(peer, pass_name)
                     ):
                         raise ValueError(

@@ -1,0 +1,374 @@
+"""The plan's language: validation that names what is wrong, JSON, digest, print, backward order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.plan import (
+    MicroBatch,
+    Piece,
+    ReplicaPlan,
+    Slice,
+    StepPlan,
+    symmetric_backward,
+)
+
+
+def micro_batch(*slices: int, replicas: tuple[int, ...] = (0,), rows: int = 64) -> MicroBatch:
+    return MicroBatch(slices, "per_document", rows, replicas)
+
+
+def replica(slices, forward, backward=None) -> ReplicaPlan:
+    return ReplicaPlan(
+        tuple(slices),
+        tuple(forward),
+        symmetric_backward(slices, forward) if backward is None else tuple(backward),
+    )
+
+
+def step(replicas, pieces, **changes) -> StepPlan:
+    fields = {
+        "step": 3,
+        "epoch": 1,
+        "target_tokens": 20,
+        "cap": 64,
+        "micro_batches": 4,
+        "nominal_tokens": 128,
+    }
+    return StepPlan(replicas=tuple(replicas), pieces=tuple(pieces), **{**fields, **changes})
+
+
+def plain() -> StepPlan:
+    """Three documents on two replicas; document 7 is split at 30 and its second piece sliced."""
+    first = replica([Slice(2, 0, 0, 40), Slice(5, 0, 0, 10)], [micro_batch(0), micro_batch(1)])
+    second = replica(
+        [Slice(7, 0, 0, 30), Slice(7, 30, 30, 50), Slice(7, 30, 50, 61)],
+        [micro_batch(0, 1, replicas=(1,)), micro_batch(2, replicas=(1,))],
+    )
+    pieces = [Piece(2, 0, 40, 3), Piece(5, 0, 10, 1), Piece(7, 0, 30, 3), Piece(7, 30, 61, 2)]
+    return step([first, second], pieces)
+
+
+def merged() -> StepPlan:
+    """Document 1 runs on replicas 0 and 1 together, document 2 on replica 0 alone."""
+    both = micro_batch(0, replicas=(0, 1))
+    first = replica([Slice(1, 0, 0, 50), Slice(2, 0, 0, 20)], [both, micro_batch(1)])
+    second = replica([Slice(1, 0, 0, 50)], [both])
+    return step([first, second], [Piece(1, 0, 50, 3), Piece(2, 0, 20, 3)])
+
+
+@pytest.mark.parametrize("plan", [plain(), merged(), step([replica([], [])], [], target_tokens=0)])
+def test_a_right_plan_is_valid_and_survives_json(plan: StepPlan) -> None:
+    assert plan.validate() is plan
+    copy = StepPlan.from_json(plan.to_json())
+    assert copy == plan
+    assert copy.digest == plan.digest
+    assert copy.to_json() == plan.to_json()
+    assert isinstance(copy.replicas[0].forward, tuple)
+
+
+def test_numbers_of_a_plan() -> None:
+    plan = plain()
+    assert plan.tokens == 111
+    assert plan.delay == (10 * 2 + 31 * 1) / 111
+    assert plan.max_delay == 2
+    assert [part.tokens for part in plan.replicas] == [50, 61]
+    second = plan.replicas[1]
+    assert second.tokens_of(second.forward[0]) == 50
+    assert second.slices_of(second.forward[1]) == (Slice(7, 30, 50, 61),)
+    assert Slice(7, 30, 50, 61).context == 20
+    assert merged().tokens == 70  # a merged micro-batch counts once
+
+
+def test_empty_plan_has_no_delay() -> None:
+    empty = step([replica([], [])], [], target_tokens=0)
+    assert (empty.tokens, empty.delay, empty.max_delay) == (0, 0.0, 0)
+
+
+def test_digest_is_63_bits_and_sees_every_field() -> None:
+    plan = plain()
+    first, second = plan.replicas
+    variants = [
+        plan,
+        replace(plan, step=4),
+        replace(plan, epoch=0),
+        replace(plan, drain=True),
+        replace(plan, target_tokens=21),
+        replace(plan, cap=65),
+        replace(plan, micro_batches=5),
+        replace(plan, nominal_tokens=129),
+        replace(plan, replicas=(second, first)),
+        replace(plan, pieces=plan.pieces[::-1]),
+        replace(plan, replicas=(replace(first, backward=first.backward[::-1]), second)),
+        replace(plan, replicas=(first, replace(second, forward=second.forward[::-1]))),
+    ]
+    digests = {variant.digest for variant in variants}
+    assert len(digests) == len(variants)
+    assert all(0 <= digest < 2**63 for digest in digests)
+
+
+def test_str_shows_documents_and_only_asymmetric_backwards() -> None:
+    text = str(plain())
+    assert text.splitlines() == [
+        "step 3 (epoch 1): 111 tokens, 20 targets, cap 64, delay mean 0.46 max 2",
+        "  replica 0 forward 0: 40 tokens, per_document, 64 rows per rank: 2[0:40)",
+        "  replica 0 forward 1: 10 tokens, per_document, 64 rows per rank: 5[0:10)",
+        "  replica 1 forward 0: 50 tokens, per_document, 64 rows per rank: 7[0:30) 7@30[30:50)",
+        "  replica 1 forward 1: 11 tokens, per_document, 64 rows per rank: 7@30[50:61)",
+    ]
+    first, second = plain().replicas
+    turned = replace(plain(), replicas=(replace(first, backward=first.backward[::-1]), second))
+    assert "  replica 0 backward 0: 10 tokens" in str(turned)
+    assert "shared by (0, 1)" in str(merged())
+    assert "(epoch 1, drain)" in str(replace(plain(), drain=True))
+
+
+# --- symmetric backward -------------------------------------------------------------------
+
+
+def test_backward_without_slices_runs_in_forward_order() -> None:
+    slices = [Slice(number, 0, 0, 5) for number in range(4)]
+    forward = (micro_batch(2), micro_batch(0, 1), micro_batch(), micro_batch(3))
+    assert symmetric_backward(slices, forward) == forward
+
+
+def test_backward_reverses_each_chain_of_shared_pieces() -> None:
+    # Piece 0 links micro-batches 0-1, piece 1 links 1-2; 3 stands alone; piece 3 links 4-6 over 5.
+    slices = [
+        Slice(0, 0, 0, 5),
+        Slice(0, 0, 5, 9),
+        Slice(1, 0, 0, 5),
+        Slice(1, 0, 5, 7),
+        Slice(2, 0, 0, 5),
+        Slice(3, 0, 0, 5),
+        Slice(4, 0, 0, 5),
+        Slice(3, 0, 5, 7),
+    ]
+    groups = [(0,), (1, 2), (3,), (4,), (5,), (6,), (7,)]
+    forward = [micro_batch(*group) for group in groups]
+    backward = symmetric_backward(slices, forward)
+    assert [group.slices for group in backward] == [
+        (3,),
+        (1, 2),
+        (0,),
+        (4,),
+        (7,),
+        (6,),
+        (5,),
+    ]
+
+
+def test_two_pieces_of_one_document_are_not_a_chain() -> None:
+    slices = [Slice(0, 0, 0, 5), Slice(0, 5, 5, 9)]
+    forward = (micro_batch(0), micro_batch(1))
+    assert symmetric_backward(slices, forward) == forward
+
+
+@given(
+    cuts=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=8),
+    groups=st.integers(1, 6),
+    data=st.data(),
+)
+def test_symmetric_backward_is_always_valid(cuts, groups, data) -> None:
+    """Pieces sliced into increasing micro-batches, anywhere: the mirrored backward validates."""
+    slices, homes, pieces = [], [[] for _ in range(groups)], []
+    for document, lengths in enumerate(cuts):
+        lengths = lengths[:groups]
+        chosen = data.draw(
+            st.lists(
+                st.integers(0, groups - 1),
+                min_size=len(lengths),
+                max_size=len(lengths),
+                unique=True,
+            )
+        )
+        at = 0
+        for group, length in zip(sorted(chosen), lengths, strict=True):
+            homes[group].append(len(slices))
+            slices.append(Slice(document, 0, at, at + length))
+            at += length
+        pieces.append(Piece(document, 0, at, 0))
+    forward = [micro_batch(*home) for home in homes]
+    plan = step([replica(slices, forward)], pieces, target_tokens=0, cap=1000)
+    assert plan.validate() is plan
+    assert StepPlan.from_json(plan.to_json()) == plan
+
+
+# --- what validation catches --------------------------------------------------------------
+
+A, B = Slice(1, 0, 0, 10), Slice(2, 0, 0, 8)
+PIECES = (Piece(1, 0, 10, 0), Piece(2, 0, 8, 0))
+
+
+def two(slices=(A, B), forward=None, backward=None, pieces=PIECES, **changes) -> StepPlan:
+    """One replica with a slice in each of two micro-batches, unless told otherwise."""
+    forward = [micro_batch(0), micro_batch(1)] if forward is None else forward
+    return step([replica(slices, forward, backward)], pieces, **{"target_tokens": 5, **changes})
+
+
+WRONG = {
+    "slice out of order": (
+        lambda: two(slices=(Slice(1, 5, 2, 10), B)),
+        r"step 3, replica 0: slice \(1, 5, 2, 10\) is not .* 0 <= origin <= start < stop",
+    ),
+    "empty slice": (
+        lambda: two(slices=(Slice(1, 0, 10, 10), B)),
+        r"slice \(1, 0, 10, 10\) is not",
+    ),
+    "slice on two replicas": (
+        lambda: step(
+            [replica([A], [micro_batch(0)]), replica([A], [micro_batch(0, replicas=(1,))])],
+            [PIECES[0]],
+            target_tokens=5,
+        ),
+        r"tokens 1\[0:10\) are doubled: replicas \[0, 1\] all hold them",
+    ),
+    "slice listed twice": (
+        lambda: two(slices=(A, A), pieces=PIECES[:1]),
+        r"tokens 1\[0:10\) are doubled: replicas \[0, 0\]",
+    ),
+    "missing at the start": (
+        lambda: two(slices=(Slice(1, 0, 4, 10), B)),
+        r"tokens \[0, 4\) of document 1 were released but are in no slice",
+    ),
+    "missing at the end": (
+        lambda: two(slices=(Slice(1, 0, 0, 9), B)),
+        r"tokens \[9, 10\) of document 1 were released but are in no slice",
+    ),
+    "missing in the middle": (
+        lambda: two(slices=(Slice(1, 0, 0, 4), Slice(1, 0, 6, 10)), pieces=PIECES[:1]),
+        r"tokens \[4, 6\) of document 1 were released",
+    ),
+    "missing document": (
+        lambda: two(slices=(A,), forward=[micro_batch(0)]),
+        r"tokens \[0, 8\) of document 2 were released",
+    ),
+    "overlapping slices": (
+        lambda: two(slices=(Slice(1, 0, 0, 6), Slice(1, 0, 4, 10)), pieces=PIECES[:1]),
+        r"tokens \[4, 6\) of document 1 are in two slices",
+    ),
+    "slice beyond its piece": (
+        lambda: two(slices=(Slice(1, 0, 0, 12), B)),
+        r"tokens \[10, 12\) of document 1 .* beyond the end of their piece at 10",
+    ),
+    "slice not released": (
+        lambda: two(pieces=PIECES[:1]),
+        r"the piece of document 2 at 0 is in 1 slice\(s\) but was not released",
+    ),
+    "piece released twice": (
+        lambda: two(pieces=(*PIECES, PIECES[0])),
+        r"tokens \[0, 10\) of document 1 are doubled: two released pieces",
+    ),
+    "pieces overlap": (
+        lambda: two(
+            slices=(A, Slice(1, 6, 6, 14)), pieces=(Piece(1, 0, 10, 0), Piece(1, 6, 14, 0))
+        ),
+        r"tokens \[6, 10\) of document 1 are doubled: two released pieces",
+    ),
+    "empty piece": (
+        lambda: two(pieces=(*PIECES, Piece(3, 4, 4, 0))),
+        r"released piece \(3, 4, 4, 0\) is not",
+    ),
+    "slice index out of range": (
+        lambda: two(backward=[micro_batch(0), micro_batch(2)]),
+        r"replica 0, backward: micro-batch 1 lists slice 2, but the replica has 2 slices",
+    ),
+    "slice in two micro-batches": (
+        lambda: two(forward=[micro_batch(0), micro_batch(0, 1)]),
+        r"replica 0, forward: slice 1\[0:10\) is in micro-batches 0 and 1",
+    ),
+    "slice in no micro-batch": (
+        lambda: two(forward=[micro_batch(0)]),
+        r"replica 0, forward: slice 2\[0:8\) is in no micro-batch",
+    ),
+    "slice without backward": (
+        lambda: two(backward=[micro_batch(1)]),
+        r"replica 0, backward: slice 1\[0:10\) is in no micro-batch",
+    ),
+    "above the cap": (
+        lambda: two(forward=[micro_batch(0, 1)], cap=17),
+        r"replica 0, forward: micro-batch 0 has 18 tokens, more than the cap of 17",
+    ),
+    "not its own replica": (
+        lambda: two(forward=[micro_batch(0), micro_batch(1, replicas=(1,))]),
+        r"micro-batch 1 names replicas \(1,\); it must name 0 and replicas below 1",
+    ),
+    "no replica": (
+        lambda: two(forward=[micro_batch(0), micro_batch(1, replicas=())]),
+        r"micro-batch 1 names replicas \(\)",
+    ),
+    "forward slices out of order": (
+        lambda: two(
+            slices=(Slice(1, 0, 0, 4), Slice(1, 0, 4, 10)),
+            forward=[micro_batch(1), micro_batch(0)],
+            pieces=PIECES[:1],
+        ),
+        r"replica 0, forward: slice 1\[4:10\) in micro-batch 0 runs before 1\[0:4\)",
+    ),
+    "backward slices in forward order": (
+        lambda: two(
+            slices=(Slice(1, 0, 0, 4), Slice(1, 0, 4, 10)),
+            backward=[micro_batch(0), micro_batch(1)],
+            pieces=PIECES[:1],
+        ),
+        r"replica 0, backward: slice 1\[0:4\) in micro-batch 0 runs before 1\[4:10\)",
+    ),
+    "piece on two replicas": (
+        lambda: step(
+            [
+                replica([Slice(1, 0, 0, 4)], [micro_batch(0)]),
+                replica([Slice(1, 0, 4, 10)], [micro_batch(0, replicas=(1,))]),
+            ],
+            PIECES[:1],
+            target_tokens=5,
+        ),
+        r"slices of the piece of document 1 at 0 are on replicas \(0,\) and \(1,\)",
+    ),
+    "more targets than tokens": (
+        lambda: two(target_tokens=19),
+        r"target_tokens=19 is not between 0 and the step's 18 tokens",
+    ),
+    "negative targets": (lambda: two(target_tokens=-1), r"target_tokens=-1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_validation_names_what_is_wrong(name: str) -> None:
+    build, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        build().validate()
+
+
+def shared_by(members: tuple[int, ...], replicas: int) -> StepPlan:
+    """Document 1 shared by ``members`` among ``replicas`` replicas."""
+    parts = [
+        replica([A], [micro_batch(0, replicas=members)]) if number in members else replica([], [])
+        for number in range(replicas)
+    ]
+    return step(parts, PIECES[:1], target_tokens=5)
+
+
+@pytest.mark.parametrize("members", [(0, 1), (2, 3), (0, 1, 2, 3), (3,)])
+def test_aligned_powers_of_two_may_merge(members) -> None:
+    shared_by(members, 4).validate()
+
+
+@pytest.mark.parametrize("members", [(1, 2), (0, 2), (0, 1, 2), (1, 0)])
+def test_other_groups_may_not_merge(members) -> None:
+    with pytest.raises(ValueError, match="not an aligned power-of-two range|are doubled"):
+        shared_by(members, 4).validate()
+
+
+def test_every_member_lists_a_shared_micro_batch() -> None:
+    first, _ = merged().replicas
+    alone = replace(merged(), replicas=(first, replica([], [])))
+    with pytest.raises(ValueError, match="replica 1 does not list it"):
+        alone.validate()
+    plan = shared_by((0, 1), 2)
+    other = replica([A], [micro_batch(0, replicas=(0, 1), rows=65)])
+    with pytest.raises(ValueError, match="shares a forward micro-batch .* replica 1 does not"):
+        replace(plan, replicas=(plan.replicas[0], other)).validate()
