@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.planning.planner import DataSettings
+
+DATA = DataSettings(context_window=64, micro_batches=2, seed=3)
+
+
+def work(tokens: int) -> int:
+    return tokens * (tokens + 50)
+
+
+def store() -> InMemoryDocuments:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(3, 1, 60), 1, 300).astype(int)
+    return InMemoryDocuments([rng.integers(0, 99, length) for length in lengths], vocab_size=99)
+
+
+def dataset(**changes: Any) -> StepDataset:
+    arguments: dict[str, Any] = {"store": store(), "data": DATA, "work": work, **changes}
+    return StepDataset(**arguments)
+
+
+def epochs(steps: StepDataset, count: int) -> list[StepBatch]:
+    """The batches of the next epochs, each begun at the state of the last batch before."""
+    batches: list[StepBatch] = []
+    for _ in range(count):
+        batches += list(steps)
+        steps.state = batches[-1].state
+    return batches
+
+
+def content(batch: StepBatch) -> tuple[Any, ...]:
+    tensors = [
+        (each.tokens.tolist(), each.labels.tolist(), each.positions.tolist())
+        for each in batch.micro_batches
+        if each.tokens is not None and each.labels is not None
+    ]
+    return batch.plan, batch.state, batch.next_digest, batch.last, tensors
+
+
+def test_one_iteration_is_one_epoch_and_announces_the_next_plan() -> None:
+    batches = epochs(dataset(), 2)
+    assert [batch.plan.step for batch in batches] == list(range(len(batches)))
+    ends = [batch.plan.epoch for batch in batches].index(1)
+    assert batches[ends - 1].plan.drain
+    assert 3 < ends < len(batches) - 3
+    for batch, following in pairwise(batches):
+        same_epoch = batch.plan.epoch == following.plan.epoch
+        assert batch.next_digest == (following.plan.digest if same_epoch else 0)
+    assert not any(batch.last for batch in batches)
+    total = int(store().lengths.sum())
+    assert sum(batch.tokens for batch in batches[:ends]) == total
+    assert sum(batch.tokens for batch in batches[ends:]) == total
+    assert batches[0].plan.pieces != batches[ends].plan.pieces, "a new order in each epoch"
+
+
+def test_resume_from_any_batch_continues_with_the_next() -> None:
+    unbroken = epochs(dataset(), 2)
+    for number, batch in enumerate(unbroken[:-1]):
+        resumed = next(iter(dataset(state=batch.state)))
+        assert content(resumed) == content(unbroken[number + 1])
+    # Not only the next one: queues and carried documents too.
+    middle = len(unbroken) // 4
+    rest = epochs(dataset(state=unbroken[middle].state), 2)
+    assert [content(each) for each in rest] == [content(each) for each in unbroken[middle + 1 :]]
+
+
+def test_resume_on_another_mesh_has_the_same_pieces() -> None:
+    unbroken = list(dataset())
+    at = Coordinates(1, 1, 2, 2, replicas=3)
+    resumed = list(dataset(state=unbroken[2].state, at=at))
+    assert [batch.plan.pieces for batch in resumed] == [batch.plan.pieces for batch in unbroken[3:]]
+    assert [batch.state for batch in resumed] == [batch.state for batch in unbroken[3:]]
+    assert {len(batch.plan.replicas) for batch in resumed} == {3}
+
+
+def test_max_tokens_marks_the_last_batch_and_a_longer_run_continues_from_it() -> None:
+    unbroken = epochs(dataset(), 2)
+    bounds = np.cumsum([batch.tokens for batch in unbroken]).tolist()
+    epoch_end = [batch.plan.epoch for batch in unbroken].index(1)
+    for steps in (3, epoch_end):
+        bounded = dataset(data=replace(DATA, max_tokens=bounds[steps - 1]))
+        batches = list(bounded)
+        assert [batch.last for batch in batches] == [False] * (steps - 1) + [True]
+        assert batches[-1].next_digest == 0
+        bounded.state = batches[-1].state
+        assert list(bounded) == []
+        longer = dataset(data=replace(DATA, max_tokens=10**9), state=batches[-1].state)
+        assert next(iter(longer)).plan == unbroken[steps].plan
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_change_nothing(workers: int) -> None:
+    whole = list(dataset())
+    # Seven steps: a multiple of neither 2 nor 3, so that some workers finish before others.
+    begin = whole[-8].state
+    loader = StepLoader(dataset(), lambda: begin, num_workers=workers)
+    assert [content(batch) for batch in loader] == [content(batch) for batch in whole[-7:]]
+
+
+def test_the_loader_begins_each_epoch_where_it_is_told_and_draws_no_random_numbers() -> None:
+    position: dict[str, Any] = {"state": None}
+    begin: Callable[[], dict[str, Any] | None] = lambda: position["state"]  # noqa: E731
+    loader = StepLoader(dataset(), begin)
+    before = torch.random.get_rng_state()
+    first = next(iter(loader))
+    position["state"] = first.state
+    assert next(iter(loader)).plan.step == 1
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert loader.state_dict() == {}
+    with pytest.raises(TypeError):
+        len(loader)
+
+
+def test_only_a_taken_step_is_consumed() -> None:
+    first, second = list(dataset())[:2]
+    consumed = ConsumedState()
+    assert consumed.current(0) is None
+    consumed.begin(first, 0)
+    assert consumed.current(0) is None, "the step failed before the optimiser"
+    assert consumed.current(1) == first.state
+    consumed.begin(second, 1)
+    assert consumed.current(1) == first.state
+    assert consumed.current(2) == second.state
+    consumed.begin(second, 1)
+    assert consumed.current(1) == first.state, "tried again"
+    consumed.restore({"elsewhere": 1})
+    assert consumed.current(9) == {"elsewhere": 1}
