@@ -68,7 +68,8 @@ def initial_values(
 ) -> Tensor:
     """The whole initial value of one parameter, float32 on the CPU."""
     if len(shape) <= 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.float32)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.empty(shape, device="cpu").normal_(0.0, standard_deviation, generator=generator)
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return values.normal_(0.0, standard_deviation, generator=generator)

@@ -88,6 +88,9 @@ class Executor:
         """Time every action from the next step on; the timings of a step stay until the next."""
         if self.stopwatch is None:
             self.stopwatch = make_stopwatch(self.pipeline.device)
+            kernel = getattr(self.model, "attention_kernel", None)
+            if kernel is not None:
+                kernel.timer = self.stopwatch
         return self.stopwatch
 
     def timings(self) -> list[Timing]:
@@ -163,9 +166,9 @@ class Executor:
         shown = ", ".join(f"rank {rank}: {digest:016x}" for rank, digest in others.items())
         raise RuntimeError(
             f"The ranks hold different plans for {what}: most have digest {usual:016x}, but"
-            f" {shown}. Every rank must see the same document lengths, seed and data settings: check that"
-            " all nodes read the same data, use the same software versions, and pass the same"
-            " arguments."
+            f" {shown}. Every rank must see the same document lengths, seed and data settings:"
+            " check that all nodes read the same data, use the same software versions, and pass"
+            " the same arguments."
         )
 
 

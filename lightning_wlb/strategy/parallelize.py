@@ -55,12 +55,12 @@ def parallelize(
     keep_stage(model, stages, mesh["pipeline"].get_local_rank())
 
     tensor_mesh = mesh["tensor"]
-    if tensor_mesh.size() > 1:
-        shard_parameters(model, tensor_mesh, model_.tensor_parallel_plan())
     model_.set_parallel_groups(
         context=mesh["context"].get_group() if mesh["context"].size() > 1 else None,
         tensor=tensor_mesh.get_group() if tensor_mesh.size() > 1 else None,
     )
+    if tensor_mesh.size() > 1:
+        shard_parameters(model, tensor_mesh, model_.tensor_parallel_plan())
 
     deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred:

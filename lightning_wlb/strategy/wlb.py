@@ -45,8 +45,8 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.cost.flops import attention_flops, head_flops, layer_linear_flops
 from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.models.transformer import check_tensor_parallel
 from lightning_wlb.schedule.stages import split_stages
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
@@ -214,12 +214,13 @@ class WLBStrategy(ParallelStrategy):
     @property
     def precision_plugin(self) -> WLBPrecision:
         """Always a :class:`WLBPrecision`, made from the Trainer's ``precision``."""
-        return self._precision_plugin
+        return self._precision_plugin or WLBPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if not isinstance(plugin, WLBPrecision):
-            plugin = WLBPrecision(str(plugin.precision) if plugin is not None else "32-true")
+        # None must stay None: the Trainer takes a plugin that is here before it for the user's.
+        if plugin is not None and not isinstance(plugin, WLBPrecision):
+            plugin = WLBPrecision(str(plugin.precision))
         self._precision_plugin = plugin
 
     # Model and optimizers

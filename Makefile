@@ -1,0 +1,41 @@
+# Every target sets up what it needs in .venv; nothing but Python >= 3.11 and make is assumed.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: help train test test-gpu lint types floors clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# torch first, at its pinned version: a looser request would fetch another build.
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "lightning_wlb needs Python >= 3.11; pass one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV) (about a minute) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install -q -c constraints.txt torch
+	@$(RUN) -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+train: $(VENV)/ready  ## train a small decoder twice, unbalanced and balanced, and compare
+	@$(RUN) examples/train_stdlib.py
+
+test: $(VENV)/ready  ## run the tests (CPU only, under 10 minutes on two cores)
+	@$(RUN) -m pytest
+
+test-gpu: $(VENV)/ready  ## run the tests that need a CUDA device
+	@$(RUN) -m pytest -m gpu
+
+lint: $(VENV)/ready  ## ruff: lint and format
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/ready  ## mypy: strict for the planning half
+	@$(VENV)/bin/mypy
+
+floors: $(VENV)/ready  ## import-linter: a room imports only from floors below it
+	@$(VENV)/bin/lint-imports
+
+clean:  ## remove the environment and caches
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,85 @@
+"""Promise 1: gradients and parameters do not depend on mesh, packing order, sharding, schedule."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import (
+    CASES,
+    Case,
+    Recorder,
+    data,
+    module,
+    reference,
+    relative_error,
+    trainer,
+)
+
+MESHES = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 4, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 4, 1),
+    (1, 1, 1, 2),
+    (2, 2, 1, 1),
+    (1, 2, 2, 1),
+    (2, 1, 2, 1),
+    (1, 2, 1, 2),
+    (2, 2, 2, 1),
+    (1, 2, 2, 2),
+    (2, 1, 2, 2),
+]
+TOLERANCE = 1e-10
+
+
+@cache
+def expected(case: Case) -> dict:
+    return reference(case)
+
+
+def run_cases(rank: int, mesh: tuple[int, int, int, int], cases: tuple[Case, ...]) -> list[dict]:
+    results = []
+    for case in cases:
+        recorder = Recorder()
+        strategy = WLBStrategy(*mesh)
+        runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
+        runner.fit(module(case), data(case))
+        results.append(recorder.record())
+    return results
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
+def test_gradients_and_parameters_equal_one_process(mesh):
+    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, CASES, process_group=False)
+    for index, case in enumerate(CASES):
+        want = expected(case)
+        records = [rank[index] for rank in ranks]
+        seen: set[str] = set()
+        for record in records:
+            assert record["losses"] == pytest.approx(want["losses"], rel=1e-12)
+            assert len(record["gradients"]) == 3
+            for step in range(3):
+                for name, gradient in record["gradients"][step].items():
+                    name = _global(name, want["gradients"][step])
+                    seen.add(name)
+                    error = relative_error(gradient, want["gradients"][step][name])
+                    assert error <= TOLERANCE, (case, step, name, error)
+            for name, value in record["parameters"].items():
+                name = _global(name, want["parameters"])
+                error = relative_error(value, want["parameters"][name])
+                assert error <= TOLERANCE, (case, name, error)
+        assert seen == set(want["gradients"][0]), case
+    if mesh[0] == 2:
+        # Replicas with different numbers of micro-batches are part of what was tested.
+        counts = {tuple(record["micro_batches"]) for rank in ranks for record in rank[:1]}
+        assert len(counts) > 1
+
+
+def _global(name: str, names: dict) -> str:
+    """A tied head on a stage of its own equals the embedding of one process."""
+    return name if name in names else name.replace("head.weight", "embed.weight")
