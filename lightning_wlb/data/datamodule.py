@@ -12,6 +12,7 @@ then (``Trainer(max_epochs=-1)``).
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -150,6 +151,9 @@ class WLBDataModule(L.LightningDataModule):
                     "WLBDataModule has no validation documents (validation_documents=0). Give a"
                     " document store, or the number of documents to hold out."
                 )
+            # Lightning has no other way to hear that there is nothing to validate on: without
+            # the hook it warns of that instead.
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         settings = replace(self.settings, shuffle=False, max_tokens=None)
         return self._loader(self._dataset(store, settings), lambda: None)
@@ -226,6 +230,9 @@ class WLBDataModule(L.LightningDataModule):
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
     ) -> StepLoader:
+        # One batch is a whole step, and every worker plans them all: Lightning's advice to start
+        # as many workers as there are cores does not hold here.
+        warnings.filterwarnings("ignore", "The '(train|val)_dataloader' does not have many workers")
         pin = self.pin_memory
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.data import datamodule
+from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.documents import InMemoryDocuments
+
+SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
+
+
+class Recorder(L.LightningModule):
+    """Takes a step on anything and remembers which."""
+
+    model_shape = SHAPE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.steps: list[int] = []
+        self.indices: list[int] = []
+        self.digests: list[int] = []
+        self.validated: list[tuple[int, ...]] = []
+        self.fail_at: int | None = None
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> torch.Tensor:
+        if batch.plan.step == self.fail_at:
+            raise RuntimeError("a step that fails")
+        self.steps.append(batch.plan.step)
+        self.indices.append(batch_idx)
+        self.digests.append(batch.plan.digest)
+        return self.weight * batch.tokens
+
+    def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
+        self.validated.append(tuple(piece.document for piece in batch.plan.pieces))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def sequences() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(3, 1, 40), 1, 300).astype(int)
+    return [rng.integers(0, 99, length) for length in lengths]
+
+
+def data(**changes: Any) -> WLBDataModule:
+    arguments: dict[str, Any] = {"context_window": 64, "micro_batches": 2, "seed": 1, **changes}
+    return WLBDataModule(arguments.pop("documents", sequences()), **arguments)
+
+
+def trainer(folder: Path, **changes: Any) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": -1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": folder,
+            **changes,
+        }
+    )
+
+
+def fit(folder: Path, module: Recorder, ckpt: Path | None = None, **changes: Any) -> L.Trainer:
+    of_data = {name: changes.pop(name) for name in ("num_workers", "max_tokens") if name in changes}
+    runner = trainer(folder, **changes)
+    runner.fit(module, data(**of_data), ckpt_path=ckpt, weights_only=True)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    module = Recorder()
+    fit(tmp_path_factory.mktemp("unbroken"), module, max_steps=40)
+    assert module.steps == list(range(40))
+    return module
+
+
+def epoch_length(module: Recorder) -> int:
+    return module.indices.index(0, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_equals_an_unbroken_run(tmp_path: Path, unbroken: Recorder, workers: int) -> None:
+    """Stop inside an epoch, before its drain, at its last step, after it: the next step is next."""
+    epoch = epoch_length(unbroken)
+    assert 6 < epoch < 20
+    for stop in (6, epoch - 1, epoch, epoch + 1) if workers == 0 else (6,):
+        first = Recorder()
+        fit(tmp_path, first, max_steps=stop, num_workers=workers).save_checkpoint(
+            tmp_path / "stop.ckpt"
+        )
+        rest = Recorder()
+        runner = fit(
+            tmp_path, rest, tmp_path / "stop.ckpt", max_steps=stop + epoch + 2, num_workers=workers
+        )
+        assert first.digests + rest.digests == unbroken.digests[: stop + epoch + 2]
+        assert runner.global_step == stop + epoch + 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_from_checkpoints_of_the_callback(
+    tmp_path: Path, unbroken: Recorder, workers: int
+) -> None:
+    """Saved in the middle of the loop, while the loader has read ahead."""
+    epoch = epoch_length(unbroken)
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(
+        tmp_path,
+        Recorder(),
+        max_steps=epoch + 2,
+        num_workers=workers,
+        callbacks=[callback],
+        enable_checkpointing=True,
+    )
+    for stop in (1, 6, epoch, epoch + 1) if workers == 0 else (6,):
+        rest = Recorder()
+        fit(
+            tmp_path, rest, tmp_path / f"step={stop}.ckpt", max_steps=epoch + 4, num_workers=workers
+        )
+        assert rest.digests == unbroken.digests[stop : epoch + 4]
+        if stop < epoch:
+            assert rest.indices[: epoch - stop] == list(range(stop, epoch))
+
+
+def test_resume_is_quiet(tmp_path: Path, unbroken: Recorder) -> None:
+    """With and without a limit on the batches of an epoch, which gives the loader a length."""
+    for limit in (None, 5):
+        fit(tmp_path, Recorder(), max_steps=3, limit_train_batches=limit).save_checkpoint(
+            tmp_path / "stop.ckpt"
+        )
+        rest = Recorder()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # Lightning's own, on this torch.
+            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
+            fit(tmp_path, rest, tmp_path / "stop.ckpt", max_steps=12, limit_train_batches=limit)
+        assert rest.digests == unbroken.digests[3:12]
+
+
+def test_a_checkpoint_after_a_failed_step_repeats_that_step(tmp_path: Path) -> None:
+    module, documents = Recorder(), data()
+    module.fail_at = 4
+    runner = trainer(tmp_path, max_steps=9)
+    with pytest.raises(RuntimeError, match="a step that fails"):
+        runner.fit(module, documents)
+    runner.save_checkpoint(tmp_path / "failed.ckpt")
+    rest = Recorder()
+    fit(tmp_path, rest, tmp_path / "failed.ckpt", max_steps=9)
+    assert module.steps + rest.steps == list(range(9))
+
+
+def test_max_tokens_ends_the_run_and_a_resumed_end_stays_one(
+    tmp_path: Path, unbroken: Recorder
+) -> None:
+    module = Recorder()
+    runner = fit(tmp_path, module, max_tokens=1000)
+    assert 3 < len(module.steps) < 15
+    assert module.digests == unbroken.digests[: len(module.steps)]
+    runner.save_checkpoint(tmp_path / "end.ckpt")
+    again = Recorder()
+    fit(tmp_path, again, tmp_path / "end.ckpt", max_tokens=1000)
+    assert again.steps == []
+    longer = Recorder()
+    fit(tmp_path, longer, tmp_path / "end.ckpt", max_tokens=2000)
+    assert longer.steps[0] == len(module.steps)
+    with pytest.raises(MisconfigurationException, match=r"min_steps=500.*lower\s+min_steps"):
+        fit(tmp_path, Recorder(), max_tokens=1000, min_steps=500)
+
+
+def test_a_second_fit_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
+    module, documents = Recorder(), data(max_tokens=1000)
+    runner = trainer(tmp_path)
+    runner.fit(module, documents)
+    steps = list(module.steps)
+    runner.fit(module, documents)
+    assert module.steps == steps
+
+
+def test_a_new_trainer_starts_from_the_beginning(tmp_path: Path) -> None:
+    module, documents = Recorder(), data()
+    trainer(tmp_path, max_steps=3).fit(module, documents)
+    trainer(tmp_path, max_steps=3).fit(module, documents)
+    assert module.steps == [0, 1, 2, 0, 1, 2]
+
+
+def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
+    module, documents = Recorder(), data(validation_documents=10)
+    runner = trainer(tmp_path, max_steps=6, val_check_interval=2, check_val_every_n_epoch=None)
+    runner.fit(module, documents)
+    assert module.steps == list(range(6))
+    # A sanity check of up to two batches, then three passes, always the same.
+    one_pass = len(list(documents.val_dataloader()))
+    sanity = min(2, one_pass)
+    assert len(module.validated) == sanity + 3 * one_pass
+    assert module.validated[sanity:] == 3 * module.validated[-one_pass:]
+    held_out = sum(len(pieces) for pieces in module.validated[-one_pass:])
+    assert held_out >= 10
+    assert documents.state_dict()["planner"]["step"] == 6
+    trainer(tmp_path).validate(module, data(validation_documents=10), verbose=False)
+
+
+def test_held_out_documents_are_chosen_by_the_seed() -> None:
+    store = InMemoryDocuments(sequences())
+
+    def held_out(seed: int) -> list[int]:
+        kept, validation = data(documents=store, seed=seed, validation_documents=10)._stores()
+        assert validation is not None
+        assert sorted([*kept.numbers, *validation.numbers]) == list(range(40))  # type: ignore[attr-defined]
+        return validation.numbers  # type: ignore[attr-defined,no-any-return]
+
+    assert len(held_out(5)) == 10
+    assert held_out(5) == held_out(5) != held_out(6)
+    own = data(validation_documents=InMemoryDocuments([[1, 2]]))
+    kept, validation = own._stores()
+    assert validation is not None
+    assert (len(kept.lengths), len(validation.lengths)) == (40, 1)
+
+
+def test_the_strategy_says_where_the_rank_stands() -> None:
+    documents = data()
+    at = Coordinates(1, 0, 2, 2, replicas=3)
+    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=SimpleNamespace(coordinates=at, root_device=torch.device("cpu")),
+        lightning_module=Recorder(),
+        global_step=0,
+    )
+    batch = next(iter(documents.train_dataloader()))
+    assert batch.replica == 1
+    assert len(batch.plan.replicas) == 3
+
+
+def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(datamodule, "rank_zero_info", said.append)
+    documents = data(documents=[[1] * 70, [2] * 30], long_documents="truncate", thresholds=[20, 40])
+    documents.trainer = trainer(Path())
+    documents.model_shape = SHAPE
+    documents.train_dataloader()
+    documents.train_dataloader()
+    assert len(said) == 2
+    assert "2 with 100 tokens (longest 70)" in said[0]
+    assert "outlier queues from 20, 40 tokens" in said[0]
+    assert "drops 6 tokens per epoch" in said[1]
+
+
+def test_bad_input_is_answered(tmp_path: Path) -> None:
+    class Shapeless(Recorder):
+        model_shape = None  # type: ignore[assignment]
+
+    for documents, module, message in [
+        (data(), Shapeless(), r"Shapeless has model_shape=None. Pass WLBDataModule\(model_shape="),
+        (data(documents="wikipedia"), Recorder(), "only store with a name is 'stdlib'"),
+        (data(documents=3), Recorder(), "type int are no document store"),
+        (data(validation_documents=40), Recorder(), "number from 0 to 39"),
+    ]:
+        with pytest.raises(MisconfigurationException, match=message):
+            trainer(tmp_path, max_steps=1).fit(module, documents)
+    with pytest.raises(MisconfigurationException, match="has no validation documents"):
+        trainer(tmp_path).validate(Recorder(), data())
+    with pytest.raises(MisconfigurationException, match="needs a Trainer"):
+        data().train_dataloader()
+    with pytest.raises(ValueError, match="holds no documents"):
+        trainer(tmp_path, max_steps=1).fit(Recorder(), data(documents=[]))
+
+
+def test_ranks_without_the_strategy_are_refused() -> None:
+    documents = data()
+    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        world_size=2,
+        lightning_module=Recorder(),
+        global_step=0,
+    )
+    with pytest.raises(MisconfigurationException, match=r"2 ranks.*use strategy='wlb'"):
+        documents.train_dataloader()
+
+
+def test_a_trainer_of_another_namespace_is_refused() -> None:
+    stranger = type("Trainer", (), {"__module__": "pytorch_lightning.trainer.trainer"})()
+    with pytest.raises(MisconfigurationException, match=r"import lightning\.pytorch as L"):
+        data().trainer = stranger
+    # Passed by position, such a Trainer takes the data module for a loader and iterates over it.
+    with pytest.raises(MisconfigurationException, match=r"import lightning\.pytorch as L"):
+        iter(data())
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+data:
+  class_path: lightning_wlb.data.datamodule.WLBDataModule
+  init_args:
+    documents:
+      class_path: lightning_wlb.data.documents.InMemoryDocuments
+      init_args:
+        sequences: [[1, 2, 3], [4, 5], [6]]
+    context_window: 4
+    micro_batches: 1
+    thresholds: [2, 3]
+    model_shape:
+      class_path: lightning_wlb.cost.flops.ModelShape
+      init_args: {dim: 8, layers: 1, heads: 1, kv_heads: 1, head_dim: 8, ffn_dim: 8, vocab_size: 9}
+"""
+
+
+def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    cli = LightningCLI(
+        Recorder,
+        L.LightningDataModule,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        args=["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}"],
+    )
+    assert isinstance(cli.datamodule.documents, InMemoryDocuments)
+    assert cli.model.steps == [0, 1]
+    named = LightningCLI(
+        Recorder,
+        WLBDataModule,
+        run=False,
+        save_config_callback=None,
+        args=["--data.context_window=8", "--data.micro_batches=2"],
+    )
+    assert named.datamodule.documents == "stdlib"
