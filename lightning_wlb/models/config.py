@@ -128,7 +128,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_tensor_parallel(config: TransformerConfig, size: int) -> None:
+def check_tensor_parallel(config: TransformerConfig | ModelShape, size: int) -> None:
     """Whether a model can be split over ``size`` tensor-parallel ranks.
 
     Raises:

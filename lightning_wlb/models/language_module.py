@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_wlb.cost.flops import ModelShape
@@ -106,8 +106,8 @@ class LanguageModule(L.LightningModule):
             )
         self.config = _as_config(config)
         # Checkpoints hold plain types only: they load with weights_only=True.
-        self.save_hyperparameters({"config": asdict(self.config)})
         self.save_hyperparameters(ignore=["config"])
+        self.save_hyperparameters({"config": asdict(self.config)})
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.betas = betas

@@ -75,7 +75,7 @@ def chunked_token_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None = None
 ) -> Tensor:
     """:func:`token_loss` by this module's own function, whatever torch offers."""
-    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group)
+    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -122,7 +122,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_sums = ctx.saved_tensors
         wide = log_sums.dtype
         words = weight.shape[0]

@@ -72,9 +72,9 @@ def shard_parameters(
         for parameter, placement in placements.items()
     }
     for module in model.modules():
-        for attribute, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[attribute] = replaced[parameter]
+        for attribute, own in module._parameters.items():
+            if own is not None:
+                module._parameters[attribute] = replaced[own]
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         assert parameter.device_mesh == mesh, name

@@ -209,7 +209,7 @@ def rotation(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -
 def rotate(heads: Tensor, turns: Tensor) -> Tensor:
     """Turn neighbouring pairs of [rows, heads, head_dim] by [rows, head_dim / 2]."""
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], turns.shape[-1], 2))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(heads.dtype)
 
 
@@ -268,11 +268,15 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
         hidden = gather_rows(hidden, self.tensor_group)
-        q = F.linear(hidden, local(self.wq)).unflatten(-1, (-1, self.head_dim))
-        k = F.linear(hidden, self._of_own_heads(self.wk)).unflatten(-1, (-1, self.head_dim))
-        v = F.linear(hidden, self._of_own_heads(self.wv)).unflatten(-1, (-1, self.head_dim))
+        q = self._heads(hidden, local(self.wq))
+        k = self._heads(hidden, self._of_own_heads(self.wk))
+        v = self._heads(hidden, self._of_own_heads(self.wv))
         out = attend(rotate(q, turns), rotate(k, turns), v, metadata)
         return scatter_rows(F.linear(out.flatten(-2), local(self.wo)), self.tensor_group)
+
+    def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        heads = weight.shape[0] // self.head_dim
+        return F.linear(hidden, weight).view(-1, heads, self.head_dim)
 
     def _of_own_heads(self, weight: nn.Parameter) -> Tensor:
         """The rows of a key or value matrix whose heads this rank's query heads use."""

@@ -1,0 +1,264 @@
+import lightning.pytorch as L
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.models.transformer import Transformer
+from tests.models.steps import GROUPS, PIECES, VOCABULARY, config, documents, loss_masks, step_batch
+from tests.oracle import count_targets, oracle, relative_error
+
+
+class Steps(Dataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+def loader(batches):
+    return DataLoader(Steps(batches), batch_size=None)
+
+
+def trainer(path, **options):
+    defaults = {
+        "accelerator": "cpu",
+        "strategy": "auto",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": path,
+    }
+    return L.Trainer(**(defaults | options))
+
+
+class Recorder(L.Callback):
+    """Losses of each step, and the learning rate that the step used."""
+
+    def __init__(self):
+        self.losses, self.rates = [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(trainer.callback_metrics["train_loss"].item())
+
+
+def module(**options):
+    built = LanguageModule(config(), seed=3, **options).double()
+    built.configure_model()
+    return built.double()
+
+
+@pytest.mark.parametrize("normalisation", ["step", "nominal"])
+def test_a_steps_gradient_equals_the_oracle(normalisation):
+    texts, masks = documents(), loss_masks()
+    trained = module(loss_normalisation=normalisation)
+    loss, wanted = oracle(trained.model, texts, PIECES, masks)
+    divisor = 200 if normalisation == "nominal" else count_targets(texts, PIECES, masks)
+    found = trained.step(step_batch(texts, masks=masks))
+    found.backward()
+    assert found.item() == pytest.approx(loss / divisor, rel=1e-12)
+    for name, parameter in trained.model.named_parameters():
+        assert relative_error(parameter.grad, wanted[name] / divisor) <= 1e-10, name
+
+
+@pytest.mark.parametrize("groups", [[[(0, 0, 1)]], [[(0, 0, 1)], [(4, 39, 40)]], []], ids=str)
+def test_a_step_without_targets_has_zero_loss_and_zero_gradients(groups):
+    trained = module()
+    loss = trained.step(step_batch(documents(), groups))
+    loss.backward()
+    assert loss.item() == 0
+    for name, parameter in trained.model.named_parameters():
+        assert parameter.grad.norm() == 0, name
+
+
+def test_trains_under_the_trainer_and_the_loss_falls(tmp_path):
+    recorder = Recorder()
+    trained = LanguageModule(config(), learning_rate=1e-2, seed=3)
+    fit = trainer(tmp_path, max_steps=12, max_epochs=-1, callbacks=[recorder])
+    fit.fit(trained, loader([step_batch(documents(), step=step) for step in range(3)]))
+    assert len(recorder.losses) == 12
+    # Nothing is known at first: the uniform distribution's entropy.
+    assert recorder.losses[0] == pytest.approx(torch.tensor(VOCABULARY).log().item(), rel=0.02)
+    assert recorder.losses[-1] < recorder.losses[0] - 0.2
+    assert trained.tokens_seen == 12 * 85
+    assert fit.callback_metrics["tokens"].item() == 85
+
+
+def test_precision_does_not_change_initial_values(tmp_path):
+    batches = [step_batch(documents())]
+    values = {}
+    for precision in ("32-true", "64-true", "bf16-true"):
+        trained = LanguageModule(config(), seed=3, learning_rate=0.0)
+        fit = trainer(tmp_path, max_steps=1, precision=precision)
+        fit.fit(trained, loader(batches))
+        values[precision] = {name: p.detach() for name, p in trained.named_parameters()}
+    for name, value in values["32-true"].items():
+        assert values["64-true"][name].dtype == torch.float64
+        assert torch.equal(values["64-true"][name], value.double())
+        assert torch.equal(values["bf16-true"][name], value.bfloat16())
+
+
+def test_validation_weighs_steps_by_their_targets(tmp_path):
+    texts = documents()
+    tested = LanguageModule(config(), seed=3, loss_normalisation="nominal")
+    tested.configure_model()
+    groups = [[GROUPS[0]], [GROUPS[1], GROUPS[2]], [[(0, 0, 1)]]]
+    batches = [step_batch(texts, group) for group in groups]
+    (results,) = trainer(tmp_path).validate(tested, loader(batches), verbose=False)
+    loss, _ = oracle(tested.model, texts, PIECES)
+    assert results["val_loss"] == pytest.approx(loss / count_targets(texts, PIECES), rel=1e-5)
+    (results,) = trainer(tmp_path).test(tested, loader(batches), verbose=False)
+    assert results["test_loss"] == pytest.approx(loss / count_targets(texts, PIECES), rel=1e-5)
+
+
+def test_learning_rate_goes_by_tokens_and_resumes(tmp_path):
+    options = {"learning_rate": 0.1, "warmup_tokens": 170, "decay_tokens": 510, "seed": 3}
+    batches = [step_batch(documents(), step=step) for step in range(10)]
+    recorder = Recorder()
+    whole = LanguageModule(config(), **options)
+    trainer(tmp_path, max_steps=9, callbacks=[recorder]).fit(whole, loader(batches))
+    # 85 tokens per step: warm-up over 2 steps, then a cosine over 4 down to a tenth.
+    wanted = [0, 0.5, 1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1, 0.1]
+    assert recorder.rates == pytest.approx([0.1 * rate for rate in wanted], abs=1e-7)
+
+    first = trainer(tmp_path, max_steps=4)
+    first.fit(LanguageModule(config(), **options), loader(batches))
+    first.save_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    again = Recorder()
+    resumed = LanguageModule(config(), **options)
+    trainer(tmp_path, max_steps=9, callbacks=[again]).fit(
+        resumed, loader(batches), ckpt_path=tmp_path / "a.ckpt"
+    )
+    assert resumed.tokens_seen == 9 * 85
+    assert again.rates == recorder.rates[4:]
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_learning_rate_factor():
+    scheduled = LanguageModule(warmup_tokens=100, decay_tokens=300, min_learning_rate_ratio=0.2)
+    factors = [scheduled.learning_rate_factor(at) for at in (0, 25, 100, 200, 300, 1000)]
+    assert factors == pytest.approx([0, 0.25, 1, 0.6, 0.2, 0.2])
+    assert LanguageModule().learning_rate_factor(10**9) == 1.0
+
+
+def test_norm_weights_do_not_decay():
+    optimizer = module(weight_decay=0.3).configure_optimizers()
+    decays = {
+        p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
+    assert decays == {1: 0.0, 2: 0.3}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 9 + 3
+
+
+def test_a_checkpoint_holds_plain_types_and_rebuilds_the_module(tmp_path):
+    trained = LanguageModule(config(kv_heads=1), learning_rate=0.5, betas=(0.8, 0.9))
+    fit = trainer(tmp_path, max_steps=1)
+    fit.fit(trained, loader([step_batch(documents())]))
+    fit.save_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert content["tokens_seen"] == 85
+    assert content["hyper_parameters"]["config"]["kv_heads"] == 1
+    loaded = LanguageModule.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert loaded.config == trained.config
+    assert (loaded.learning_rate, loaded.betas) == (0.5, (0.8, 0.9))
+    for one, two in zip(trained.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(2, 8), {"input_ids": torch.zeros(2, 8)}], ids=type)
+@pytest.mark.parametrize("method", ["training_step", "validation_step", "test_step"])
+def test_a_batch_that_is_no_step_is_refused(batch, method):
+    with pytest.raises(MisconfigurationException, match=rf"{type(batch).__name__}.*WLBDataModule"):
+        getattr(module(), method)(batch, 0)
+
+
+def test_an_executor_replaces_the_step():
+    trained = module()
+    batch = step_batch(documents())
+    trained.executor = lambda given: torch.tensor(7.0 if given is batch else 0.0)
+    assert trained.step(batch).item() == 7.0
+
+
+class Widened(Transformer):
+    """A decoder of one's own."""
+
+
+class OwnModule(LanguageModule):
+    def configure_model(self):
+        if self.model is None:
+            self.model = Widened(self.config)
+            self.init_weights()
+
+
+def test_a_model_of_ones_own(tmp_path):
+    own = OwnModule(config(), seed=3)
+    trainer(tmp_path, max_steps=1).fit(own, loader([step_batch(documents())]))
+    assert isinstance(own.model, Widened)
+
+
+def test_a_strategy_may_defer_initial_values():
+    deferring = LanguageModule(config(), seed=3)
+    fit = trainer(None)
+    fit.strategy.defers_initialisation = True
+    deferring.trainer = fit
+    deferring.configure_model()
+    assert all(parameter.is_meta for parameter in deferring.parameters())
+    deferring.to_empty(device="cpu")
+    deferring.init_weights()
+    for one, two in zip(deferring.parameters(), module().parameters(), strict=True):
+        assert torch.equal(one.double(), two)
+
+
+def test_the_seed_is_that_of_seed_everything(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    seeded = LanguageModule(config())
+    seeded.configure_model()
+    assert torch.equal(seeded.model.embed.weight.double(), module().model.embed.weight)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"config": "tiny"},
+        {"config": {"dim": 32, "heads": 4, "vocab_size": 99}, "betas": [0.8, 0.9]},
+        {},
+    ],
+    ids=str,
+)
+def test_survives_the_command_line(arguments):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(LanguageModule, "model")
+    parsed = parser.instantiate_classes(parser.parse_object({"model": arguments}))
+    wanted = arguments.get("config", "tiny")
+    wanted = TransformerConfig(**wanted) if isinstance(wanted, dict) else config_of(wanted)
+    assert parsed.model.config == wanted
+
+
+def config_of(name):
+    return TransformerConfig.preset(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_normalisation": "mean"}, "'mean' is not one of step, nominal"),
+        ({"warmup_tokens": 100, "decay_tokens": 100}, "warmup_tokens=100, decay_tokens=100"),
+        ({"config": "big"}, "no preset 'big'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModule(**options)
