@@ -1,0 +1,232 @@
+"""Context-parallel attention on real ranks against dense attention in one process."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_wlb.attention.context_parallel import (
+    context_parallel_attention,
+    gather_rows,
+    scatter_rows,
+)
+from lightning_wlb.attention.reference import dense_attention
+from lightning_wlb.attention.sharding import SHARDINGS, layout, rank_indices
+from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from tests.ranks import run_ranks
+
+MICRO_BATCHES = [
+    [64],
+    [1],  # one token: all ranks but one hold only padding
+    [1, 2, 1],
+    [3, 7, 5, 1, 13],  # shorter than 2·CP, odd, prime
+    [97, 1, 31, 128, 2, 64, 11],
+    [],
+]
+
+
+class Counter:
+    starts = stops = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+def everything(
+    lengths: list[int], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """The micro-batch's q, k, v and output gradient; then output and gradients by the reference.
+
+    The reference computes in float64 from the rounded inputs.
+    """
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = sum(lengths)
+    inputs = [
+        torch.randn(tokens, heads, 8, dtype=torch.float64, generator=generator).to(dtype)
+        for heads in (4, 2, 2, 4)
+    ]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths).long())
+    positions = torch.cat([torch.arange(length) for length in [*lengths, 0]])
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    if tokens:
+        out = dense_attention(*leaves, documents, positions)
+        wanted = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
+    else:
+        wanted = [x.double() for x in (inputs[3], *inputs[:3])]
+    return inputs, wanted, documents, positions
+
+
+def check_micro_batch(
+    rank: int,
+    group: dist.ProcessGroup | None,
+    size: int,
+    sharding: str,
+    lengths: list[int],
+    tensor_parallel_size: int,
+    dtype: torch.dtype = torch.float64,
+) -> float:
+    """The largest relative error of this rank's output and gradients; padding rows are checked."""
+    inputs, wanted, _, _ = everything(lengths, dtype)
+    made = layout(sharding, lengths, size, tensor_parallel_size)
+    indices = rank_indices(made, rank)
+    metadata = AttentionMetadata.from_indices(indices, made.rows, size)
+    first = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = first[torch.from_numpy(indices.document)] + torch.from_numpy(indices.offset)
+
+    def local(x: Tensor) -> Tensor:
+        rows = torch.full((made.rows, *x.shape[1:]), math.nan, dtype=dtype)
+        rows[: metadata.queries] = x[tokens]
+        return rows
+
+    attention = VarlenAttention("cpu")
+    attention.timer = Counter()
+    leaves = [local(x).requires_grad_() for x in inputs[:3]]
+    out = context_parallel_attention(*leaves, metadata, attention, group)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, local(inputs[3]))]
+    kernels = int(metadata.queries > 0)
+    assert (attention.timer.starts, attention.timer.stops) == (2 * kernels, 2 * kernels)
+    worst = 0.0
+    for mine, whole in zip(got, wanted, strict=True):
+        assert mine.shape[0] == made.rows
+        assert mine.dtype == dtype
+        assert torch.equal(mine[metadata.queries :], torch.zeros_like(mine[metadata.queries :]))
+        if metadata.queries:
+            error = mine[: metadata.queries].double() - whole[tokens]
+            worst = max(worst, float(error.norm() / whole.norm().clamp(min=1)))
+        assert not math.isnan(worst)
+    return worst
+
+
+def check_all(rank: int, size: int, sharding: str) -> float:
+    return max(
+        check_micro_batch(rank, dist.group.WORLD, size, sharding, lengths, tensor)
+        for lengths in MICRO_BATCHES
+        for tensor in (1, 8)
+    )
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_equals_dense_attention(sharding: str, size: int) -> None:
+    assert max(run_ranks(check_all, size, size, sharding)) <= 1e-12
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("lengths", MICRO_BATCHES)
+def test_one_rank_equals_dense_attention(sharding: str, lengths: list[int]) -> None:
+    """Without a group; padding rows exist there too, for tensor parallelism."""
+    for tensor in (1, 8):
+        assert check_micro_batch(0, None, 1, sharding, lengths, tensor) <= 1e-12
+
+
+def check_half(rank: int) -> float:
+    return check_micro_batch(
+        rank, dist.group.WORLD, 2, "per_document", [97, 1, 31, 128], 8, torch.bfloat16
+    )
+
+
+def test_bfloat16() -> None:
+    assert max(run_ranks(check_half, 2)) <= 1e-2
+
+
+def exchange(rank: int) -> dict[str, list[float]]:
+    """gather_rows and scatter_rows forward and backward, on values that tell ranks apart."""
+    group = dist.group.WORLD
+    x = torch.tensor([10.0 * rank, 10.0 * rank + 1], dtype=torch.float64, requires_grad=True)
+    gathered = gather_rows(x, group)
+    # Rank r weighs gathered row i by (r + 1) · (i + 1), so the gradient of row i is 6 · (i + 1).
+    weights = (rank + 1) * torch.arange(1.0, 7.0, dtype=torch.float64)
+    (gather_gradient,) = torch.autograd.grad(gathered, x, weights)
+
+    y = ((rank + 1) * torch.arange(6.0, dtype=torch.float64)).requires_grad_()
+    scattered = scatter_rows(y, group)
+    (scatter_gradient,) = torch.autograd.grad(
+        scattered, y, torch.tensor([rank, rank + 0.5], dtype=torch.float64)
+    )
+
+    # In bfloat16 256 + 1 is 256; summed in float32 it is 258, which bfloat16 can hold.
+    half = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    share = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank]
+    (half_gradient,) = torch.autograd.grad(gather_rows(half, group), half, share.repeat(3))
+    half_sum = scatter_rows(share.repeat(3), group)
+    assert half_gradient.dtype == half_sum.dtype == torch.bfloat16
+
+    empty = torch.empty(0, 3, requires_grad=True)
+    assert gather_rows(empty, group).shape == scatter_rows(empty, group).shape == (0, 3)
+    with pytest.raises(ValueError, match="4 rows cannot be scattered over 3 ranks"):
+        scatter_rows(torch.zeros(4), group)
+    return {
+        "gathered": gathered.tolist(),
+        "gather_gradient": gather_gradient.tolist(),
+        "scattered": scattered.tolist(),
+        "scatter_gradient": scatter_gradient.tolist(),
+        "half": [*half_gradient.tolist(), *half_sum.tolist()],
+    }
+
+
+def test_gather_and_scatter_rows() -> None:
+    ranks = run_ranks(exchange, 3)
+    for rank, got in enumerate(ranks):
+        assert got["gathered"] == [0, 1, 10, 11, 20, 21]
+        assert got["gather_gradient"] == [6 * (2 * rank + 1), 6 * (2 * rank + 2)]
+        assert got["scattered"] == [6 * 2 * rank, 6 * (2 * rank + 1)]
+        assert got["scatter_gradient"] == [0, 0.5, 1, 1.5, 2, 2.5]
+        assert got["half"] == [258, 258]
+
+
+def test_without_a_group_gather_and_scatter_are_the_identity() -> None:
+    x = torch.zeros(3, 2)
+    assert gather_rows(x, None) is x
+    assert scatter_rows(x, None) is x
+
+
+def key_gradient(rank: int) -> float:
+    """A key read by two segments: its two gradients, 256 and 1, and rank 1's 1 make 258."""
+    metadata = AttentionMetadata(
+        rows=2,
+        queries=2,
+        cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 1, 2], dtype=torch.int32),
+        max_seqlen_q=1,
+        max_seqlen_k=1,
+        key_index=torch.tensor([0, 0]),
+    )
+    q, k = torch.zeros(2, 1, 1, dtype=torch.bfloat16), torch.zeros(2, 1, 1, dtype=torch.bfloat16)
+    v = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    attention = VarlenAttention("cpu")
+    out = context_parallel_attention(q, k, v, metadata, attention, dist.group.WORLD)
+    share = [[256.0, 1.0], [1.0, 0.0]][rank]
+    (gradient,) = torch.autograd.grad(out, v, torch.tensor(share).reshape(2, 1, 1).bfloat16())
+    return float(gradient[0])
+
+
+def test_key_gradients_are_summed_in_float32() -> None:
+    assert run_ranks(key_gradient, 2) == [258, 0]
+
+
+def mismatch(rank: int) -> None:
+    q = torch.zeros(4, 1, 2)
+    metadata = AttentionMetadata.from_indices(
+        rank_indices(layout("per_document", [4], 1, 1), 0), 4, 1
+    )
+    with pytest.raises(ValueError, match=r"has 2 rank\(s\).*made without context parallelism"):
+        context_parallel_attention(q, q, q, metadata, VarlenAttention("cpu"), dist.group.WORLD)
+
+
+def test_metadata_of_another_mesh_is_refused() -> None:
+    run_ranks(mismatch, 2)
+    q = torch.zeros(4, 1, 2)
+    made = layout("per_document", [8], 2, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(made, 0), made.rows, 2)
+    attention = VarlenAttention("cpu")
+    with pytest.raises(ValueError, match=r"has 1 rank\(s\).*made for context parallelism"):
+        context_parallel_attention(q, q, q, metadata, attention, None)
+    with pytest.raises(ValueError, match=r"q has 5 and k 5 rows.*describes 4 rows"):
+        context_parallel_attention(
+            *(torch.zeros(5, 1, 2) for _ in range(3)), metadata, attention, None
+        )
