@@ -1,1 +1,5 @@
-"""What a run shows: imbalance per rank and level."""
+"""Lightning callbacks: how evenly the mesh works, measured."""
+
+from lightning_wlb.callbacks.monitor import ImbalanceMonitor
+
+__all__ = ["ImbalanceMonitor"]

@@ -1,0 +1,200 @@
+"""The heat map of a run: which ranks compute how long in which micro-batch.
+
+A heavy micro-batch stands at another place in every step, so a plain mean over steps would look
+balanced whatever the imbalance. Two panels therefore: one real step, that of median imbalance
+among the last ones, in milliseconds by rank and micro-batch; and the mean over all steps after
+sorting each step, heaviest replica first and its heaviest micro-batch first, relative to even work.
+
+Drawn with matplotlib's objects on an Agg canvas: no global state, no display. The colours differ
+in lightness, so they read without colour vision and in print.
+
+Cost: numbers of ranks × micro-batches for the mean and for each of the last steps kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_wlb.callbacks.imbalance import (
+    COMPUTE,
+    data_level,
+    micro_batch_seconds,
+    pipeline_level,
+)
+from lightning_wlb.strategy.mesh import AXES, MeshSizes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KEPT_STEPS = 64
+"""Last steps from which the one of median imbalance is shown."""
+
+MOST_LABELS = 16
+"""Rows and columns up to which each is labelled, and its cells have numbers."""
+
+
+class HeatMap:
+    """Collects steps and draws them.
+
+    Args:
+        sizes: of the mesh.
+    """
+
+    def __init__(self, sizes: MeshSizes) -> None:
+        self.sizes = sizes
+        self.steps = 0
+        self._sum = np.zeros((sizes.world_size, 0))
+        self._kept: deque[tuple[float, int, np.ndarray]] = deque(maxlen=KEPT_STEPS)
+
+    def add(self, step: int, seconds: np.ndarray, counts: list[int], slots: int) -> None:
+        """Take in a step.
+
+        Args:
+            step: its number.
+            seconds: [data, pipeline, context, tensor, micro_batches, 2, 2], see ``on_mesh``.
+            counts: micro-batches of each replica.
+            slots: K, see ``imbalance.slots``.
+        """
+        if not seconds.any():
+            return
+        work = micro_batch_seconds(seconds)
+        # [data, the replica's ranks, micro_batches]: forward + backward compute.
+        cells = seconds[..., COMPUTE].sum(axis=-1).reshape(len(work), -1, work.shape[1])
+        self._add_sorted(cells, work, slots)
+        absent = np.arange(work.shape[1]) >= np.array(counts)[:, None]
+        shown = np.where(absent[:, None], np.nan, cells * 1e3)
+        # Both levels count: a step is typical if its slowest place is.
+        degree = max(pipeline_level(work, slots).degree, data_level(work).degree)
+        self._kept.append((degree, step, shown.reshape(-1, work.shape[1])))
+
+    def _add_sorted(self, cells: np.ndarray, work: np.ndarray, slots: int) -> None:
+        order = np.argsort(-work, axis=1, kind="stable")
+        cells = np.take_along_axis(cells, order[:, None], axis=2)
+        cells = cells[np.argsort(-work.sum(axis=1), kind="stable")].reshape(-1, work.shape[1])
+        even = cells.sum() / (self.sizes.world_size * slots / self.sizes.data)
+        missing = cells.shape[1] - self._sum.shape[1]
+        self._sum = np.pad(self._sum, ((0, 0), (0, max(missing, 0))))
+        self._sum[:, : cells.shape[1]] += cells / even
+        self.steps += 1
+
+    @property
+    def mean(self) -> np.ndarray:
+        """[ranks, micro-batches], sorted as the module says; 1 where all work is even."""
+        return self._sum / max(self.steps, 1)
+
+    @property
+    def typical(self) -> tuple[int, np.ndarray]:
+        """Number of the step of median imbalance, and its milliseconds [ranks, micro-batches].
+
+        Not a number where the rank's replica has no such micro-batch.
+        """
+        ranked = sorted(self._kept, key=lambda kept: kept[:2])
+        _, step, milliseconds = ranked[len(ranked) // 2]
+        return step, milliseconds
+
+    def draw(self, path: Path, title: str) -> None:
+        """Write the figure as PNG; does nothing if no step was taken in.
+
+        Args:
+            path: of the file; its folder is made.
+            title: above both panels.
+        """
+        if not self.steps:
+            return
+        # matplotlib takes a second to import, and most processes never draw.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import TwoSlopeNorm
+        from matplotlib.figure import Figure
+
+        step, milliseconds = self.typical
+        rows, columns = self.mean.shape
+        width = 4.2 + 2 * min(max(0.55 * columns, 2.2), 8.0)
+        height = 1.9 + min(max(0.42 * rows, 1.4), 8.0)
+        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, fontsize=11)
+        left, right = figure.subplots(1, 2)
+
+        left.set_title(f"one step: step {step}, of median imbalance", fontsize=10)
+        left.set_facecolor("0.85")
+        image = left.imshow(milliseconds, cmap="cividis", vmin=0, aspect="auto")
+        figure.colorbar(image, ax=left, label="forward + backward compute (ms)")
+        _annotate(left, milliseconds, "{:.3g}", lambda value: value < 0.55 * image.norm.vmax)
+        left.set_xlabel("micro-batch, in the order in which it runs")
+        _ticks(left, self._rank_labels(), milliseconds.shape[1])
+
+        right.set_title(f"mean of {self.steps} steps, heaviest first in each", fontsize=10)
+        top = max(2.0, float(self.mean.max()))
+        image = right.imshow(
+            self.mean, cmap="RdBu_r", norm=TwoSlopeNorm(1.0, 0.0, top), aspect="auto"
+        )
+        bar = figure.colorbar(image, ax=right, label="compute relative to even work (1 = balanced)")
+        bar.ax.set_yscale("linear")
+        _annotate(right, self.mean, "{:.2f}", lambda value: value < 0.3 or value > 0.3 + 0.7 * top)
+        right.set_xlabel("micro-batch of the replica, heaviest first")
+        _ticks(right, self._place_labels(), columns)
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+
+    def _rank_labels(self) -> list[str]:
+        axes = [axis for axis in range(4) if self._size(axis) > 1]
+        labels = []
+        for rank in range(self.sizes.world_size):
+            at = self.sizes.coordinate(rank)
+            place = ", ".join(f"{AXES[axis]} {at[axis]}" for axis in axes)
+            labels.append(f"rank {rank}\n{place}" if place else f"rank {rank}")
+        return labels
+
+    def _place_labels(self) -> list[str]:
+        """Like :meth:`_rank_labels` for rows whose replicas are sorted by their work."""
+        axes = [axis for axis in range(1, 4) if self._size(axis) > 1]
+        labels = []
+        for rank in range(self.sizes.world_size):
+            at = self.sizes.coordinate(rank)
+            lines = [", ".join(f"{AXES[axis]} {at[axis]}" for axis in axes)]
+            if self.sizes.data > 1:
+                lines.insert(0, _place_name(at[0], self.sizes.data))
+            labels.append("\n".join(filter(None, lines)) or "rank 0")
+        return labels
+
+    def _size(self, axis: int) -> int:
+        return int(getattr(self.sizes, AXES[axis]))
+
+
+def _place_name(place: int, replicas: int) -> str:
+    if place == 0:
+        return "heaviest\nreplica"
+    if place == replicas - 1:
+        return "lightest\nreplica"
+    return f"{place + 1}th\nreplica" if place > 2 else f"{('2nd', '3rd')[place - 1]}\nreplica"
+
+
+def _ticks(axes: Axes, labels: list[str], columns: int) -> None:
+    """Label rows and columns if there are few, else leave matplotlib's own spacing."""
+    axes.set_ylabel("rank" if len(labels) > MOST_LABELS else "")
+    if len(labels) <= MOST_LABELS:
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    if columns <= MOST_LABELS:
+        axes.set_xticks(range(columns), [str(number) for number in range(columns)], fontsize=8)
+
+
+def _annotate(axes: Axes, cells: np.ndarray, form: str, light_text) -> None:  # type: ignore[no-untyped-def]
+    """Write each cell's number into it if there are few."""
+    if max(cells.shape) > MOST_LABELS:
+        return
+    for (row, column), value in np.ndenumerate(cells):
+        known = np.isfinite(value)
+        axes.text(
+            column,
+            row,
+            form.format(value) if known else "none",
+            color="white" if known and light_text(value) else "black",
+            ha="center",
+            va="center",
+            fontsize=8,
+        )

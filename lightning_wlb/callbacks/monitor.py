@@ -1,0 +1,287 @@
+"""ImbalanceMonitor: how evenly the mesh works, measured while it trains.
+
+Put it into a Trainer that runs ``strategy="wlb"``::
+
+    monitor = ImbalanceMonitor()
+    trainer = L.Trainer(strategy="wlb", devices=2, callbacks=[monitor])
+
+Every rank times the forward and the backward of each of its micro-batches (the executor's
+stopwatch); one all-gather of 32 bytes per micro-batch and rank at the end of each step brings the
+times together, and every rank computes the same figures. The plan tells each rank how many
+micro-batches the others have, so nothing is asked.
+
+Cost: two clock readings per action and attention kernel, one small collective per step. On CUDA
+the end of a step is waited for, which the executor does in any case to share the loss.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.throughput import get_available_flops
+from rich.console import Console
+from rich.table import Table
+
+from lightning_wlb.callbacks import imbalance
+from lightning_wlb.callbacks.heat_map import HeatMap
+from lightning_wlb.callbacks.records import Records, StepRecord
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.mesh import MeshSizes
+
+
+class ImbalanceMonitor(L.Callback):
+    """Measures, logs and reports imbalance, delay and throughput.
+
+    Logs after every step, to any logger, as ``wlb/...``: ``imbalance_pipeline``,
+    ``imbalance_data``, ``imbalance_context`` (1 = balanced; docs/design.md says what they are),
+    ``imbalance_pipeline_planned`` and ``imbalance_data_planned`` (from the plan's FLOPs),
+    ``delay_mean`` and ``delay_max`` (steps), ``tokens``, ``target_tokens``, ``step_seconds``,
+    ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where Lightning knows the
+    device's peak. Step time excludes waiting for the data loader. At the end of fit, rank 0 prints
+    a table and writes a heat map of rank × micro-batch.
+
+    Args:
+        heat_map: whether to write a heat map, or the path of the PNG file. By default it is
+            ``imbalance.png`` in the logger's folder, without a logger in ``default_root_dir``.
+        warm_up_steps: first steps that the measured figures of the table and of
+            :meth:`summary` leave out.
+
+    Attributes:
+        heat_map_path: where the heat map was written, on rank 0 once fit has ended.
+
+    Raises:
+        MisconfigurationException: if the Trainer runs another strategy.
+        ValueError: if ``warm_up_steps`` is negative.
+    """
+
+    def __init__(self, heat_map: bool | str | Path = True, warm_up_steps: int = 2) -> None:
+        super().__init__()
+        if warm_up_steps < 0:
+            raise ValueError(f"warm_up_steps={warm_up_steps}, but it must be 0 or more.")
+        self.heat_map = heat_map
+        self.warm_up_steps = warm_up_steps
+        self.heat_map_path: Path | None = None
+        self._records: Records | None = None
+        self._drawing: HeatMap | None = None
+        self._sizes = MeshSizes()
+        self._begin = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a strategy that does not run step plans."""
+        if stage == "fit" and not hasattr(trainer.strategy, "executor"):
+            raise MisconfigurationException(
+                f"ImbalanceMonitor measures the step plans that WLBStrategy runs, but the Trainer"
+                f" has {type(trainer.strategy).__name__}. Use Trainer(strategy='wlb') after"
+                " `import lightning_wlb`; it works with one device too."
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to measure; a run before this one is forgotten."""
+        _executor(trainer).measure()
+        self._sizes = trainer.strategy.sizes  # type: ignore[attr-defined]
+        self._records = Records(self._sizes.world_size, _peak_flops(trainer), self.warm_up_steps)
+        self._drawing = HeatMap(self._sizes) if self.heat_map and trainer.is_global_zero else None
+        self.heat_map_path = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start the step's clock."""
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Gather every rank's timings, keep the step's figures and log them. Collective."""
+        assert self._records is not None
+        assert isinstance(batch, StepBatch)
+        plan = batch.plan
+        counts = [len(replica.forward) for replica in plan.replicas]
+        mine = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
+        elapsed, everyone = _all_gather(
+            time.perf_counter() - self._begin, mine, trainer.strategy.root_device
+        )
+        seconds = imbalance.on_mesh(everyone, self._sizes)
+        slots = imbalance.slots(plan)
+        work = Work(pl_module.model_shape)  # type: ignore[arg-type]
+        planned = imbalance.planned_work(plan, work)
+        measured = imbalance.measured_imbalance(seconds, slots)
+        planned_pipeline = imbalance.pipeline_level(planned, slots)
+        planned_data = imbalance.data_level(planned)
+        record = StepRecord(
+            tokens=plan.tokens,
+            target_tokens=plan.target_tokens,
+            delay_mean=plan.delay,
+            delay_max=plan.max_delay,
+            drain=plan.drain,
+            flops=imbalance.step_flops(plan, work),
+            seconds=elapsed,
+            pipeline_peak=measured.pipeline.peak,
+            pipeline_even=measured.pipeline.even,
+            data_peak=measured.data.peak,
+            data_even=measured.data.even,
+            context_peak=measured.context.peak,
+            context_even=measured.context.even,
+            pipeline_planned_peak=planned_pipeline.peak,
+            pipeline_planned_even=planned_pipeline.even,
+            data_planned_peak=planned_data.peak,
+            data_planned_even=planned_data.even,
+        )
+        self._records.add(record)
+        if self._drawing is not None and len(self._records) > self.warm_up_steps:
+            self._drawing.add(plan.step, seconds, counts, slots)
+        figures = {
+            "imbalance_pipeline": measured.pipeline.degree,
+            "imbalance_data": measured.data.degree,
+            "imbalance_context": measured.context.degree,
+            "imbalance_pipeline_planned": planned_pipeline.degree,
+            "imbalance_data_planned": planned_data.degree,
+            "delay_mean": record.delay_mean,
+            "delay_max": record.delay_max,
+            "tokens": record.tokens,
+            "target_tokens": record.target_tokens,
+            "step_seconds": record.seconds,
+            **self._records.rates(record.tokens, record.flops, record.seconds),
+        }
+        pl_module.log_dict(
+            {
+                f"wlb/{name}": float(value)
+                for name, value in figures.items()
+                if not np.isnan(value)  # no attention timed: a model without our kernel
+            },
+            batch_size=1,
+        )
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the table and write the heat map, on rank 0."""
+        # A collective: on every rank.
+        folder = trainer.log_dir or trainer.default_root_dir
+        if not trainer.is_global_zero or self._records is None or not len(self._records):
+            return
+        if self._drawing is not None and self._drawing.steps:
+            asked = self.heat_map
+            path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
+            self._drawing.draw(path, f"Compute per rank and micro-batch, mesh {self._sizes}")
+            self.heat_map_path = path.absolute()
+        console = Console()
+        console.print(summary_table(self.summary(), str(self._sizes)))
+        if self.heat_map_path is not None:
+            console.print(f"Heat map: {self.heat_map_path}", soft_wrap=True, highlight=False)
+
+    def summary(self) -> dict[str, float]:
+        """The run so far in plain numbers, the same on every rank.
+
+        Returns:
+            * ``steps``, ``timed_steps`` (without warm-up), ``tokens``, ``target_tokens``,
+              ``tokens_per_step``;
+            * ``seconds_per_step``, ``seconds_per_step_p99``, ``seconds_per_million_tokens``,
+              ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known: of
+              the timed steps, in total over total;
+            * ``delay_mean`` (over tokens, drain included) and ``delay_max`` in steps,
+              ``drain_steps``, ``delay_mean_drain`` (over the tokens of drain steps);
+            * ``imbalance_<level>_mean``, ``_p99`` and ``_aggregate`` for the levels ``pipeline``,
+              ``data``, ``context`` (measured, timed steps), ``pipeline_planned``,
+              ``data_planned`` (FLOPs, all steps).
+
+            Not a number where there is nothing to divide by.
+
+        Raises:
+            RuntimeError: before the first fit.
+        """
+        if self._records is None:
+            raise RuntimeError("ImbalanceMonitor.summary() has no steps yet: call trainer.fit.")
+        return self._records.summary()
+
+
+def summary_table(summary: dict[str, float], mesh: str) -> Table:
+    """A run's :meth:`ImbalanceMonitor.summary` as a table."""
+    table = Table(
+        title=f"Imbalance and throughput, mesh {mesh}",
+        caption=(
+            f"{summary['steps']} steps, {summary['tokens']:,} tokens; measured over"
+            f" {summary['timed_steps']} steps, warm-up left out."
+            " Imbalance degree: 1 = balanced; aggregate: sums over all steps."
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for heading in ("mean", "p99", "aggregate"):
+        table.add_column(heading, justify="right")
+    for level, name in (
+        ("pipeline", "imbalance, pipeline level"),
+        ("pipeline_planned", "  as planned (FLOPs)"),
+        ("data", "imbalance, data level"),
+        ("data_planned", "  as planned (FLOPs)"),
+        ("context", "imbalance, context level"),
+    ):
+        table.add_row(
+            name,
+            *(_shown(summary[f"imbalance_{level}_{how}"]) for how in ("mean", "p99", "aggregate")),
+        )
+    table.add_section()
+    table.add_row(
+        "step time (s)",
+        _shown(summary["seconds_per_step"]),
+        _shown(summary["seconds_per_step_p99"]),
+    )
+    table.add_row(
+        "time per million tokens (s)", "", "", _shown(summary["seconds_per_million_tokens"])
+    )
+    table.add_row("tokens per step", f"{summary['tokens_per_step']:,.0f}")
+    table.add_row("tokens/s per device", "", "", f"{summary['tokens_per_second_per_device']:,.0f}")
+    table.add_row("model TFLOP/s per device", "", "", f"{summary['tflops_per_device']:.3g}")
+    if "mfu" in summary:
+        table.add_row("model FLOP utilisation", "", "", f"{summary['mfu']:.1%}")
+    table.add_section()
+    table.add_row("delay (steps)", _shown(summary["delay_mean"]), f"max {summary['delay_max']:.0f}")
+    if summary["drain_steps"]:
+        table.add_row(
+            f"  in the {summary['drain_steps']} drain steps", _shown(summary["delay_mean_drain"])
+        )
+    return table
+
+
+def _shown(value: float) -> str:
+    return "–" if np.isnan(value) else f"{value:.3f}"
+
+
+def _executor(trainer: L.Trainer) -> Executor:
+    executor = trainer.strategy.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, Executor)
+    return executor
+
+
+def _peak_flops(trainer: L.Trainer) -> float | None:
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    dtype = trainer.precision_plugin.compute_dtype  # type: ignore[attr-defined]
+    return get_available_flops(device, dtype)
+
+
+def _all_gather(
+    elapsed: float, timings: np.ndarray, device: torch.device
+) -> tuple[float, np.ndarray]:
+    """The longest ``elapsed`` of all ranks, and their timings [ranks, ...]."""
+    mine = torch.tensor([elapsed, *timings.ravel()], dtype=torch.float64, device=device)
+    everyone = mine[None]
+    if dist.is_initialized():
+        everyone = mine.new_empty(dist.get_world_size(), len(mine))
+        dist.all_gather_into_tensor(everyone, mine)
+    rows = everyone.cpu().numpy()
+    return float(rows[:, 0].max()), rows[:, 1:].reshape(-1, *timings.shape)

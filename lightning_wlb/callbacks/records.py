@@ -1,0 +1,138 @@
+"""What is kept of every step, and the figures of a whole run.
+
+Means alone hide the steps that everybody waits for, so every imbalance degree comes as mean, 99th
+percentile and aggregate (the quotient of the sums over steps: N·Σmax/ΣW at the pipeline level).
+
+Cost: 8 bytes × the fields of :class:`StepRecord` per step, about 13 MB for 100,000 steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+
+LEVELS = ("pipeline", "data", "context", "pipeline_planned", "data_planned")
+
+
+class StepRecord(NamedTuple):
+    """One step of the whole mesh, numbers only.
+
+    Args:
+        tokens: new tokens.
+        target_tokens: tokens with a target.
+        delay_mean: mean delay of the step's tokens in steps.
+        delay_max: largest delay of a piece in steps.
+        drain: 1 if the step empties queues at the end of an epoch, else 0.
+        flops: model FLOPs, forward + backward.
+        seconds: wall time from the start of the step to its end, on the slowest rank.
+        pipeline_peak: with ``pipeline_even``, the measured imbalance degree's two sums, in
+            seconds; so for ``data`` and ``context``.
+        pipeline_planned_peak: the same from the plan, in FLOPs; so for ``data_planned``.
+    """
+
+    tokens: float
+    target_tokens: float
+    delay_mean: float
+    delay_max: float
+    drain: float
+    flops: float
+    seconds: float
+    pipeline_peak: float
+    pipeline_even: float
+    data_peak: float
+    data_even: float
+    context_peak: float
+    context_even: float
+    pipeline_planned_peak: float
+    pipeline_planned_even: float
+    data_planned_peak: float
+    data_planned_even: float
+
+
+class Records:
+    """All steps of a run, compactly.
+
+    Args:
+        devices: ranks of the mesh.
+        peak_flops: FLOP/s that one device can do at best; None if unknown.
+        warm_up_steps: first steps that the figures on measured time leave out.
+    """
+
+    def __init__(
+        self, devices: int, peak_flops: float | None = None, warm_up_steps: int = 0
+    ) -> None:
+        self.devices = devices
+        self.peak_flops = peak_flops
+        self.warm_up_steps = warm_up_steps
+        self._numbers = array("d")
+
+    def __len__(self) -> int:
+        return len(self._numbers) // len(StepRecord._fields)
+
+    def add(self, record: StepRecord) -> None:
+        """Keep a step."""
+        self._numbers.extend(record)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Each field of :class:`StepRecord` over all steps: float64 [steps]."""
+        table = np.array(self._numbers).reshape(-1, len(StepRecord._fields))
+        return dict(zip(StepRecord._fields, table.T, strict=True))
+
+    def rates(self, tokens: float, flops: float, seconds: float) -> dict[str, float]:
+        """Tokens/s and FLOP/s of one device; ``mfu`` only where the device's peak is known."""
+        per_device = seconds * self.devices
+        rates = {
+            "tokens_per_second_per_device": _quotient(tokens, per_device),
+            "tflops_per_device": _quotient(flops, per_device) / 1e12,
+        }
+        if self.peak_flops:
+            rates["mfu"] = _quotient(flops, per_device * self.peak_flops)
+        return rates
+
+    def summary(self) -> dict[str, float]:
+        """The run in plain numbers; see :meth:`ImbalanceMonitor.summary`."""
+        every = self.columns()
+        timed = {name: column[self.warm_up_steps :] for name, column in every.items()}
+        drain = every["drain"] > 0
+        seconds, tokens = float(timed["seconds"].sum()), float(timed["tokens"].sum())
+        result: dict[str, float] = {
+            "steps": len(self),
+            "timed_steps": len(timed["seconds"]),
+            "tokens": int(every["tokens"].sum()),
+            "target_tokens": int(every["target_tokens"].sum()),
+            "tokens_per_step": _mean(every["tokens"]),
+            "seconds_per_step": _mean(timed["seconds"]),
+            "seconds_per_step_p99": _p99(timed["seconds"]),
+            "seconds_per_million_tokens": _quotient(seconds, tokens) * 1e6,
+            **self.rates(tokens, float(timed["flops"].sum()), seconds),
+            "delay_mean": _mean(every["delay_mean"], every["tokens"]),
+            "delay_max": float(every["delay_max"].max(initial=0.0)),
+            "drain_steps": int(drain.sum()),
+            "delay_mean_drain": _mean(every["delay_mean"][drain], every["tokens"][drain]),
+        }
+        for level in LEVELS:
+            # A plan is as true in the first steps as later; only measurements warm up.
+            columns = every if level.endswith("_planned") else timed
+            peak, even = columns[f"{level}_peak"], columns[f"{level}_even"]
+            worked = even > 0
+            degrees = peak[worked] / even[worked]
+            result[f"imbalance_{level}_mean"] = _mean(degrees)
+            result[f"imbalance_{level}_p99"] = _p99(degrees)
+            result[f"imbalance_{level}_aggregate"] = _quotient(peak.sum(), even.sum())
+        return result
+
+
+def _quotient(numerator: float, denominator: float) -> float:
+    return float(numerator / denominator) if denominator > 0 else float("nan")
+
+
+def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
+    if weights is None:
+        weights = np.ones_like(values)
+    return _quotient(float((values * weights).sum()), float(weights.sum()))
+
+
+def _p99(values: np.ndarray) -> float:
+    return float(np.percentile(values, 99)) if len(values) else float("nan")

@@ -1,0 +1,97 @@
+"""What the heat map shows, and that it becomes a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from lightning_wlb.callbacks.heat_map import KEPT_STEPS, HeatMap
+from lightning_wlb.callbacks.imbalance import COMPUTE, on_mesh
+from lightning_wlb.strategy.mesh import MeshSizes
+
+
+def seconds_of(compute: list[list[float]], sizes: MeshSizes) -> np.ndarray:
+    """Forward compute [ranks, micro-batches] as a timings array."""
+    seconds = np.zeros((sizes.world_size, len(compute[0]), 2, 2))
+    seconds[:, :, 0, COMPUTE] = compute
+    return on_mesh(seconds, sizes)
+
+
+def test_the_mean_is_over_sorted_steps():
+    sizes = MeshSizes(data=2)
+    drawing = HeatMap(sizes)
+    # The heavy micro-batch moves, the sorted picture does not.
+    drawing.add(0, seconds_of([[1.0, 3.0], [2.0, 2.0 / 3]], sizes), [2, 2], slots=4)
+    drawing.add(1, seconds_of([[2.0 / 3, 2.0], [3.0, 1.0]], sizes), [2, 2], slots=4)
+    even = (1 + 3 + 2 + 2 / 3) / 4
+    np.testing.assert_allclose(drawing.mean, np.array([[3.0, 1.0], [2.0, 2 / 3]]) / even)
+
+
+def test_context_ranks_keep_their_row():
+    sizes = MeshSizes(context=2)
+    drawing = HeatMap(sizes)
+    drawing.add(0, seconds_of([[1.0, 4.0], [2.0, 1.0]], sizes), [2], slots=2)
+    # The micro-batch of 4 seconds first, on both ranks.
+    np.testing.assert_allclose(drawing.mean, np.array([[4.0, 1.0], [1.0, 2.0]]) / 2)
+
+
+def test_more_micro_batches_in_a_later_step_and_empty_ones():
+    sizes = MeshSizes()
+    drawing = HeatMap(sizes)
+    drawing.add(0, seconds_of([[1.0]], sizes), [1], slots=2)
+    drawing.add(1, seconds_of([[1.0, 2.0, 3.0]], sizes), [3], slots=3)
+    # Step 0 alone would be 2 of an even 1: its second micro-batch is empty.
+    np.testing.assert_allclose(drawing.mean, [[(2 + 1.5) / 2, 1.0 / 2, 0.5 / 2]])
+    drawing.add(2, np.zeros((1, 1, 1, 1, 0, 2, 2)), [0], slots=2)
+    assert drawing.steps == 2
+
+
+def test_the_typical_step_has_the_median_imbalance():
+    sizes = MeshSizes(data=2)
+    drawing = HeatMap(sizes)
+    for step, heavy in enumerate([5.0, 1.0, 3.0]):
+        drawing.add(step, seconds_of([[heavy, 1.0], [1.0, 0.0]], sizes), [2, 1], slots=3)
+    step, milliseconds = drawing.typical
+    assert step == 2
+    np.testing.assert_allclose(milliseconds, [[3000.0, 1000.0], [1000.0, np.nan]])
+
+
+def test_only_the_last_steps_are_kept():
+    sizes = MeshSizes()
+    drawing = HeatMap(sizes)
+    for step in range(KEPT_STEPS + 10):
+        drawing.add(step, seconds_of([[1.0]], sizes), [1], slots=1)
+    assert drawing.steps == KEPT_STEPS + 10
+    assert drawing.typical[0] >= 10
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns"),
+    [
+        (MeshSizes(), 1),
+        (MeshSizes(data=2), 4),
+        (MeshSizes(data=2, pipeline=2, context=2, tensor=2), 16),
+        (MeshSizes(data=8, pipeline=4, context=4), 40),
+    ],
+)
+def test_it_draws_small_and_large_meshes(sizes, columns, tmp_path: Path):
+    drawing = HeatMap(sizes)
+    generator = np.random.default_rng(0)
+    for step in range(3):
+        seconds = seconds_of(generator.random((sizes.world_size, columns)), sizes)
+        drawing.add(step, seconds, [columns] * sizes.data, columns * sizes.data)
+    path = tmp_path / "deep" / "map.png"
+    drawing.draw(path, f"mesh {sizes}")
+    height, width = imread(path).shape[:2]
+    assert 500 <= width <= 3200
+    assert 300 <= height <= 1700
+    # Something is drawn in it: not one colour.
+    assert imread(path)[..., :3].std() > 0.05
+
+
+def test_without_steps_nothing_is_written(tmp_path: Path):
+    HeatMap(MeshSizes()).draw(tmp_path / "map.png", "")
+    assert not (tmp_path / "map.png").exists()

@@ -1,0 +1,87 @@
+"""A run's figures from records written by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from lightning_wlb.callbacks.records import Records, StepRecord
+
+
+def record(
+    tokens: float = 100,
+    seconds: float = 1.0,
+    pipeline: tuple[float, float] = (2.0, 1.0),
+    delay: tuple[float, float] = (0.0, 0.0),
+    drain: bool = False,
+    context: tuple[float, float] = (1.0, 1.0),
+) -> StepRecord:
+    return StepRecord(
+        tokens, tokens - 10, *delay, drain, tokens * 1e6, seconds, *pipeline,
+        3.0, 2.0, *context, 5.0, 4.0, 1.0, 1.0,
+    )  # fmt: skip
+
+
+def test_figures_by_hand():
+    records = Records(devices=2, peak_flops=1e9, warm_up_steps=1)
+    records.add(record(tokens=50, seconds=30.0, pipeline=(90.0, 1.0), delay=(1.0, 2)))
+    records.add(record(tokens=100, seconds=1.0, pipeline=(6.0, 3.0), delay=(0.5, 5)))
+    records.add(record(tokens=300, seconds=3.0, pipeline=(5.0, 5.0), delay=(2.0, 4), drain=True))
+    summary = records.summary()
+    assert len(records) == 3
+    assert (summary["steps"], summary["timed_steps"], summary["tokens"]) == (3, 2, 450)
+    assert summary["target_tokens"] == 420
+    assert summary["tokens_per_step"] == 150
+    assert summary["seconds_per_step"] == 2.0
+    assert summary["seconds_per_step_p99"] == pytest.approx(2.98)
+    assert summary["seconds_per_million_tokens"] == pytest.approx(4.0 / 400 * 1e6)
+    assert summary["tokens_per_second_per_device"] == 400 / 4.0 / 2
+    assert summary["tflops_per_device"] == pytest.approx(400e6 / 4.0 / 2 / 1e12)
+    assert summary["mfu"] == pytest.approx(400e6 / 4.0 / 2 / 1e9)
+    # Delay and planned figures are of all steps, warm-up or not.
+    assert summary["delay_mean"] == pytest.approx((50 * 1 + 100 * 0.5 + 300 * 2) / 450)
+    assert summary["delay_max"] == 5
+    assert (summary["drain_steps"], summary["delay_mean_drain"]) == (1, 2.0)
+    assert summary["imbalance_pipeline_mean"] == 1.5
+    assert summary["imbalance_pipeline_p99"] == pytest.approx(1.99)
+    assert summary["imbalance_pipeline_aggregate"] == 11 / 8
+    assert summary["imbalance_data_aggregate"] == 1.5
+    assert summary["imbalance_pipeline_planned_mean"] == 1.25
+
+
+def test_the_aggregate_is_that_of_sums_not_a_mean_of_degrees():
+    records = Records(devices=1)
+    records.add(record(pipeline=(20.0, 10.0)))
+    records.add(record(pipeline=(1.0, 1.0)))
+    assert records.summary()["imbalance_pipeline_aggregate"] == 21 / 11
+    assert records.summary()["imbalance_pipeline_mean"] == 1.5
+
+
+def test_unknown_figures_are_left_out_or_not_a_number():
+    records = Records(devices=1, warm_up_steps=3)
+    records.add(record(context=(0.0, 0.0)))
+    summary = records.summary()
+    assert "mfu" not in summary
+    for name in ("seconds_per_step", "seconds_per_million_tokens", "imbalance_context_mean"):
+        assert math.isnan(summary[name]), name
+    assert summary["imbalance_pipeline_planned_aggregate"] == 1.25
+    assert Records(devices=1).summary()["steps"] == 0
+
+
+def test_steps_without_attention_do_not_enter_the_context_level():
+    records = Records(devices=1)
+    records.add(record(context=(0.0, 0.0)))
+    records.add(record(context=(3.0, 2.0)))
+    assert records.summary()["imbalance_context_mean"] == 1.5
+
+
+def test_columns_are_the_fields_over_steps():
+    records = Records(devices=1)
+    for tokens in (1, 2, 3):
+        records.add(record(tokens=tokens))
+    columns = records.columns()
+    assert tuple(columns) == StepRecord._fields
+    np.testing.assert_array_equal(columns["tokens"], [1, 2, 3])
+    np.testing.assert_array_equal(columns["pipeline_peak"], [2, 2, 2])
