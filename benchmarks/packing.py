@@ -85,10 +85,15 @@ def measure(pieces: np.ndarray, data: DataSettings, steps: int) -> dict[str, Any
 def calibration(window: int = 131_072, micro_batches: int = 4) -> dict[str, Any]:
     """The forward imbalance of ``original`` on Generator A, which must be 1.434 ± 0.02."""
     lengths = generator_a(CALIBRATION_DOCUMENTS, window, CALIBRATION_SEED)
-    pieces = window_pieces(lengths, window)
     data = DataSettings(window, micro_batches, packing="original", shuffle=False)
-    steps = int(pieces.sum()) // data.nominal_tokens
-    value = measure(pieces, data, steps)["imbalance_forward_mean"]
+    planner = Planner(lengths, data, REFERENCE_WORK.total)
+    degrees = []
+    for _ in range(int(lengths.sum()) // data.nominal_tokens):
+        plan = planner.next_step()
+        assert plan is not None
+        loads = micro_batch_work(plan, forward_only=True)
+        degrees.append(max(loads) * micro_batches / sum(loads))
+    value = float(np.mean(degrees))
     return {
         "documents": CALIBRATION_DOCUMENTS,
         "seed": CALIBRATION_SEED,

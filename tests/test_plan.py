@@ -359,7 +359,7 @@ def test_aligned_powers_of_two_may_merge(members) -> None:
 
 @pytest.mark.parametrize("members", [(1, 2), (0, 2), (0, 1, 2), (1, 0)])
 def test_other_groups_may_not_merge(members) -> None:
-    with pytest.raises(ValueError, match="not an aligned power-of-two range|are doubled"):
+    with pytest.raises(ValueError, match=r"not an aligned power-of-two range|are doubled"):
         shared_by(members, 4).validate()
 
 
@@ -370,5 +370,5 @@ def test_every_member_lists_a_shared_micro_batch() -> None:
         alone.validate()
     plan = shared_by((0, 1), 2)
     other = replica([A], [micro_batch(0, replicas=(0, 1), rows=65)])
-    with pytest.raises(ValueError, match="shares a forward micro-batch .* replica 1 does not"):
+    with pytest.raises(ValueError, match=r"shares a forward micro-batch .* replica 1 does not"):
         replace(plan, replicas=(plan.replicas[0], other)).validate()

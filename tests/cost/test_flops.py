@@ -1,0 +1,102 @@
+"""FLOPs against hand counts, brute force and the reference constants of LLaMA2-7B."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.cost.flops import (
+    ModelShape,
+    Work,
+    attention_flops,
+    causal_pairs,
+    head_flops,
+    layer_linear_flops,
+    linear_flops,
+)
+
+LLAMA2_7B = ModelShape(
+    dim=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=32000
+)
+SMALL = ModelShape(dim=6, layers=3, heads=4, kv_heads=2, head_dim=5, ffn_dim=7, vocab_size=11)
+
+
+def test_linear_flops_are_two_per_parameter_and_token() -> None:
+    query, key, value, output = 6 * 20, 6 * 10, 6 * 10, 20 * 6
+    feed_forward = 3 * 6 * 7
+    assert layer_linear_flops(SMALL, 9) == 2 * 9 * (query + key + value + output + feed_forward)
+    assert head_flops(SMALL, 9) == 2 * 9 * 6 * 11
+    assert linear_flops(SMALL, 9) == 3 * layer_linear_flops(SMALL, 9) + head_flops(SMALL, 9)
+
+
+@given(tokens=st.integers(0, 40), context=st.integers(0, 40))
+def test_causal_pairs_count_the_mask(tokens: int, context: int) -> None:
+    mask = [
+        (query, key)
+        for query in range(context, context + tokens)
+        for key in range(context + tokens)
+        if key <= query
+    ]
+    assert causal_pairs(tokens, context) == len(mask)
+    # Two products of head_dim multiply-adds for every pair, head and layer.
+    assert attention_flops(SMALL, tokens, context) == len(mask) * 2 * 2 * 5 * 4 * 3
+
+
+@given(cuts=st.lists(st.integers(1, 1000), min_size=1, max_size=6))
+def test_slices_of_a_piece_cost_what_the_piece_costs(cuts: list[int]) -> None:
+    work = Work(SMALL)
+    context, forward, backward = 0, 0, 0
+    for tokens in cuts:
+        forward += work.forward(tokens, context)
+        backward += work.backward(tokens, context)
+        context += tokens
+    assert forward == work.forward(context)
+    assert backward == work.backward(context)
+    assert work.total(context) == forward + backward
+
+
+def test_reference_constants_of_llama2_7b() -> None:
+    """DESIGN section 6: d²/49,408 token-equivalents forward, d²/42,350 with the backward."""
+    linear = layer_linear_flops(LLAMA2_7B, 1)
+    for tokens in (1, 4096, 49_408, 131_072):
+        attention = attention_flops(LLAMA2_7B, tokens) // LLAMA2_7B.layers
+        # Exactly d·(d + 1)/49,408: the diagonal is the difference to d².
+        assert attention * 49_408 == linear * tokens * (tokens + 1)
+    # With linear ×3 and attention ×3.5: 49,408·3/3.5 = 42,349.7.
+    one_layer = Work(
+        ModelShape(
+            dim=4096, layers=1, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=0
+        )
+    )
+    tokens = 131_072
+    equivalents = one_layer.total(tokens) / one_layer.total(1) * (1 + 1 / 42_350)
+    assert equivalents == pytest.approx(tokens + tokens * tokens / 42_350, rel=2e-5)
+
+
+def test_backward_is_twice_linear_and_two_and_a_half_times_attention() -> None:
+    work = Work(LLAMA2_7B)
+    for tokens, context in ((1, 0), (3, 0), (7, 5), (131_072, 131_072)):
+        linear = linear_flops(LLAMA2_7B, tokens)
+        attention = attention_flops(LLAMA2_7B, tokens, context)
+        assert work.forward(tokens, context) == linear + attention
+        assert 2 * work.backward(tokens, context) == 4 * linear + 5 * attention
+        assert isinstance(work.total(tokens, context), int)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 0}, "dim=0, but it must be at least 1"),
+        ({"layers": -1}, "layers=-1"),
+        ({"vocab_size": -1}, "vocab_size=-1, but it must be at least 0"),
+        ({"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict[str, int], message: str) -> None:
+    fields = {
+        "dim": 6, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 5, "ffn_dim": 7,
+        "vocab_size": 11,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        ModelShape(**{**fields, **changes})

@@ -1,0 +1,351 @@
+"""The planner keeps the promises: nothing lost, resume exact, data independent of the mesh."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.attention.sharding import layout
+from lightning_wlb.plan import Piece, Slice, StepPlan
+from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning.packing import PACKINGS
+
+
+def work(tokens: int) -> int:
+    return tokens * (tokens + 20)
+
+
+def pieces_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    return [(piece.document, piece.origin, piece.stop) for piece in plan.pieces]
+
+
+def epoch(planner: Planner) -> list[StepPlan]:
+    plans = []
+    while (plan := planner.next_step()) is not None:
+        plans.append(plan)
+        assert len(plans) < 2000, "an epoch that does not end"
+    return plans
+
+
+@st.composite
+def data_settings(draw) -> DataSettings:
+    window = draw(st.integers(1, 40))
+    thresholds = draw(
+        st.none()
+        | st.lists(st.integers(1, window), max_size=3, unique=True).map(lambda x: tuple(sorted(x)))
+    )
+    return DataSettings(
+        context_window=window,
+        micro_batches=draw(st.integers(1, 5)),
+        packing=draw(st.sampled_from(sorted(PACKINGS))),
+        cap=draw(st.none() | st.integers(window, 2 * window + 1)),
+        queues=draw(st.integers(0, 3)),
+        thresholds=thresholds,
+        long_documents=draw(st.sampled_from(["split", "truncate"])),
+        seed=draw(st.integers(0, 3)),
+        shuffle=draw(st.booleans()),
+    )
+
+
+meshes = st.builds(
+    MeshSettings,
+    replicas=st.integers(1, 6),
+    context_parallel_size=st.sampled_from([1, 2, 3]),
+    tensor_parallel_size=st.sampled_from([1, 2]),
+    sharding=st.sampled_from(["per_sequence", "per_document", "per_document_contiguous"]),
+)
+store_lengths = st.lists(st.integers(1, 120), min_size=1, max_size=30)
+
+
+@settings(deadline=None, max_examples=150)
+@given(lengths=store_lengths, data=data_settings(), mesh=meshes)
+def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
+    """Promise 2, over three epochs, whatever is split, truncated, delayed, carried or drained."""
+    planner = Planner(lengths, data, work, mesh)
+    kept = lengths
+    if data.long_documents == "truncate":
+        kept = [min(length, data.context_window) for length in lengths]
+    assert planner.dropped_tokens == sum(lengths) - sum(kept)
+    step = 0
+    for number in range(3):
+        covered: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        targets = 0
+        draining = False
+        first_step = step
+        for plan in epoch(planner):
+            assert (plan.step, plan.epoch) == (step, number)
+            assert plan.tokens > 0
+            assert plan.validate() is plan
+            assert list(plan.pieces) == sorted(plan.pieces)
+            assert plan.drain or not draining
+            draining = plan.drain
+            groups = [group for part in plan.replicas for group in part.forward]
+            assert 1 <= len(groups) <= data.micro_batches == plan.micro_batches
+            assert len(plan.replicas) == mesh.replicas
+            if draining and len(plan.pieces) > 1:
+                assert plan.tokens <= data.nominal_tokens == plan.nominal_tokens
+            for piece in plan.pieces:
+                assert first_step <= piece.arrival <= step
+                assert piece.tokens <= data.context_window
+                covered[piece.document].append((piece.origin, piece.stop))
+            targets += plan.target_tokens
+            step += 1
+        for document, length in enumerate(kept):
+            at = 0
+            for origin, stop in sorted(covered[document]):
+                assert origin == at, "tokens lost or doubled"
+                at = stop
+            assert at == length
+        assert targets == sum(min(k, n - 1) for k, n in zip(kept, lengths, strict=True))
+        state = planner.state_dict()
+        assert (state["epoch"], state["position"], state["offset"], state["surplus"]) == (
+            number + 1, 0, 0, 0,
+        )  # fmt: skip
+        assert not any(state["queues"])
+        assert not state["carried"]
+
+
+@settings(deadline=None, max_examples=75)
+@given(lengths=store_lengths, data=data_settings(), first=meshes, second=meshes)
+def test_what_enters_a_step_does_not_depend_on_the_mesh(lengths, data, first, second) -> None:
+    one, other = (Planner(lengths, data, work, mesh) for mesh in (first, second))
+    for _ in range(2):
+        plans, others = epoch(one), epoch(other)
+        assert [plan.pieces for plan in plans] == [plan.pieces for plan in others]
+        assert [plan.target_tokens for plan in plans] == [plan.target_tokens for plan in others]
+        assert one.state_dict() == other.state_dict()
+
+
+@settings(deadline=None, max_examples=75)
+@given(
+    lengths=store_lengths, data=data_settings(), mesh=meshes, other=meshes, stop=st.integers(0, 25)
+)
+def test_resume_is_exact(lengths, data, mesh, other, stop) -> None:
+    """Promise 3, through JSON (plain types only), on the same mesh and on another one."""
+    whole = Planner(lengths, data, work, mesh)
+    for _ in range(stop):
+        whole.next_step()
+    state = json.loads(json.dumps(whole.state_dict()))
+    same, moved = Planner(lengths, data, work, mesh), Planner(lengths, data, work, other)
+    same.next_step()  # a planner that has moved on is overwritten
+    same.load_state_dict(state)
+    moved.load_state_dict(state)
+    for _ in range(6):
+        plan, copy, elsewhere = whole.next_step(), same.next_step(), moved.next_step()
+        assert plan == copy
+        if plan is None:
+            assert elsewhere is None
+            continue
+        assert copy.digest == plan.digest
+        assert (elsewhere.step, elsewhere.pieces) == (plan.step, plan.pieces)
+        assert (elsewhere.epoch, elsewhere.drain) == (plan.epoch, plan.drain)
+    assert whole.state_dict() == same.state_dict() == moved.state_dict()
+
+
+def test_state_does_not_change_with_later_steps() -> None:
+    planner = Planner([30, 5, 7, 30, 9] * 4, DataSettings(30, 2, thresholds=(30,)), work)
+    planner.next_step()
+    state = planner.state_dict()
+    before = json.dumps(state)
+    planner.next_step()
+    assert json.dumps(state) == before
+
+
+# --- which documents arrive ---------------------------------------------------------------
+
+
+def test_global_batch_ends_with_the_document_that_crosses_the_line() -> None:
+    # N·C = 20. 8+9+6 = 23: surplus 3; then 17 wanted: 20, surplus 3; 17 wanted: 4+4.
+    data = DataSettings(10, 2, queues=0, shuffle=False, cap=100)
+    plans = epoch(Planner([8, 9, 6, 10, 10, 4, 4], data, work))
+    assert [plan.tokens for plan in plans] == [23, 20, 8]
+    assert [[piece.document for piece in plan.pieces] for plan in plans] == [
+        [0, 1, 2], [3, 4], [5, 6],
+    ]  # fmt: skip
+    assert not any(plan.drain for plan in plans)
+
+
+def test_long_document_arrives_at_once_and_pays_with_later_batches() -> None:
+    # 45 tokens are 5 pieces, 25 above N·C = 20: the second global batch is empty, the third 5 less.
+    data = DataSettings(10, 2, queues=0, shuffle=False, cap=10)
+    plans = epoch(Planner([45, 9, 9, 9], data, work))
+    assert [pieces_of(plan) for plan in plans] == [
+        [(0, 0, 10), (0, 10, 20)],
+        [(0, 20, 30), (0, 30, 40)],
+        [(1, 0, 9), (2, 0, 9)],
+        [(0, 40, 45), (3, 0, 9)],
+    ]
+    assert not any(plan.drain for plan in plans)
+    assert [piece.arrival for plan in plans for piece in plan.pieces] == [0, 0, 0, 0, 2, 2, 0, 3]
+    assert [plan.max_delay for plan in plans] == [0, 1, 0, 3]
+
+
+def test_original_cuts_the_stream_exactly() -> None:
+    data = DataSettings(10, 2, packing="original", shuffle=False)
+    plans = epoch(Planner([25, 3, 8, 1], data, work, MeshSettings(replicas=2)))
+    assert [part.slices for part in plans[0].replicas] == [
+        (Slice(0, 0, 0, 10),),
+        (Slice(0, 10, 10, 20),),
+    ]
+    assert [part.slices for part in plans[1].replicas] == [
+        (Slice(0, 20, 20, 25), Slice(1, 0, 0, 3), Slice(2, 0, 0, 2)),
+        (Slice(2, 2, 2, 8), Slice(3, 0, 0, 1)),
+    ]
+    # The target of a token is the document's next token, also where the stream is cut.
+    assert [plan.target_tokens for plan in plans] == [20, 4 + 2 + 2 + 5 + 0]
+
+
+def test_queues_wait_for_n_and_are_drained_oldest_first() -> None:
+    data = DataSettings(10, 3, thresholds=(5, 8), shuffle=False, cap=20)
+    lengths = [9, 4, 4, 4, 4, 4, 4, 6, 9, 4, 4, 4, 4, 7, 3, 10]
+    plans = epoch(Planner(lengths, data, work))
+    assert [[piece.tokens for piece in plan.pieces] for plan in plans] == [
+        [4] * 6,  # 9 waits; 33 tokens, surplus 3
+        [4] * 3,  # 6 and 9 wait; 30 tokens with the surplus
+        [9, 9, 4, 3, 10],  # 7 waits; the queue of 8 has its three
+        [6, 7],  # drained
+    ]
+    assert [plan.drain for plan in plans] == [False, False, False, True]
+    assert plans[2].max_delay == 2
+    assert plans[2].delay == (9 * 2 + 9 * 1) / 35
+    assert plans[3].pieces == (Piece(7, 0, 6, 1), Piece(13, 0, 7, 2))
+
+
+def test_epochs_differ_by_seed_and_number_and_shuffle_can_be_off() -> None:
+    def order(seed: int, shuffle: bool = True) -> list[list[int]]:
+        data = DataSettings(1, 1, queues=0, seed=seed, shuffle=shuffle)
+        planner = Planner([1] * 30, data, work)
+        return [[plan.pieces[0].document for plan in epoch(planner)] for _ in range(2)]
+
+    first, second = order(0)
+    assert sorted(first) == sorted(second) == list(range(30))
+    assert first != second
+    assert order(0) == [first, second]
+    assert order(1)[0] != first
+    assert order(0, shuffle=False) == [list(range(30))] * 2
+    assert first == np.random.default_rng((0, 0)).permutation(30).tolist()
+
+
+def test_rows_and_sharding_come_from_the_mesh() -> None:
+    mesh = MeshSettings(
+        replicas=2, context_parallel_size=2, tensor_parallel_size=4, sharding="per_document"
+    )
+    plan = Planner([9, 13, 30, 2], DataSettings(30, 2, queues=0), work, mesh).next_step()
+    groups = [(part, group) for part in plan.replicas for group in part.forward]
+    assert groups
+    for part, group in groups:
+        lengths = [piece.tokens for piece in part.slices_of(group)]
+        assert group.rows == layout("per_document", lengths, 2, 4).rows
+        assert group.rows % 4 == 0
+        assert group.sharding == "per_document"
+
+
+def test_targets_of_the_store_are_used() -> None:
+    planner = Planner(
+        [9, 13], DataSettings(30, 2, queues=0), work, targets=lambda document, start, stop: document
+    )
+    assert planner.next_step().target_tokens == 1
+
+
+def test_truncated_tokens_are_counted_and_left_out() -> None:
+    for packing in PACKINGS:
+        data = DataSettings(10, 2, packing=packing, long_documents="truncate")
+        planner = Planner([25, 3, 11], data, work)
+        assert planner.dropped_tokens == 16
+        plans = epoch(planner)
+        assert sum(plan.tokens for plan in plans) == 23
+        # The last kept token of a truncated document still has a target.
+        assert sum(plan.target_tokens for plan in plans) == 10 + 2 + 10
+    assert Planner([25, 3, 11], DataSettings(10, 2), work).dropped_tokens == 0
+
+
+# --- bounds and errors --------------------------------------------------------------------
+
+
+def test_max_tokens_ends_the_run_for_ever() -> None:
+    data = DataSettings(10, 1, queues=0, shuffle=False, cap=10, max_tokens=25)
+    planner = Planner([10] * 2, data, work)
+    assert planner.next_step().tokens == 10
+    assert planner.next_step().tokens == 10
+    assert planner.next_step() is None
+    assert not planner.finished  # only the epoch is over
+    assert planner.next_step().tokens == 10  # 30 >= 25
+    assert planner.finished
+    assert planner.next_step() is None
+    resumed = Planner([10] * 2, data, work)
+    resumed.load_state_dict(planner.state_dict())
+    assert resumed.finished
+    assert resumed.next_step() is None
+    assert resumed.state_dict() == planner.state_dict()
+
+
+def test_a_finished_run_may_go_on_with_a_higher_bound() -> None:
+    planner = Planner([10] * 9, DataSettings(10, 1, max_tokens=10), work)
+    planner.next_step()
+    assert planner.finished
+    longer = Planner([10] * 9, DataSettings(10, 1, max_tokens=40), work)
+    longer.load_state_dict(planner.state_dict())
+    assert not longer.finished
+    assert longer.next_step().step == 1
+
+
+LENGTHS = [9, 13, 30, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("context_window", DataSettings(31, 2, cap=40)),
+        ("micro_batches", DataSettings(30, 3, cap=40)),
+        ("packing", DataSettings(30, 2, packing="original", cap=40)),
+        ("cap", DataSettings(30, 2, cap=41)),
+        ("thresholds", DataSettings(30, 2, cap=40, queues=1)),
+        ("long_documents", DataSettings(30, 2, cap=40, long_documents="truncate")),
+        ("seed", DataSettings(30, 2, cap=40, seed=1)),
+        ("shuffle", DataSettings(30, 2, cap=40, shuffle=False)),
+    ],
+)
+def test_state_of_other_settings_is_refused(name, other) -> None:
+    state = Planner(LENGTHS, DataSettings(30, 2, cap=40), work).state_dict()
+    with pytest.raises(ValueError, match=rf"data settings: (.*; )?{name}=.* in the saved state"):
+        Planner(LENGTHS, other, work).load_state_dict(state)
+
+
+def test_state_of_other_documents_or_model_is_refused() -> None:
+    data = DataSettings(30, 2, thresholds=(20,))
+    state = Planner(LENGTHS, data, work).state_dict()
+    with pytest.raises(ValueError, match="documents=4 in the saved state, 3 here"):
+        Planner(LENGTHS[:3], data, work).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"data settings: document_lengths="):
+        Planner(LENGTHS[::-1], data, work).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"data settings: work_of_1_and_context_window="):
+        Planner(LENGTHS, data, lambda tokens: tokens).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "data", "mesh", "message"),
+    [
+        ([], {}, {}, "document store is empty"),
+        ([4, 0, 3], {}, {}, r"Document 1 has 0 tokens.* Leave empty documents out"),
+        (
+            [4, 31],
+            {"long_documents": "error"},
+            {},
+            r"Document 1 has 31 tokens, more than context_window=30.*'split'.* or 'truncate'",
+        ),
+        ([4], {}, {"sharding": "per_page"}, r"unknown sharding 'per_page'; .*per_document"),
+    ],
+)
+def test_bad_input_is_named(lengths, data, mesh, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Planner(lengths, DataSettings(30, 2, **data), work, MeshSettings(**mesh))
+
+
+def test_document_of_exactly_the_window_is_no_error() -> None:
+    data = DataSettings(30, 2, long_documents="error", cap=30)
+    assert [plan.tokens for plan in epoch(Planner([30, 30, 30], data, work))] == [60, 30]
