@@ -289,7 +289,7 @@ def _moved(x: Tensor | None, device: torch.device | str, non_blocking: bool) -> 
 
 def _pinned(holder: _Fields) -> _Fields:
     """The dataclass with its tensor fields in page-locked memory."""
-    tensors = {
+    tensors: dict[str, Any] = {
         field.name: value.pin_memory()
         for field in fields(holder)
         if isinstance(value := getattr(holder, field.name), Tensor)

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.data.batch import Coordinates, StepBatch
@@ -29,6 +29,12 @@ from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemory
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.planning.planner import DataSettings, Planner
+
+_OTHER_NAMESPACE = (
+    "A Trainer of `pytorch_lightning` belongs to another package than `lightning` and does not know"
+    " it. Write `import lightning.pytorch as L` and use L.Trainer, L.LightningModule and"
+    " L.LightningDataModule throughout."
+)
 
 
 class WLBDataModule(L.LightningDataModule):
@@ -110,21 +116,26 @@ class WLBDataModule(L.LightningDataModule):
         self._described = False
 
     @property
-    def trainer(self) -> L.Trainer | None:  # type: ignore[override]
+    def trainer(self) -> L.Trainer | None:
         """The Trainer that runs the data module; another Trainer starts from the beginning."""
         return self._trainer
 
     @trainer.setter
     def trainer(self, trainer: L.Trainer | None) -> None:
-        if trainer is not None and type(trainer).__module__.split(".")[0] == "pytorch_lightning":
-            raise MisconfigurationException(_other_namespace(type(trainer).__module__))
+        home = type(trainer).__module__
+        if home.split(".")[0] == "pytorch_lightning":
+            raise MisconfigurationException(
+                f"WLBDataModule was given to a Trainer of {home}. {_OTHER_NAMESPACE}"
+            )
         if self._trainer is not None and trainer is not self._trainer:
             self._consumed.restore(None)
         self._trainer = trainer
 
     def __iter__(self) -> Any:
         """Refuse: a Trainer that does not know this data module takes it for a loader."""
-        raise MisconfigurationException(_other_namespace("a foreign package"))
+        raise MisconfigurationException(
+            "WLBDataModule is not a loader, it makes them. " + _OTHER_NAMESPACE
+        )
 
     def prepare_data(self) -> None:
         """Tokenise the standard library once per node, while the node's other ranks wait."""
@@ -299,11 +310,3 @@ def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) ->
             f"Truncation at the context window of {settings.context_window} tokens drops"
             f" {planner.dropped_tokens} tokens per epoch; long_documents='split' keeps them."
         )
-
-
-def _other_namespace(module: str) -> str:
-    return (
-        f"WLBDataModule was given to a Trainer of {module}, which is another package than"
-        " lightning and does not know it. Write `import lightning.pytorch as L` and use L.Trainer,"
-        " L.LightningModule and L.LightningDataModule throughout."
-    )

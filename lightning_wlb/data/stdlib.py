@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from platformdirs import user_cache_dir
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -101,7 +101,7 @@ class StdlibDocuments:
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
         begin = int(self._ends[document]) - int(self.lengths[document])
-        return self._tokens[begin + start : begin + stop].astype(np.int64)
+        return np.asarray(self._tokens[begin + start : begin + stop], np.int64)
 
     def targets(self, document: int, start: int, stop: int) -> int:
         """How many tokens of ``[start, stop)`` have a target: all but the document's last."""
@@ -263,7 +263,7 @@ def _encode(model: Tokenizer, texts: list[bytes], dtype: Any) -> Iterator[npt.ND
 
 def _shown(items: Iterable[_Item], what: str, total: int) -> Iterable[_Item]:
     """The items, with a progress bar where someone is watching."""
-    if rank_zero_only.rank != 0 or not sys.stderr.isatty():
+    if getattr(rank_zero_only, "rank", 0) != 0 or not sys.stderr.isatty():
         return items
     from rich.console import Console
     from rich.progress import track
