@@ -56,8 +56,8 @@ def load_torch() -> Kernel:
 def load_flash() -> Kernel:
     """The ``flash_attn`` package: 2.x, else 4.x (``flash_attn.cute``).
 
-    Both may be installed side by side; 2.x goes first because 4.x is a pre-release that runs on
-    Hopper and newer only.
+    Both may be installed side by side; 2.x goes first because 4.x declares itself alpha. Of 4.x,
+    versions of January 2026 or later: older ones do not take the longest lengths.
     """
     function = _flash_function()
 
