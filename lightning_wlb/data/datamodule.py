@@ -66,8 +66,9 @@ class WLBDataModule(L.LightningDataModule):
 
     Raises:
         MisconfigurationException: documents that are no store, more documents held out than
-            there are, or (when a Trainer runs it) no model shape, data parallelism under a
-            strategy that does not divide the plan, or a Trainer of another namespace.
+            there are, or (when a Trainer runs it) no model shape, a vocabulary smaller than the
+            documents', data parallelism under a strategy that does not divide the plan, or a
+            Trainer of another namespace.
         ValueError: settings that contradict each other, from the planner and the stores.
     """
 
@@ -235,6 +236,11 @@ class WLBDataModule(L.LightningDataModule):
                 f"WLBDataModule cannot weigh documents: {type(trainer.lightning_module).__name__}"
                 f" has model_shape={shape!r}. Pass WLBDataModule(model_shape=ModelShape(...)), or"
                 " give the LightningModule a property `model_shape`, as LanguageModule does."
+            )
+        if 0 < shape.vocab_size < store.vocab_size:
+            raise MisconfigurationException(
+                f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
+                f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
         return StepDataset(store, settings, Work(shape).total, _place(trainer), self.sharding)
 

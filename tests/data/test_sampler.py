@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.planning.planner import DataSettings
 
 DATA = DataSettings(context_window=64, micro_batches=2, seed=3)
+
+SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
 
 
 def work(tokens: int) -> int:
@@ -108,6 +112,12 @@ def test_workers_change_nothing(workers: int) -> None:
     begin = whole[-8].state
     loader = StepLoader(dataset(), lambda: begin, num_workers=workers)
     assert [content(batch) for batch in loader] == [content(batch) for batch in whole[-7:]]
+
+
+def test_a_worker_that_is_not_forked_gets_the_same() -> None:
+    steps = StepDataset(store(), DATA, Work(SHAPE).total)
+    copy = pickle.loads(pickle.dumps(steps))
+    assert [content(batch) for batch in copy] == [content(batch) for batch in steps]
 
 
 def test_the_loader_begins_each_epoch_where_it_is_told_and_draws_no_random_numbers() -> None:
