@@ -43,7 +43,8 @@ class MeshSizes:
         """
         asked: dict[str, Size] = dict(zip(AXES, (data, pipeline, context, tensor), strict=True))
         for axis, size in asked.items():
-            if size != "auto" and (not isinstance(size, int) or size < 1):
+            # True is an int in Python, and never a size.
+            if size != "auto" and (type(size) is not int or size < 1):
                 raise MisconfigurationException(
                     f"{axis}_parallel_size={size!r} is not a size: give a whole number >= 1 or"
                     ' "auto".'
@@ -87,17 +88,13 @@ class MeshSizes:
         return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The four-axis DeviceMesh; collective over all ranks.
-
-        Its data and context axes are also flattened into one, ``data_context``, over which FSDP
-        shards: gradients are summed over both.
-        """
+        """The four-axis DeviceMesh; collective over all ranks."""
         mesh = init_device_mesh(
             device_type,
             (self.data, self.pipeline, self.context, self.tensor),
             mesh_dim_names=AXES,
         )
-        mesh["data", "context"]._flatten("data_context")
+        data_context(mesh)
         return mesh
 
     def __str__(self) -> str:
@@ -105,3 +102,11 @@ class MeshSizes:
             f"data {self.data} × pipeline {self.pipeline} × context {self.context}"
             f" × tensor {self.tensor}"
         )
+
+
+def data_context(mesh: DeviceMesh) -> DeviceMesh:
+    """The data and context axes as one, over which FSDP shards: gradients are summed over both.
+
+    Collective at its first call for a mesh, which :meth:`MeshSizes.device_mesh` makes.
+    """
+    return mesh["data", "context"]._flatten("data_context")

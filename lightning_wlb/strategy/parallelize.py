@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy.mesh import data_context
 from lightning_wlb.strategy.tied import Tie, find_ties
 
 
@@ -68,7 +69,7 @@ def parallelize(
         initialise()
     _replace_parameters(model, lambda parameter: parameter.to(device=device, dtype=dtype))
 
-    fully_sharded.shard(model, _units(model, ties), mesh["data_context"], policy)
+    fully_sharded.shard(model, _units(model, ties), data_context(mesh), policy)
     return ties
 
 
