@@ -9,7 +9,7 @@ Two departures from the listing as printed (docs/design.md, section 7): a piece 
 micro-batch exactly (``<=`` for L_max, or a document of length L_max would wait for ever), and
 the carried pieces are those of this step only.
 
-Cost: O(P·log P + P·log N) for P pieces in N micro-batches; 0.5 ms for 300 pieces. Not for a cap
+Cost: O(P·log P + P·log N) for P pieces in N micro-batches; 0.6 ms for 300 pieces. Not for a cap
 of C: without room above the window it can not add short documents beside long ones, and the
 carried list grows until the epoch's drain.
 """

@@ -98,4 +98,4 @@ def test_packs_300_pieces_in_milliseconds() -> None:
         begin = time.perf_counter()
         pack(pieces, 16, 100_000, quadratic)
         best = min(best, time.perf_counter() - begin)
-    assert best < 0.005  # 0.5 ms on an idle core; the rest is for a busy machine
+    assert best < 0.005  # 0.6 ms on an idle core; the rest is for a busy machine
