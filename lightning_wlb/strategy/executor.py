@@ -161,15 +161,25 @@ class Executor:
     def _check_digests(self, digests: list[int], what: str) -> None:
         if len(set(digests)) == 1:
             return
-        usual = max(set(digests), key=digests.count)
-        others = {rank: digest for rank, digest in enumerate(digests) if digest != usual}
-        shown = ", ".join(f"rank {rank}: {digest:016x}" for rank, digest in others.items())
+        ranks: dict[int, list[int]] = {}
+        for rank, digest in enumerate(digests):
+            ranks.setdefault(digest, []).append(rank)
+        shown = "; ".join(f"{_name(digest)} on {_names(who)}" for digest, who in ranks.items())
         raise RuntimeError(
-            f"The ranks hold different plans for {what}: most have digest {usual:016x}, but"
-            f" {shown}. Every rank must see the same document lengths, seed and data settings:"
-            " check that all nodes read the same data, use the same software versions, and pass"
-            " the same arguments."
+            f"The ranks hold different plans for {what}: {shown}. Every rank must see the same"
+            " document lengths, seed and data settings: check that all nodes read the same data,"
+            " use the same software versions, and pass the same arguments."
         )
+
+
+def _name(digest: int) -> str:
+    return f"digest {digest:016x}" if digest else "no such step"
+
+
+def _names(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 class _Step:

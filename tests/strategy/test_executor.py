@@ -1,0 +1,104 @@
+import re
+import time
+
+import lightning.pytorch as L
+import pytest
+
+from lightning_wlb.schedule.one_f_one_b import one_f_one_b
+from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import CASES, WINDOW, data, module, trainer
+
+
+class Clock(L.Callback):
+    """Compares each step's timings with the rank's program."""
+
+    def __init__(self) -> None:
+        self.compared = {"train": 0, "validate": 0}
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        executor = trainer.strategy.executor
+        assert executor.timings() == []
+        assert executor.measure() is executor.measure()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self._compare("train", trainer.strategy, batch, ("F", "B"))
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self._compare("validate", trainer.strategy, batch, ("F",))
+
+    def _compare(self, what, strategy, batch, kinds) -> None:
+        stage = strategy.sizes.coordinate(strategy.global_rank)[1]
+        program = one_f_one_b(stage, strategy.sizes.pipeline, len(batch.micro_batches))
+        timings = strategy.executor.timings()
+        assert [t.action for t in timings] == [a for a in program if a.kind in kinds]
+        assert len(timings) > 0
+        before = 0.0
+        for timing in timings:
+            assert timing.begin >= before
+            before = timing.begin + timing.wall
+            assert 0 < timing.attention < timing.compute <= timing.wall * 1.1 + 1e-3
+        self.compared[what] += 1
+
+
+def timed(rank: int) -> dict[str, int]:
+    clock = Clock()
+    runner = trainer(
+        WLBStrategy(1, 2), 2, callbacks=[clock], val_check_interval=2, num_sanity_val_steps=0
+    )
+    runner.fit(module(CASES[0]), data(CASES[0], validation_documents=5))
+    return clock.compared
+
+
+def test_measured_actions_are_those_of_the_schedule():
+    for compared in run_ranks(timed, 2, process_group=False):
+        assert compared["train"] == 3
+        assert compared["validate"] >= 1
+
+
+def disagreement(rank: int, mesh: tuple[int, ...], options: list[dict]) -> tuple[str, float, int]:
+    """The error of a run whose ranks have different data settings, and when it came."""
+    runner = trainer(WLBStrategy(*mesh), 2, max_steps=6)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        runner.fit(module(CASES[0]), data(CASES[0], **options[rank]))
+    return str(error.value), time.monotonic() - begin, runner.global_step
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1)], ids=["data", "pipeline"])
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ([{"seed": 0}, {"seed": 1}], 0),
+        # The same first two steps; then one rank has reached its bound. Each rank hears of it
+        # in the last collective of step 1.
+        ([{}, {"max_tokens": WINDOW * 4}], 2),
+    ],
+    ids=["first step", "next digest"],
+)
+def test_ranks_with_different_plans_all_raise_and_name_the_digests(mesh, options, step):
+    results = run_ranks(disagreement, 2, mesh, options, process_group=False)
+    messages = {message for message, _, _ in results}
+    assert len(messages) == 1, "every rank says the same"
+    text = messages.pop()
+    assert f"The ranks hold different plans for step {step}: digest " in text
+    other = "no such step" if step else "digest [0-9a-f]{16}"
+    found = re.search(rf"(digest [0-9a-f]{{16}}) on rank 0; ({other}) on rank 1\.", text)
+    assert found, text
+    assert found[1] != found[2]
+    assert "the same document lengths, seed and data settings" in text
+    for _, seconds, steps in results:
+        assert seconds < 60
+        assert steps <= step
+
+
+def test_ranks_are_grouped_by_digest():
+    check = Executor._check_digests
+    check(None, [7, 7, 7], "step 3")
+    with pytest.raises(RuntimeError) as error:
+        check(None, [7] * 12 + [8], "step 3")
+    assert (
+        "for step 3: digest 0000000000000007 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;"
+        " digest 0000000000000008 on rank 12."
+    ) in str(error.value)
