@@ -15,9 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colorbar import Colorbar
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from lightning_wlb.callbacks.imbalance import (
     COMPUTE,
@@ -26,9 +31,6 @@ from lightning_wlb.callbacks.imbalance import (
     pipeline_level,
 )
 from lightning_wlb.strategy.mesh import AXES, MeshSizes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 KEPT_STEPS = 64
 """Last steps from which the one of median imbalance is shown."""
@@ -105,11 +107,6 @@ class HeatMap:
         """
         if not self.steps:
             return
-        # matplotlib takes a second to import, and most processes never draw.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import TwoSlopeNorm
-        from matplotlib.figure import Figure
-
         step, milliseconds = self.typical
         rows, columns = self.mean.shape
         width = 4.2 + 2 * min(max(0.55 * columns, 2.2), 8.0)
@@ -119,24 +116,22 @@ class HeatMap:
         figure.suptitle(title, fontsize=11)
         left, right = figure.subplots(1, 2)
 
-        left.set_title(f"one step: step {step}, of median imbalance", fontsize=10)
+        left.set_title(f"step {step}, of median imbalance: compute in ms", fontsize=10)
         left.set_facecolor("0.85")
         image = left.imshow(milliseconds, cmap="cividis", vmin=0, aspect="auto")
-        figure.colorbar(image, ax=left, label="forward + backward compute (ms)")
-        _annotate(left, milliseconds, "{:.3g}", lambda value: value < 0.55 * image.norm.vmax)
-        left.set_xlabel("micro-batch, in the order in which it runs")
-        _ticks(left, self._rank_labels(), milliseconds.shape[1])
+        _colour_bar(image, "forward + backward (ms)")
+        _annotate(image, "{:.3g}")
+        left.set_xlabel("micro-batch, in the order in which it runs", fontsize=9)
+        _ticks(left, self._rank_labels(), "rank")
 
         right.set_title(f"mean of {self.steps} steps, heaviest first in each", fontsize=10)
-        top = max(2.0, float(self.mean.max()))
-        image = right.imshow(
-            self.mean, cmap="RdBu_r", norm=TwoSlopeNorm(1.0, 0.0, top), aspect="auto"
-        )
-        bar = figure.colorbar(image, ax=right, label="compute relative to even work (1 = balanced)")
-        bar.ax.set_yscale("linear")
-        _annotate(right, self.mean, "{:.2f}", lambda value: value < 0.3 or value > 0.3 + 0.7 * top)
-        right.set_xlabel("micro-batch of the replica, heaviest first")
-        _ticks(right, self._place_labels(), columns)
+        # The scale ends at 2 or above, so that balanced and unbalanced runs look different.
+        norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(self.mean.max())))
+        image = right.imshow(self.mean, cmap="RdBu_r", norm=norm, aspect="auto")
+        _colour_bar(image, "relative to even work (1 = balanced)").ax.set_yscale("linear")
+        _annotate(image, "{:.2f}")
+        right.set_xlabel("micro-batch of the replica, heaviest first", fontsize=9)
+        _ticks(right, self._place_labels(), "ranks of the heaviest replica first, lightest last")
 
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
@@ -168,32 +163,49 @@ class HeatMap:
 
 def _place_name(place: int, replicas: int) -> str:
     if place == 0:
-        return "heaviest\nreplica"
+        return "heaviest replica"
     if place == replicas - 1:
-        return "lightest\nreplica"
-    return f"{place + 1}th\nreplica" if place > 2 else f"{('2nd', '3rd')[place - 1]}\nreplica"
+        return "lightest replica"
+    return f"{('2nd', '3rd')[place - 1] if place < 3 else f'{place + 1}th'} replica"
 
 
-def _ticks(axes: Axes, labels: list[str], columns: int) -> None:
-    """Label rows and columns if there are few, else leave matplotlib's own spacing."""
-    axes.set_ylabel("rank" if len(labels) > MOST_LABELS else "")
+def _colour_bar(image: AxesImage, label: str) -> Colorbar:
+    assert image.axes is not None
+    figure = image.axes.figure
+    assert isinstance(figure, Figure)
+    bar = figure.colorbar(image, ax=image.axes)
+    bar.set_label(label, fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    return bar
+
+
+def _ticks(axes: Axes, labels: list[str], name: str) -> None:
+    """Label each row and column if there are few, else leave matplotlib's own spacing."""
+    axes.tick_params(labelsize=8)
     if len(labels) <= MOST_LABELS:
-        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.set_yticks(range(len(labels)), labels)
+    else:
+        axes.set_ylabel(name, fontsize=9)
+    columns = round(axes.get_xlim()[1] + 0.5)
     if columns <= MOST_LABELS:
-        axes.set_xticks(range(columns), [str(number) for number in range(columns)], fontsize=8)
+        axes.set_xticks(range(columns))
 
 
-def _annotate(axes: Axes, cells: np.ndarray, form: str, light_text) -> None:  # type: ignore[no-untyped-def]
+def _annotate(image: AxesImage, form: str) -> None:
     """Write each cell's number into it if there are few."""
+    cells = image.get_array()
+    assert cells is not None
+    assert image.axes is not None
     if max(cells.shape) > MOST_LABELS:
         return
-    for (row, column), value in np.ndenumerate(cells):
-        known = np.isfinite(value)
-        axes.text(
+    for (row, column), value in np.ndenumerate(np.ma.filled(cells, np.nan)):
+        known = bool(np.isfinite(value))
+        red, green, blue, _ = image.to_rgba(value) if known else (1, 1, 1, 1)
+        image.axes.text(
             column,
             row,
             form.format(value) if known else "none",
-            color="white" if known and light_text(value) else "black",
+            color="black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white",
             ha="center",
             va="center",
             fontsize=8,

@@ -35,7 +35,7 @@ from lightning_wlb.callbacks.records import Records, StepRecord
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.mesh import MeshSizes
+from lightning_wlb.strategy.mesh import AXES, MeshSizes
 
 
 class ImbalanceMonitor(L.Callback):
@@ -175,10 +175,10 @@ class ImbalanceMonitor(L.Callback):
         if self._drawing is not None and self._drawing.steps:
             asked = self.heat_map
             path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
-            self._drawing.draw(path, f"Compute per rank and micro-batch, mesh {self._sizes}")
+            self._drawing.draw(path, f"Compute per rank and micro-batch, {_mesh_name(self._sizes)}")
             self.heat_map_path = path.absolute()
         console = Console()
-        console.print(summary_table(self.summary(), str(self._sizes)))
+        console.print(summary_table(self.summary(), _mesh_name(self._sizes)))
         if self.heat_map_path is not None:
             console.print(f"Heat map: {self.heat_map_path}", soft_wrap=True, highlight=False)
 
@@ -192,7 +192,7 @@ class ImbalanceMonitor(L.Callback):
               ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known: of
               the timed steps, in total over total;
             * ``delay_mean`` (over tokens, drain included) and ``delay_max`` in steps,
-              ``drain_steps``, ``delay_mean_drain`` (over the tokens of drain steps);
+              ``drain_steps`` and, where there are any, ``delay_mean_drain`` (over their tokens);
             * ``imbalance_<level>_mean``, ``_p99`` and ``_aggregate`` for the levels ``pipeline``,
               ``data``, ``context`` (measured, timed steps), ``pipeline_planned``,
               ``data_planned`` (FLOPs, all steps).
@@ -210,7 +210,7 @@ class ImbalanceMonitor(L.Callback):
 def summary_table(summary: dict[str, float], mesh: str) -> Table:
     """A run's :meth:`ImbalanceMonitor.summary` as a table."""
     table = Table(
-        title=f"Imbalance and throughput, mesh {mesh}",
+        title=f"Imbalance and throughput, {mesh}",
         caption=(
             f"{summary['steps']} steps, {summary['tokens']:,} tokens; measured over"
             f" {summary['timed_steps']} steps, warm-up left out."
@@ -256,6 +256,12 @@ def summary_table(summary: dict[str, float], mesh: str) -> Table:
     return table
 
 
+def _mesh_name(sizes: MeshSizes) -> str:
+    """``data 2 × context 4``: the axes that there are."""
+    several = [f"{axis} {getattr(sizes, axis)}" for axis in AXES if getattr(sizes, axis) > 1]
+    return " × ".join(several) or "one device"
+
+
 def _shown(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.3f}"
 
@@ -279,9 +285,9 @@ def _all_gather(
 ) -> tuple[float, np.ndarray]:
     """The longest ``elapsed`` of all ranks, and their timings [ranks, ...]."""
     mine = torch.tensor([elapsed, *timings.ravel()], dtype=torch.float64, device=device)
-    everyone = mine[None]
+    everyone = mine
     if dist.is_initialized():
-        everyone = mine.new_empty(dist.get_world_size(), len(mine))
+        everyone = mine.new_empty(dist.get_world_size() * len(mine))
         dist.all_gather_into_tensor(everyone, mine)
-    rows = everyone.cpu().numpy()
+    rows = everyone.view(-1, len(mine)).cpu().numpy()
     return float(rows[:, 0].max()), rows[:, 1:].reshape(-1, *timings.shape)

@@ -110,8 +110,9 @@ class Records:
             "delay_mean": _mean(every["delay_mean"], every["tokens"]),
             "delay_max": float(every["delay_max"].max(initial=0.0)),
             "drain_steps": int(drain.sum()),
-            "delay_mean_drain": _mean(every["delay_mean"][drain], every["tokens"][drain]),
         }
+        if drain.any():
+            result["delay_mean_drain"] = _mean(every["delay_mean"][drain], every["tokens"][drain])
         for level in LEVELS:
             # A plan is as true in the first steps as later; only measurements warm up.
             columns = every if level.endswith("_planned") else timed

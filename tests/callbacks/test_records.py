@@ -64,6 +64,7 @@ def test_unknown_figures_are_left_out_or_not_a_number():
     records.add(record(context=(0.0, 0.0)))
     summary = records.summary()
     assert "mfu" not in summary
+    assert "delay_mean_drain" not in summary
     for name in ("seconds_per_step", "seconds_per_million_tokens", "imbalance_context_mean"):
         assert math.isnan(summary[name]), name
     assert summary["imbalance_pipeline_planned_aggregate"] == 1.25
