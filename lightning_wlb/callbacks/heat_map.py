@@ -2,13 +2,13 @@
 
 A heavy micro-batch stands at another place in every step, so a plain mean over steps would look
 balanced whatever the imbalance. Two panels therefore: one real step, that of median imbalance
-among the last ones, in milliseconds by rank and micro-batch; and the mean over all steps after
+among the last ones, in milliseconds by rank and micro-batch; and the sum of all steps after
 sorting each step, heaviest replica first and its heaviest micro-batch first, relative to even work.
 
 Drawn with matplotlib's objects on an Agg canvas: no global state, no display. The colours differ
 in lightness, so they read without colour vision and in print.
 
-Cost: numbers of ranks × micro-batches for the mean and for each of the last steps kept.
+Cost: numbers of ranks × micro-batches for the sum and for each of the last steps kept.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class HeatMap:
         self.sizes = sizes
         self.steps = 0
         self._sum = np.zeros((sizes.world_size, 0))
+        self._even = 0.0
         self._kept: deque[tuple[float, int, np.ndarray]] = deque(maxlen=KEPT_STEPS)
 
     def add(self, step: int, seconds: np.ndarray, counts: list[int], slots: int) -> None:
@@ -80,13 +81,14 @@ class HeatMap:
         even = cells.sum() / (self.sizes.world_size * slots / self.sizes.data)
         missing = cells.shape[1] - self._sum.shape[1]
         self._sum = np.pad(self._sum, ((0, 0), (0, max(missing, 0))))
-        self._sum[:, : cells.shape[1]] += cells / even
+        self._sum[:, : cells.shape[1]] += cells
+        self._even += even
         self.steps += 1
 
     @property
-    def mean(self) -> np.ndarray:
+    def relative(self) -> np.ndarray:
         """[ranks, micro-batches], sorted as the module says; 1 where all work is even."""
-        return self._sum / max(self.steps, 1)
+        return self._sum / self._even
 
     @property
     def typical(self) -> tuple[int, np.ndarray]:
@@ -108,7 +110,7 @@ class HeatMap:
         if not self.steps:
             return
         step, milliseconds = self.typical
-        rows, columns = self.mean.shape
+        rows, columns = self.relative.shape
         width = 4.2 + 2 * min(max(0.55 * columns, 2.2), 8.0)
         height = 1.9 + min(max(0.42 * rows, 1.4), 8.0)
         figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
@@ -124,10 +126,10 @@ class HeatMap:
         left.set_xlabel("micro-batch, in the order in which it runs", fontsize=9)
         _ticks(left, self._rank_labels(), "rank")
 
-        right.set_title(f"mean of {self.steps} steps, heaviest first in each", fontsize=10)
+        right.set_title(f"sum of {self.steps} steps, heaviest first in each", fontsize=10)
         # The scale ends at 2 or above, so that balanced and unbalanced runs look different.
-        norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(self.mean.max())))
-        image = right.imshow(self.mean, cmap="RdBu_r", norm=norm, aspect="auto")
+        norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(self.relative.max())))
+        image = right.imshow(self.relative, cmap="RdBu_r", norm=norm, aspect="auto")
         _colour_bar(image, "relative to even work (1 = balanced)").ax.set_yscale("linear")
         _annotate(image, "{:.2f}")
         right.set_xlabel("micro-batch of the replica, heaviest first", fontsize=9)

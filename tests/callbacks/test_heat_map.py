@@ -20,14 +20,14 @@ def seconds_of(compute: list[list[float]], sizes: MeshSizes) -> np.ndarray:
     return on_mesh(seconds, sizes)
 
 
-def test_the_mean_is_over_sorted_steps():
+def test_the_sum_is_over_sorted_steps():
     sizes = MeshSizes(data=2)
     drawing = HeatMap(sizes)
     # The heavy micro-batch moves, the sorted picture does not.
     drawing.add(0, seconds_of([[1.0, 3.0], [2.0, 2.0 / 3]], sizes), [2, 2], slots=4)
     drawing.add(1, seconds_of([[2.0 / 3, 2.0], [3.0, 1.0]], sizes), [2, 2], slots=4)
     even = (1 + 3 + 2 + 2 / 3) / 4
-    np.testing.assert_allclose(drawing.mean, np.array([[3.0, 1.0], [2.0, 2 / 3]]) / even)
+    np.testing.assert_allclose(drawing.relative, np.array([[3.0, 1.0], [2.0, 2 / 3]]) / even)
 
 
 def test_context_ranks_keep_their_row():
@@ -35,7 +35,7 @@ def test_context_ranks_keep_their_row():
     drawing = HeatMap(sizes)
     drawing.add(0, seconds_of([[1.0, 4.0], [2.0, 1.0]], sizes), [2], slots=2)
     # The micro-batch of 4 seconds first, on both ranks.
-    np.testing.assert_allclose(drawing.mean, np.array([[4.0, 1.0], [1.0, 2.0]]) / 2)
+    np.testing.assert_allclose(drawing.relative, np.array([[4.0, 1.0], [1.0, 2.0]]) / 2)
 
 
 def test_more_micro_batches_in_a_later_step_and_empty_ones():
@@ -43,8 +43,8 @@ def test_more_micro_batches_in_a_later_step_and_empty_ones():
     drawing = HeatMap(sizes)
     drawing.add(0, seconds_of([[1.0]], sizes), [1], slots=2)
     drawing.add(1, seconds_of([[1.0, 2.0, 3.0]], sizes), [3], slots=3)
-    # Step 0 alone would be 2 of an even 1: its second micro-batch is empty.
-    np.testing.assert_allclose(drawing.mean, [[(2 + 1.5) / 2, 1.0 / 2, 0.5 / 2]])
+    # Even work is half a second in step 0, whose second micro-batch is empty, and 2 in step 1.
+    np.testing.assert_allclose(drawing.relative, [[4 / 2.5, 2 / 2.5, 1 / 2.5]])
     drawing.add(2, np.zeros((1, 1, 1, 1, 0, 2, 2)), [0], slots=2)
     assert drawing.steps == 2
 
