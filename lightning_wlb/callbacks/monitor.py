@@ -23,7 +23,6 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.throughput import get_available_flops
 from rich.console import Console
@@ -34,6 +33,7 @@ from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.records import Records, StepRecord
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.strategy.collectives import gather_from_all_ranks
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.mesh import AXES, MeshSizes
 
@@ -285,9 +285,5 @@ def _all_gather(
 ) -> tuple[float, np.ndarray]:
     """The longest ``elapsed`` of all ranks, and their timings [ranks, ...]."""
     mine = torch.tensor([elapsed, *timings.ravel()], dtype=torch.float64, device=device)
-    everyone = mine
-    if dist.is_initialized():
-        everyone = mine.new_empty(dist.get_world_size() * len(mine))
-        dist.all_gather_into_tensor(everyone, mine)
-    rows = everyone.view(-1, len(mine)).cpu().numpy()
+    rows = gather_from_all_ranks(mine).cpu().numpy()
     return float(rows[:, 0].max()), rows[:, 1:].reshape(-1, *timings.shape)

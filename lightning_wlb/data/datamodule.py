@@ -23,7 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import ModelShape, Work, causal_pairs
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
@@ -169,6 +169,18 @@ class WLBDataModule(L.LightningDataModule):
             return []
         settings = replace(self.settings, shuffle=False, max_tokens=None)
         return self._loader(self._dataset(store, settings), lambda: None)
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens that a token attends to, its own included, on average over the documents.
+
+        The strategy splits layers into stages by cost, and attention's part depends on it.
+        """
+        lengths = np.asarray(self._stores()[0].lengths)
+        window = self.settings.context_window
+        whole, rest = np.divmod(lengths, window)
+        pairs = int(whole.sum()) * causal_pairs(window) + sum(map(causal_pairs, rest.tolist()))
+        return pairs // int(lengths.sum())
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note whose state the next optimiser step makes that of the run."""

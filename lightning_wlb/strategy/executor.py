@@ -29,6 +29,7 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.one_f_one_b import one_f_one_b
 from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy.collectives import gather_from_all_ranks
 from lightning_wlb.strategy.stopwatch import Stopwatch, make_stopwatch
 
 
@@ -150,12 +151,8 @@ class Executor:
         self._check_digests([row[0] for row in everyone], f"step {plan.step}")
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
-        if not dist.is_initialized():
-            return [numbers]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.pipeline.device)
-        everyone = mine.new_empty(dist.get_world_size() * len(numbers))
-        dist.all_gather_into_tensor(everyone, mine)
-        rows: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
+        rows: list[list[int]] = gather_from_all_ranks(mine).tolist()
         return rows
 
     def _check_digests(self, digests: list[int], what: str) -> None:
