@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# Lightning's consolidate_checkpoint looks for this key.
+_WEIGHTS = "model"
 
 
 def save(
@@ -58,7 +60,7 @@ def save(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     _barrier()
-    state: dict[str, Any] = {"state_dict": get_model_state_dict(model, options=_OPTIONS)}
+    state: dict[str, Any] = {_WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         # The rank that knows the weight by its global name saves the same values.
@@ -70,10 +72,10 @@ def save(
     dcp.save(state, checkpoint_id=aside)
     if leader:
         torch.save(dict(rest), aside / _METADATA_FILENAME)
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.exists():
-            path.unlink()
+        else:
+            path.unlink(missing_ok=True)
         aside.rename(path)
     _barrier()
 
@@ -99,15 +101,25 @@ def load(
 
     Raises:
         FileNotFoundError: if the folder is not there or is not such a checkpoint.
+        ValueError: if there are optimizers and the checkpoint holds weights only.
     """
     if not (path / _METADATA_FILENAME).is_file():
         raise FileNotFoundError(
             f"{path} is not a checkpoint of WLBStrategy: it should be a folder that contains"
             f" {_METADATA_FILENAME}. Pass the folder that ModelCheckpoint or"
-            " trainer.save_checkpoint wrote."
+            " trainer.save_checkpoint wrote under WLBStrategy. A single file's weights can start a"
+            f" new run: {type(model).__name__}.load_from_checkpoint."
+        )
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    if optimizers and not any(name.startswith("optimizer_0.") for name in names):
+        raise ValueError(
+            f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
+            " was saved without save_weights_only; or, to start a new run from these weights,"
+            " consolidate it (python -m lightning.pytorch.utilities.consolidate_checkpoint) and use"
+            f" {type(model).__name__}.load_from_checkpoint."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
-    state: dict[str, Any] = {"state_dict": weights}
+    state: dict[str, Any] = {_WEIGHTS: weights}
     for index, optimizer in enumerate(optimizers):
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         state[f"optimizer_{index}"] = {

@@ -459,7 +459,7 @@ class WLBStrategy(ParallelStrategy):
         checkpoint.pop("optimizer_states", None)
         assert self.lightning_module is not None
         checkpoints.save(
-            Path(self.broadcast(filepath)),
+            self._local(self.broadcast(filepath)),
             self.lightning_module,
             [] if weights_only else self._plain_optimizers(),
             checkpoint,
@@ -470,14 +470,26 @@ class WLBStrategy(ParallelStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a sharded checkpoint folder into model and optimizers; collective."""
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
+        # A validation after fit reads weights, and leaves the optimizers alone.
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
         return checkpoints.load(
-            Path(self.broadcast(checkpoint_path)),
-            self.lightning_module,
-            self._plain_optimizers(),
+            self._local(self.broadcast(checkpoint_path)),
+            module,
+            self._plain_optimizers() if fitting else [],
             self._renamed(),
             weights_only,
         )
+
+    @staticmethod
+    def _local(path: str | Path) -> Path:
+        if "://" in str(path):
+            raise MisconfigurationException(
+                f"WLBStrategy reads and writes checkpoints in a file system, but got {path}. Mount"
+                " the storage and pass its path; every rank must see the same files."
+            )
+        return Path(path)
 
     def _plain_optimizers(self) -> list[Optimizer]:
         return [

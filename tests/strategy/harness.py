@@ -82,14 +82,13 @@ def module(case: Case, **options: Any) -> LanguageModule:
 
 def data(case: Case, **options: Any) -> WLBDataModule:
     """Three micro-batches a step, so that two replicas have different numbers of them."""
-    return WLBDataModule(
-        documents(case.masked),
-        context_window=WINDOW,
-        micro_batches=3,
-        packing=case.packing,
-        sharding=case.sharding,
-        **options,
-    )
+    defaults: dict[str, Any] = {
+        "context_window": WINDOW,
+        "micro_batches": 3,
+        "packing": case.packing,
+        "sharding": case.sharding,
+    }
+    return WLBDataModule(documents(case.masked), **(defaults | options))
 
 
 def trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:

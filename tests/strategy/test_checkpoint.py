@@ -1,0 +1,284 @@
+"""Resume: 6 steps, save, resume, 6 more equal 12 steps without a break, on this or another mesh."""
+
+import multiprocessing
+import runpy
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
+
+# Untied: delayed documents wait in the queues after step 6. Tied: step 6 ends an epoch.
+UNTIED, TIED = Case("wlb", masked=True), Case("original", "per_document", tied=True)
+DATA = {UNTIED: {"micro_batches": 2}, TIED: {"micro_batches": 2, "long_documents": "truncate"}}
+SCHEDULE = {"warmup_tokens": 200, "decay_tokens": 700}
+
+
+class Rates(Recorder):
+    """Also the learning rate that each step used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def record(self) -> dict:
+        return super().record() | {"rates": self.rates}
+
+
+def fit(mesh, case, steps, *, resume=None, workers=0, callbacks=(), seed=7):
+    """The trainer after a run, and its record. ``mesh`` None: ``strategy="auto"``."""
+    rates = Rates()
+    strategy = "auto" if mesh is None else WLBStrategy(*mesh)
+    runner = trainer(
+        strategy,
+        1 if mesh is None else int(np.prod(mesh)),
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[rates, *callbacks],
+        enable_checkpointing=bool(callbacks),
+    )
+    model = module(case, **SCHEDULE)
+    model.seed = seed
+    runner.fit(model, data(case, **DATA[case], num_workers=workers), ckpt_path=resume)
+    return runner, rates.record()
+
+
+def save(mesh, case, folder: Path) -> None:
+    """Six steps; two checkpoints of them, one of which replaces another."""
+    keeper = ModelCheckpoint(folder, every_n_train_steps=6)
+    runner, _ = fit(mesh, case, 6, callbacks=[keeper])
+    runner.save_checkpoint(folder / "mine.ckpt")
+    runner.save_checkpoint(folder / "mine.ckpt")
+    runner.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+
+
+def resume(mesh, case, path, workers=0) -> dict:
+    """Six more steps, by a module with other initial weights."""
+    return fit(mesh, case, 12, resume=path, workers=workers, seed=8)[1]
+
+
+# What runs on two ranks, in one start of them: (saved on, case, resumed on).
+PAIRS = [
+    ((1, 2, 1, 1), UNTIED, [(1, 2, 1, 1), (2, 1, 1, 1)]),
+    ((1, 2, 1, 1), TIED, [(1, 2, 1, 1), (1, 1, 2, 1)]),
+    ((1, 1, 2, 1), UNTIED, [(1, 1, 2, 1), (1, 2, 1, 1)]),
+    ((2, 1, 1, 1), TIED, [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)]),
+]
+
+
+def name_of(mesh, case) -> str:
+    return "x".join(map(str, mesh)) + ("-tied" if case.tied else "")
+
+
+def default_name(folder: Path) -> Path:
+    """What ModelCheckpoint called its only checkpoint."""
+    (found,) = folder.glob("epoch=*-step=6.ckpt")
+    return found
+
+
+def two_ranks(rank: int, folder: Path) -> dict:
+    # Loader workers are children, which multiprocessing denies to the daemons that ranks are.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    results = {}
+    for mesh, case, targets in PAIRS:
+        home = folder / name_of(mesh, case)
+        save(mesh, case, home)
+        for target in targets:
+            # Where the mesh is the same, with loader workers and from ModelCheckpoint's.
+            same = target == mesh
+            path = default_name(home) if same else home / "mine.ckpt"
+            workers = 2 if same and mesh == (1, 2, 1, 1) else 0
+            results[mesh, case, target] = resume(target, case, path, workers)
+            if same:
+                results[mesh, case, None] = fit(mesh, case, 12)[1]
+    return results
+
+
+def one_rank(rank: int, folder: Path) -> dict:
+    results = {}
+    for mesh, case in (((1, 2, 1, 1), TIED), ((1, 1, 2, 1), UNTIED)):
+        path = folder / name_of(mesh, case) / "mine.ckpt"
+        results[mesh, case, (1, 1, 1, 1)] = resume((1, 1, 1, 1), case, path)
+    # And from one process to two stages.
+    save((1, 1, 1, 1), TIED, folder / name_of((1, 1, 1, 1), TIED))
+    return results
+
+
+def four_ranks(rank: int, folder: Path) -> None:
+    save((2, 1, 1, 2), UNTIED, folder / name_of((2, 1, 1, 2), UNTIED))
+
+
+def to_two_ranks(rank: int, folder: Path) -> dict:
+    return {
+        (mesh, case, (1, 2, 1, 1)): resume(
+            (1, 2, 1, 1), case, folder / name_of(mesh, case) / "mine.ckpt"
+        )
+        for mesh, case in (((1, 1, 1, 1), TIED), ((2, 1, 1, 2), UNTIED))
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(folder) -> list[dict]:
+    """(saved on, case, resumed on or None for the unbroken run) -> record, of every rank."""
+    pairs = run_ranks(two_ranks, 2, folder, process_group=False)
+    single = run_ranks(one_rank, 1, folder, process_group=False)
+    run_ranks(four_ranks, 4, folder, process_group=False)
+    moved = run_ranks(to_two_ranks, 2, folder, process_group=False)
+    return [pairs[0] | single[0] | moved[0], pairs[1] | moved[1]]
+
+
+@cache
+def unbroken(case: Case) -> dict:
+    return fit(None, case, 12)[1]
+
+
+def _name(name: str, names: dict) -> str:
+    return name if name in names else name.replace("head.weight", "embed.weight")
+
+
+def test_the_data_asks_for_what_resume_must_keep(folder, results):
+    """Delayed documents at the untied case's checkpoint; an epoch's end at the tied case's."""
+    meta = torch.load(default_name(folder / name_of((1, 2, 1, 1), UNTIED)) / "meta.pt")
+    assert any(meta["WLBDataModule"]["planner"]["queues"])
+    plans = [StepPlan.from_json(text) for text in unbroken(TIED)["plans"]]
+    assert (plans[5].epoch, plans[6].epoch) == (0, 1)
+    delayed = [StepPlan.from_json(text).max_delay for text in unbroken(UNTIED)["plans"]]
+    assert max(delayed[6:]) > 0
+    rates = unbroken(UNTIED)["rates"]
+    assert rates[0] < rates[3] > rates[6] > rates[11], "a warm-up and a decay by tokens"
+
+
+def test_on_the_same_mesh_bit_for_bit(results):
+    compared = 0
+    for rank in results:
+        for (mesh, case, target), got in rank.items():
+            if target != mesh:
+                continue
+            want = rank[mesh, case, None]
+            assert got["losses"] == want["losses"][6:], (mesh, case)
+            assert got["plans"] == want["plans"][6:], (mesh, case)
+            assert got["rates"] == want["rates"][6:], (mesh, case)
+            assert set(got["parameters"]) == set(want["parameters"])
+            for name, value in got["parameters"].items():
+                assert np.array_equal(value, want["parameters"][name]), (mesh, case, name)
+            compared += 1
+    assert compared == 2 * len(PAIRS)
+
+
+def test_on_another_mesh_to_ten_digits(results):
+    moves = set()
+    for rank in results:
+        for (mesh, case, target), got in rank.items():
+            if target is None:
+                continue
+            want = unbroken(case)
+            where = (mesh, case, target)
+            assert got["losses"] == pytest.approx(want["losses"][6:], rel=1e-10), where
+            assert got["rates"] == pytest.approx(want["rates"][6:], rel=1e-12), where
+            for text, expected in zip(got["plans"], want["plans"][6:], strict=True):
+                assert StepPlan.from_json(text).pieces == StepPlan.from_json(expected).pieces
+            for name, value in got["parameters"].items():
+                expected = want["parameters"][_name(name, want["parameters"])]
+                error = relative_error(value, expected)
+                assert error <= 1e-10, (where, name, error)
+            moves.add((mesh, case.tied, target))
+    assert {
+        ((1, 2, 1, 1), False, (2, 1, 1, 1)),
+        ((1, 1, 2, 1), False, (1, 2, 1, 1)),
+        ((1, 1, 2, 1), False, (1, 1, 1, 1)),
+        ((1, 2, 1, 1), True, (1, 1, 1, 1)),
+        ((1, 1, 1, 1), True, (1, 2, 1, 1)),
+        ((2, 1, 1, 2), False, (1, 2, 1, 1)),
+    } <= moves
+
+
+def test_a_checkpoint_is_whole_and_of_plain_types(folder, results):
+    assert not list(folder.glob("**/*.partial"))
+    home = folder / name_of((1, 2, 1, 1), UNTIED)
+    assert sorted(path.name for path in home.iterdir()) == sorted(
+        ["mine.ckpt", "weights.ckpt", default_name(home).name]
+    )
+    for path in home.iterdir():
+        names = {file.name for file in path.iterdir()}
+        assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt"}
+    meta = torch.load(home / "mine.ckpt" / "meta.pt", weights_only=True)
+    assert meta["global_step"] == 6
+    assert meta["tokens_seen"] == meta["WLBDataModule"]["planner"]["tokens"] > 0
+    assert "state_dict" not in meta
+    assert "optimizer_states" not in meta
+
+
+@pytest.mark.parametrize("case", [UNTIED, TIED], ids=["untied", "tied"])
+def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, monkeypatch, tmp_path):
+    source, file = folder / name_of((1, 2, 1, 1), case) / "mine.ckpt", tmp_path / "whole.ckpt"
+    monkeypatch.setattr(sys, "argv", ["", str(source), "--output_file", str(file)])
+    runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+    _, want = fit(None, case, 6)
+    loaded = LanguageModule.load_from_checkpoint(file)
+    assert loaded.config == module(case).config
+    parameters = {name: whole(p) for name, p in loaded.double().named_parameters()}
+    assert set(parameters) == set(want["parameters"])
+    for name, value in parameters.items():
+        # load_from_checkpoint makes float32 parameters.
+        assert relative_error(value, want["parameters"][name]) <= 1e-7, name
+    # Through a Trainer the precision is the Trainer's.
+    runner, model = trainer("auto", 1), module(case)
+    runner.validate(model, data(case, validation_documents=4), ckpt_path=file, verbose=False)
+    for name, value in model.named_parameters():
+        assert relative_error(whole(value), want["parameters"][name]) <= 1e-10, name
+
+
+def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
+    messages = []
+    (scratch / "file.ckpt").write_text("no checkpoint")
+    (scratch / "folder.ckpt").mkdir()
+    for path, error in (
+        (scratch / "file.ckpt", FileNotFoundError),
+        (scratch / "folder.ckpt", FileNotFoundError),
+        (scratch / "nowhere.ckpt", FileNotFoundError),
+        (home / "weights.ckpt", ValueError),
+        ("s3://bucket/run.ckpt", MisconfigurationException),
+    ):
+        with pytest.raises(error) as info:
+            resume((1, 1, 1, 1), UNTIED, path)
+        messages.append(str(info.value))
+    # Weights alone are enough to validate with, and do not touch optimizers.
+    runner = trainer(WLBStrategy(), 1)
+    model = module(UNTIED)
+    runner.fit(model, data(UNTIED, **DATA[UNTIED], validation_documents=4))
+    before = runner.optimizers[0].state_dict()["state"][0]["exp_avg"].clone()
+    runner.validate(model, runner.datamodule, ckpt_path=home / "weights.ckpt", verbose=False)
+    after = runner.optimizers[0].state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(before.full_tensor(), after.full_tensor())
+    reference, _ = fit((1, 1, 1, 1), UNTIED, 6)
+    for mine, other in zip(model.parameters(), reference.model.parameters(), strict=True):
+        assert relative_error(whole(mine), whole(other)) <= 1e-10
+    return messages
+
+
+def test_what_is_not_a_checkpoint_is_answered(folder, results, tmp_path):
+    home = folder / name_of((1, 1, 2, 1), UNTIED)
+    (messages,) = run_ranks(refusals, 1, home, tmp_path, process_group=False)
+    for name, message in zip(("file", "folder", "nowhere"), messages, strict=False):
+        assert f"{name}.ckpt is not a checkpoint of WLBStrategy" in message
+        assert "Pass the folder that ModelCheckpoint" in message
+    assert "weights.ckpt holds weights only, so training cannot resume" in messages[3]
+    assert "got s3://bucket/run.ckpt" in messages[4]
