@@ -20,9 +20,6 @@ import os
 import warnings
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-warnings.filterwarnings("ignore", message=".*LeafSpec")  # Lightning's own, of torch 2.13
-
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -135,6 +132,7 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message=".*LeafSpec")  # Lightning's own, under torch 2.13
     torch.set_num_threads(1)
     options = parse()
     monitors = [run(packing, options) for packing in options.packing]

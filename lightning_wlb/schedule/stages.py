@@ -9,7 +9,7 @@ no head). Dynamic programme, O(stages · layers²): microseconds for any real mo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 
 def split_stages(
@@ -41,7 +41,7 @@ def split_stages(
         ends = (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
         return prefix[stop] - prefix[first] + ends
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(stage: int, first: int) -> tuple[int, int]:
         """(dearest stage from here on, where this stage stops)."""
         if stage == stages - 1:
