@@ -75,7 +75,7 @@ def chunked_token_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None = None
 ) -> Tensor:
     """:func:`token_loss` by this module's own function, whatever torch offers."""
-    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group)
     return loss
 
 

@@ -16,7 +16,7 @@ Communication rules (docs/design.md, "Pipeline"):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -219,7 +219,8 @@ class _Step:
         if not self.pipeline.first:
             hidden = self._receive(action, self.pipeline.stage - 1)
             hidden.requires_grad_(torch.is_grad_enabled())
-        output = self._timed(action, lambda: self.model(micro_batch, hidden))
+        with self._timed(action):
+            output = self.model(micro_batch, hidden)
         if torch.is_grad_enabled():
             self.boundaries[action.micro_batch] = (hidden, output)
         if self.pipeline.last:
@@ -236,16 +237,14 @@ class _Step:
             # Its gradient is here, so the peer has the activation: let go of it.
             work, _ = self.sends.pop(action._replace(kind=FORWARD))
             work.wait()
-        self._timed(action, lambda: torch.autograd.backward(output, gradient))
+        with self._timed(action):
+            torch.autograd.backward(output, gradient)
         if hidden is not None:
             assert hidden.grad is not None
             self._send(action, self.pipeline.stage - 1, hidden.grad)
 
-    def _timed(self, action: Action, compute: Callable[[], Tensor]) -> Tensor:
-        if self.stopwatch is None:
-            return compute()
-        with self.stopwatch.action(action):
-            return compute()
+    def _timed(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch.action(action)
 
     def _shape(self, action: Action) -> tuple[int, int]:
         rows = self.micro_batches[action.micro_batch].rows

@@ -23,6 +23,7 @@ stage does not fit that way; use more pipeline or tensor parallelism.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,12 +93,12 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def _root_state(model: nn.Module):  # type: ignore[no-untyped-def]
+def _root_state(model: nn.Module) -> Any:
     assert isinstance(model, FSDPModule)
     return model._get_fsdp_state()
 
 
-def _parameter_groups(state):  # type: ignore[no-untyped-def]
+def _parameter_groups(state: Any) -> Any:
     # torch 2.13 has a list of groups for each state, torch 2.11 at most one group.
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups

@@ -52,7 +52,7 @@ class WLBPrecision(Precision):
                 " a plugin that a step of many backward passes does not support. Use one of"
                 f" {', '.join(_DTYPES)}; on GPUs 'bf16-mixed' is the usual choice."
             )
-        self.precision = precision
+        self.precision = precision  # type: ignore[assignment]  # checked above
         self.initial_dtype, self.parameter_dtype, self.compute_dtype = _DTYPES[precision]
         self.clip: Clip | None = None
 

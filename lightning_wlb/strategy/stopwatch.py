@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ class Stopwatch(Protocol):
     def begin_step(self) -> None:
         """Forget the last step; time zero is now."""
 
-    def action(self, action: Action):  # type: ignore[no-untyped-def]
+    def action(self, action: Action) -> AbstractContextManager[None]:
         """Context manager around one action's computation."""
 
     def start(self) -> None:

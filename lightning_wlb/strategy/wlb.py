@@ -167,7 +167,8 @@ class WLBStrategy(ParallelStrategy):
                 self.node_rank * self.num_processes + self.local_rank
             )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        utils_rank_zero_only.rank = self.global_rank
 
     def setup_environment(self) -> None:
         """Initialise the process group and the mesh."""
@@ -214,7 +215,8 @@ class WLBStrategy(ParallelStrategy):
     @property
     def precision_plugin(self) -> WLBPrecision:
         """Always a :class:`WLBPrecision`, made from the Trainer's ``precision``."""
-        return self._precision_plugin or WLBPrecision()
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, WLBPrecision) else WLBPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -281,7 +283,7 @@ class WLBStrategy(ParallelStrategy):
         shape, sizes = module.model_shape, self.sizes
         check_tensor_parallel(shape, sizes.tensor)
         # What a layer costs per token depends on how much a token attends to.
-        attended = int(getattr(trainer.datamodule, "mean_context", 0))
+        attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         layer = layer_linear_flops(shape, 1) + attention_flops(shape, 1, attended) // shape.layers
         stages = split_stages(
             [layer] * shape.layers, sizes.pipeline, embedding=0, head=head_flops(shape, 1)
