@@ -54,7 +54,7 @@ from lightning_wlb.strategy.clip import clip_gradients
 from lightning_wlb.strategy.executor import Executor, Pipeline
 from lightning_wlb.strategy.mesh import MeshSizes, Size
 from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.precision import WLBPrecision
+from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
 
 
@@ -222,7 +222,7 @@ class WLBStrategy(ParallelStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # None must stay None: the Trainer takes a plugin that is here before it for the user's.
         if plugin is not None and not isinstance(plugin, WLBPrecision):
-            plugin = WLBPrecision(str(plugin.precision))
+            plugin = WLBPrecision(asked_precision(str(plugin.precision)))
         self._precision_plugin = plugin
 
     # Model and optimizers
