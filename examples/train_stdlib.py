@@ -61,6 +61,7 @@ def run(packing: str, arguments: argparse.Namespace) -> wlb.ImbalanceMonitor:
         gradient_clip_val=1.0,
         callbacks=[monitor],
         logger=CSVLogger(folder, name=packing),
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_model_summary=False,
     )
