@@ -107,7 +107,8 @@ class StdlibDocuments:
         """How many tokens of ``[start, stop)`` have a target: all but the document's last."""
         return max(min(stop, int(self.lengths[document]) - 1) - start, 0)
 
-    def mask(self, document: int, start: int, stop: int) -> None:
+    # Annotated as the protocol is: LightningCLI compares the signatures.
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """None: every token may be a target."""
         return None
 
