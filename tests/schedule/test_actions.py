@@ -1,6 +1,16 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_wlb.schedule.actions import Action, check_schedule, format_program, parse_program
+from lightning_wlb.schedule.actions import (
+    Action,
+    channel_of,
+    check_schedule,
+    format_program,
+    parse_program,
+    source_of,
+    target_of,
+)
 from lightning_wlb.schedule.one_f_one_b import one_f_one_b
 
 
@@ -52,3 +62,55 @@ def test_a_wrong_schedule_is_named(programs, message):
     count = max(action.micro_batch for program in parsed for action in program) + 1
     with pytest.raises(ValueError, match=message):
         check_schedule(parsed, count)
+
+
+def parse(*programs):
+    return [parse_program(program) for program in programs]
+
+
+def test_several_stages_per_rank():
+    check_schedule(parse("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"), 1, stages_per_rank=2)
+
+
+def test_stages_of_one_rank_pass_locally():
+    check_schedule(parse("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"), 2, stages_per_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("1F0 0F0 1B0 0B0", "rank 0: 1F0 comes before 0F0, whose output it needs"),
+        ("0F0 1F0 0B0 1B0", "rank 0: 0B0 comes before 1B0, whose output it needs"),
+        ("0F0 0B0", "rank 0: 0B0 comes before 1B0, whose output it needs"),
+        ("0F0 1F0 1B0", "rank 0: 0B0 never run"),
+        ("0F0 1F0 2F0 1B0 0B0", "rank 0: action 2F0 does not belong there"),
+    ],
+)
+def test_a_wrong_order_on_one_rank_is_named(program, message):
+    with pytest.raises(ValueError, match=message):
+        check_schedule(parse(program), 1, stages_per_rank=2)
+
+
+def test_messages_of_a_channel_leave_in_order():
+    """Rank 1 takes micro-batch 1 first, rank 0 sends micro-batch 0 first."""
+    programs = parse("0F0 0F1 2F1 2F0 2B0 2B1 0B0 0B1", "1F1 1F0 3F1 3F0 3B0 3B1 1B0 1B1")
+    with pytest.raises(ValueError, match="rank 1 waits for the message that 1F1 needs from rank 0"):
+        check_schedule(programs, 2, stages_per_rank=2)
+
+
+def test_the_ring_closes_on_a_channel_of_its_own():
+    assert channel_of(Action(1, "F", 0), 2) == ("F", False)
+    assert channel_of(Action(2, "F", 0), 2) == ("F", True)
+    assert channel_of(Action(1, "B", 0), 2) == ("B", True)
+    assert channel_of(Action(2, "B", 0), 2) == ("B", False)
+
+
+@given(st.integers(0, 5), st.sampled_from("FB"), st.integers(0, 3))
+def test_source_and_target_are_inverse(stage, kind, micro_batch):
+    action = Action(stage, kind, micro_batch)
+    target = target_of(action, 6)
+    if target is None:
+        assert stage == (5 if kind == "F" else 0)
+    else:
+        assert source_of(target, 6) == action
+        assert target.stage - stage == (1 if kind == "F" else -1)

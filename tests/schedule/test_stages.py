@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def test_no_split_is_better(layers, stages, embedding, head):
 
     def dearest(cuts):
         edges = [0, *cuts, len(layers)]
-        costs = [sum(layers[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        costs = [sum(layers[a:b]) for a, b in pairwise(edges)]
         costs[0] += embedding
         costs[-1] += head
         return max(costs)
