@@ -104,26 +104,33 @@ class Transformer(nn.Module):
         self.context_group: ProcessGroup | None = None
         self.tensor_group: ProcessGroup | None = None
 
-    def forward(self, micro_batch: MicroBatchTensors, hidden: Tensor | None = None) -> Tensor:
-        """Run the parts that are present; P rows, of which this rank's residual stream has P/TP.
+    def forward(
+        self,
+        micro_batch: MicroBatchTensors,
+        hidden: Tensor | None = None,
+        layers: range | None = None,
+    ) -> Tensor:
+        """Run one stage; P rows, of which this rank's residual stream has P/TP.
 
         Args:
             micro_batch: tokens are read where there is an embedding, labels where there is a head.
-            hidden: [P/TP, dim], the output of the stage before; None where there is an embedding.
+            hidden: [P/TP, dim], the output of the stage before; None in the first stage.
+            layers: global numbers of the stage's layers, where the module holds more than one
+                stage; all that it holds if None.
 
         Returns:
             Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
             losses, 0-dim, float32 or wider, the same on every tensor-parallel rank. With a head
             and no labels: logits [P, vocabulary/TP] of this rank's share of the vocabulary.
         """
-        if self.embed is not None:
+        if hidden is None:
+            assert self.embed is not None
             assert micro_batch.tokens is not None
             hidden = self.embed(micro_batch.tokens)
-        assert hidden is not None
         turns = rotation(micro_batch.positions, self.config, hidden.dtype)
-        for number in sorted(self.layers, key=int):
-            hidden = self.layers[number](hidden, turns, micro_batch.attention, self.attend)
-        if self.head is not None:
+        for number in sorted(map(int, self.layers)) if layers is None else layers:
+            hidden = self.layers[str(number)](hidden, turns, micro_batch.attention, self.attend)
+        if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels)
         return hidden
 

@@ -29,9 +29,9 @@ def split_stages(
     count = len(layers)
     if not 1 <= stages <= count:
         raise ValueError(
-            f"{count} layers cannot be split into pipeline_parallel_size={stages} stages: every"
-            f" stage needs at least one layer. Use pipeline_parallel_size <= {count} or a deeper"
-            " model."
+            f"{count} layers cannot be split into {stages} pipeline stages"
+            " (pipeline_parallel_size, times virtual_pipeline_size): every stage needs at least"
+            f" one layer. Use at most {count} stages, or a deeper model."
         )
     prefix = [0]
     for cost in layers:

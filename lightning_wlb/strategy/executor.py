@@ -10,14 +10,14 @@ Communication rules (docs/design.md, "Pipeline"):
   must have received it, a backward send at the step's end. Waiting at once deadlocks two
   neighbours that both send first;
 * forward and backward messages have a communicator each, so that neither waits in the other's
-  queue; within one, messages of a pair are in FIFO order, since NCCL ignores tags;
+  queue, and so have those that close the ring of virtual stages; within one, messages of a pair
+  are in FIFO order, since NCCL ignores tags;
 * everything sent is contiguous and has the shape that the plan gives.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,47 +25,12 @@ from torch import Tensor, nn
 
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.one_f_one_b import one_f_one_b
+from lightning_wlb.schedule.actions import FORWARD, Action, channel_of
 from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.collectives import gather_from_all_ranks
+from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.stopwatch import Stopwatch, make_stopwatch
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Where a rank stands in its pipeline.
-
-    Args:
-        stage: this rank's stage.
-        ranks: global rank of each stage of this pipeline.
-        forward_group: communicator of activations; None for a single stage.
-        backward_group: communicator of gradients; None for a single stage.
-        tensor_parallel_size: a boundary tensor has ``rows / tensor_parallel_size`` rows.
-        hidden_size: elements per row of a boundary tensor.
-        dtype: of boundary tensors.
-        device: of boundary tensors.
-    """
-
-    stage: int
-    ranks: tuple[int, ...]
-    forward_group: dist.ProcessGroup | None
-    backward_group: dist.ProcessGroup | None
-    tensor_parallel_size: int
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank embeds tokens."""
-        return self.stage == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.stage == len(self.ranks) - 1
 
 
 class Executor:
@@ -117,9 +82,7 @@ class Executor:
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
         fully_sharded.begin_step(self.model)
-        program = one_f_one_b(
-            self.pipeline.stage, len(self.pipeline.ranks), len(batch.micro_batches)
-        )
+        program = self.pipeline.program(len(batch.micro_batches))
         if not training:
             program = [action for action in program if action.kind == FORWARD]
         step = _Step(self.model, self.pipeline, batch.micro_batches, denominator, self.stopwatch)
@@ -195,10 +158,14 @@ class _Step:
         self.micro_batches = micro_batches
         self.denominator = denominator
         self.stopwatch = stopwatch
+        self.last_stage = len(pipeline.stages) - 1
         wide = torch.float64 if pipeline.dtype == torch.float64 else torch.float32
         self.loss = torch.zeros((), dtype=wide, device=pipeline.device)
-        self.boundaries: dict[int, tuple[Tensor | None, Tensor]] = {}
+        # What a stage was given and what it made of it, until its backward.
+        self.boundaries: dict[Action, tuple[Tensor | None, Tensor]] = {}
         self.sends: dict[Action, tuple[dist.Work, Tensor]] = {}
+        # Messages between two stages of this rank, by the action that they are for.
+        self.local: dict[Action, Tensor] = {}
 
     def run(self, action: Action) -> None:
         """Run one action, its receive before it and its send after it."""
@@ -216,32 +183,34 @@ class _Step:
     def _forward(self, action: Action) -> None:
         micro_batch = self.micro_batches[action.micro_batch]
         hidden = None
-        if not self.pipeline.first:
-            hidden = self._receive(action, self.pipeline.stage - 1)
+        if action.stage > 0:
+            hidden = self._receive(action, action.stage - 1)
             hidden.requires_grad_(torch.is_grad_enabled())
+        layers = self.pipeline.stages[action.stage]
         with self._timed(action):
-            output = self.model(micro_batch, hidden)
+            output = self.model(micro_batch, hidden, layers)
         if torch.is_grad_enabled():
-            self.boundaries[action.micro_batch] = (hidden, output)
-        if self.pipeline.last:
+            self.boundaries[action] = (hidden, output)
+        if action.stage == self.last_stage:
             self.loss += output.detach()
         else:
-            self._send(action, self.pipeline.stage + 1, output.detach())
+            self._send(action, action.stage + 1, output.detach())
 
     def _backward(self, action: Action) -> None:
-        hidden, output = self.boundaries.pop(action.micro_batch)
-        if self.pipeline.last:
+        forward = action._replace(kind=FORWARD)
+        hidden, output = self.boundaries.pop(forward)
+        if action.stage == self.last_stage:
             gradient = torch.full_like(output, 1.0 / self.denominator)
         else:
-            gradient = self._receive(action, self.pipeline.stage + 1)
+            gradient = self._receive(action, action.stage + 1)
             # Its gradient is here, so the peer has the activation: let go of it.
-            work, _ = self.sends.pop(action._replace(kind=FORWARD))
-            work.wait()
+            if forward in self.sends:
+                self.sends.pop(forward)[0].wait()
         with self._timed(action):
             torch.autograd.backward(output, gradient)
         if hidden is not None:
             assert hidden.grad is not None
-            self._send(action, self.pipeline.stage - 1, hidden.grad)
+            self._send(action, action.stage - 1, hidden.grad)
 
     def _timed(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self.stopwatch is None else self.stopwatch.action(action)
@@ -251,27 +220,39 @@ class _Step:
         return rows // self.pipeline.tensor_parallel_size, self.pipeline.hidden_size
 
     def _send(self, action: Action, stage: int, tensor: Tensor) -> None:
+        """Send what ``action`` has made to the rank of the neighbouring ``stage``."""
         tensor = tensor.contiguous()
         assert tensor.shape == self._shape(action), (action, tensor.shape, self._shape(action))
         assert tensor.dtype == self.pipeline.dtype, (action, tensor.dtype, self.pipeline.dtype)
+        place = stage % len(self.pipeline.ranks)
+        receiver = action._replace(stage=stage)
+        if place == self.pipeline.rank:
+            self.local[receiver] = tensor
+            return
         work = dist.isend(
-            tensor, self.pipeline.ranks[stage], self._group(action), tag=action.micro_batch
+            tensor, self.pipeline.ranks[place], self._group(receiver), tag=self._tag(receiver)
         )
         assert work is not None
         self.sends[action] = (work, tensor)
 
     def _receive(self, action: Action, stage: int) -> Tensor:
+        """What ``action`` needs, from the rank of the neighbouring ``stage``."""
+        place = stage % len(self.pipeline.ranks)
+        if place == self.pipeline.rank:
+            return self.local.pop(action)
         buffer = torch.empty(
             self._shape(action), dtype=self.pipeline.dtype, device=self.pipeline.device
         )
         work = dist.irecv(
-            buffer, self.pipeline.ranks[stage], self._group(action), tag=action.micro_batch
+            buffer, self.pipeline.ranks[place], self._group(action), tag=self._tag(action)
         )
         assert work is not None
         work.wait()
         return buffer
 
-    def _group(self, action: Action) -> dist.ProcessGroup | None:
-        return (
-            self.pipeline.backward_group if action.kind == BACKWARD else self.pipeline.forward_group
-        )
+    def _group(self, receiver: Action) -> dist.ProcessGroup:
+        return self.pipeline.groups[channel_of(receiver, len(self.pipeline.ranks))]
+
+    def _tag(self, receiver: Action) -> int:
+        """Names the message to an action; gloo matches by it, NCCL by order alone."""
+        return receiver.micro_batch * len(self.pipeline.stages) + receiver.stage

@@ -1,6 +1,6 @@
 """The order in which parallelisms are applied to a model, in one function.
 
-1. Pipeline: keep this stage's layers and ends; the rest was never materialised.
+1. Pipeline: keep this rank's layers and ends; the rest was never materialised.
 2. Tensor: place every weight on the tensor axis, in its own shard.
 3. Materialise, initialise by (seed, parameter name), cast.
 4. Fully sharded data parallel over data × context, per layer and root.
@@ -42,7 +42,7 @@ def parallelize(
             ``set_parallel_groups(context, tensor)``, and for tensor parallelism
             ``tensor_parallel_plan()``.
         mesh: from :meth:`~lightning_wlb.strategy.mesh.MeshSizes.device_mesh`.
-        stages: layers of each pipeline stage.
+        stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
         initialise: fills every parameter of the module with its first value.
         device: where the parameters live.
         dtype: of the parameters at rest.
@@ -53,7 +53,7 @@ def parallelize(
     """
     model_: Any = model
     ties = find_ties(model)
-    keep_stage(model, stages, mesh["pipeline"].get_local_rank())
+    keep_stages(model, stages, mesh["pipeline"].get_local_rank(), mesh["pipeline"].size())
 
     tensor_mesh = mesh["tensor"]
     model_.set_parallel_groups(
@@ -73,15 +73,16 @@ def parallelize(
     return ties
 
 
-def keep_stage(model: nn.Module, stages: list[range], stage: int) -> None:
-    """Drop the layers and ends that other stages own. Names keep their global layer number."""
+def keep_stages(model: nn.Module, stages: list[range], rank: int, ranks: int) -> None:
+    """Drop the layers and ends that other ranks own. Names keep their global layer number."""
+    mine = {layer for stage in stages[rank::ranks] for layer in stage}
     layers = cast(nn.ModuleDict, model.layers)
     for name in list(layers):
-        if int(name) not in stages[stage]:
+        if int(name) not in mine:
             del layers[name]
-    if stage != 0:
+    if rank != 0:
         model.embed = None  # type: ignore[assignment]  # an absent end is passed through
-    if stage != len(stages) - 1:
+    if rank != (len(stages) - 1) % ranks:
         model.head = None  # type: ignore[assignment]
 
 

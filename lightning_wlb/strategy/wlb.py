@@ -47,13 +47,16 @@ from lightning_wlb.cost.flops import attention_flops, head_flops, layer_linear_f
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.schedule.actions import Channel
+from lightning_wlb.schedule.registry import make_program
 from lightning_wlb.schedule.stages import split_stages
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.clip import clip_gradients
-from lightning_wlb.strategy.executor import Executor, Pipeline
+from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.mesh import MeshSizes, Size
 from lightning_wlb.strategy.parallelize import parallelize
+from lightning_wlb.strategy.pipeline import Pipeline, pipeline_groups
 from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
 
@@ -70,11 +73,15 @@ class WLBStrategy(ParallelStrategy):
         pipeline_parallel_size: stages that the layers are split into, by cost.
         context_parallel_size: ranks that share the tokens of each micro-batch.
         tensor_parallel_size: ranks that share each weight, with sequence parallelism.
+        schedule: order of the pipeline's actions: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
+        virtual_pipeline_size: stages per pipeline rank. ``"interleaved"`` needs at least 2, which
+            is what None means there; the others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank.
 
     Raises:
         MisconfigurationException: if the sizes do not fit the number of devices.
+        ValueError: if the schedule is unknown or cannot run so many stages per rank.
     """
 
     strategy_name = "wlb"
@@ -87,6 +94,8 @@ class WLBStrategy(ParallelStrategy):
         pipeline_parallel_size: Size = 1,
         context_parallel_size: Size = 1,
         tensor_parallel_size: Size = 1,
+        schedule: str = "1f1b",
+        virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -97,11 +106,16 @@ class WLBStrategy(ParallelStrategy):
             context_parallel_size,
             tensor_parallel_size,
         )
+        if virtual_pipeline_size is None:
+            virtual_pipeline_size = 2 if schedule == "interleaved" else 1
+        make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # checks both
+        self.schedule = schedule
+        self.virtual_pipeline_size = virtual_pipeline_size
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._sizes: MeshSizes | None = None
         self._device_mesh: DeviceMesh | None = None
-        self._backward_group: dist.ProcessGroup | None = None
+        self._pipeline_groups: dict[Channel, dist.ProcessGroup] = {}
         self._ties: list[Tie] = []
         self.executor: Executor | None = None
         self.num_nodes = 1
@@ -167,8 +181,8 @@ class WLBStrategy(ParallelStrategy):
                 self.node_rank * self.num_processes + self.local_rank
             )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank
+        utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Initialise the process group and the mesh."""
@@ -189,26 +203,10 @@ class WLBStrategy(ParallelStrategy):
         )
         if self._device_mesh is None:
             self._device_mesh = self._sizes.device_mesh(self.root_device.type)
-            self._backward_group = self._second_pipeline_group()
+            self._pipeline_groups = pipeline_groups(
+                self._sizes, self.global_rank, self.virtual_pipeline_size > 1, self._timeout
+            )
         rank_zero_info(f"WLBStrategy: mesh {self._sizes}")
-
-    def _second_pipeline_group(self) -> dist.ProcessGroup | None:
-        """A communicator for gradients beside the pipeline axis' own, which carries activations."""
-        if self.sizes.pipeline == 1:
-            return None
-        mine = None
-        # Every rank creates every group, in the same order.
-        for data in range(self.sizes.data):
-            for context in range(self.sizes.context):
-                for tensor in range(self.sizes.tensor):
-                    ranks = [
-                        self.sizes.rank(data, stage, context, tensor)
-                        for stage in range(self.sizes.pipeline)
-                    ]
-                    group = dist.new_group(ranks, timeout=self._timeout)
-                    if self.global_rank in ranks:
-                        mine = group
-        return mine
 
     # Precision
 
@@ -286,7 +284,9 @@ class WLBStrategy(ParallelStrategy):
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         layer = layer_linear_flops(shape, 1) + attention_flops(shape, 1, attended) // shape.layers
         stages = split_stages(
-            [layer] * shape.layers, sizes.pipeline, embedding=0, head=head_flops(shape, 1)
+            [layer] * shape.layers,
+            sizes.pipeline * self.virtual_pipeline_size,
+            head=head_flops(shape, 1),
         )
         precision = self.precision_plugin
         self._ties = parallelize(
@@ -298,17 +298,17 @@ class WLBStrategy(ParallelStrategy):
             dtype=precision.parameter_dtype,
             policy=precision.policy,
         )
-        data, stage, context, tensor = sizes.coordinate(self.global_rank)
-        several = sizes.pipeline > 1
+        data, place, context, tensor = sizes.coordinate(self.global_rank)
         self.executor = Executor(
             model,
             Pipeline(
-                stage=stage,
+                rank=place,
                 ranks=tuple(
                     sizes.rank(data, other, context, tensor) for other in range(sizes.pipeline)
                 ),
-                forward_group=self.device_mesh["pipeline"].get_group() if several else None,
-                backward_group=self._backward_group,
+                stages=tuple(stages),
+                schedule=self.schedule,
+                groups=self._pipeline_groups,
                 tensor_parallel_size=sizes.tensor,
                 hidden_size=shape.dim,
                 dtype=precision.compute_dtype,

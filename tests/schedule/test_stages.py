@@ -16,7 +16,7 @@ def test_the_head_weighs():
 
 
 def test_fewer_layers_than_stages():
-    with pytest.raises(ValueError, match="2 layers cannot be split into pipeline_parallel_size=3"):
+    with pytest.raises(ValueError, match="2 layers cannot be split into 3 pipeline stages"):
         split_stages([1, 1], 3)
 
 

@@ -53,31 +53,77 @@ def run_cases(rank: int, mesh: tuple[int, int, int, int], cases: tuple[Case, ...
     return results
 
 
+def run_schedules(
+    rank: int, runs: tuple[tuple[tuple[int, ...], str, int, Case], ...]
+) -> list[dict]:
+    results = []
+    for mesh, schedule, virtual, case in runs:
+        recorder = Recorder()
+        strategy = WLBStrategy(*mesh, schedule=schedule, virtual_pipeline_size=virtual)
+        runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
+        runner.fit(module(case), data(case))
+        results.append(recorder.record())
+    return results
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs"),
+    [
+        (1, (((1, 1, 1, 1), "interleaved", 4, CASES[0]),)),
+        (
+            2,
+            (
+                ((1, 2, 1, 1), "gpipe", 1, CASES[0]),
+                ((1, 2, 1, 1), "interleaved", 2, CASES[1]),
+                ((1, 2, 1, 1), "interleaved", 2, CASES[2]),
+            ),
+        ),
+        (
+            4,
+            (
+                ((1, 4, 1, 1), "gpipe", 1, CASES[1]),
+                ((2, 2, 1, 1), "interleaved", 2, CASES[0]),
+                ((1, 2, 2, 1), "interleaved", 2, CASES[2]),
+                ((1, 2, 1, 2), "interleaved", 2, CASES[1]),
+            ),
+        ),
+    ],
+)
+def test_every_schedule_gives_the_same_gradients(ranks, runs):
+    results = run_ranks(run_schedules, ranks, runs, process_group=False)
+    for index, (_, _, _, case) in enumerate(runs):
+        check_equal([rank[index] for rank in results], case)
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_gradients_and_parameters_equal_one_process(mesh):
     ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, CASES, process_group=False)
     for index, case in enumerate(CASES):
-        want = expected(case)
-        records = [rank[index] for rank in ranks]
-        seen: set[str] = set()
-        for record in records:
-            assert record["losses"] == pytest.approx(want["losses"], rel=1e-12)
-            assert len(record["gradients"]) == 3
-            for step in range(3):
-                for name, gradient in record["gradients"][step].items():
-                    name = _global(name, want["gradients"][step])
-                    seen.add(name)
-                    error = relative_error(gradient, want["gradients"][step][name])
-                    assert error <= TOLERANCE, (case, step, name, error)
-            for name, value in record["parameters"].items():
-                name = _global(name, want["parameters"])
-                error = relative_error(value, want["parameters"][name])
-                assert error <= TOLERANCE, (case, name, error)
-        assert seen == set(want["gradients"][0]), case
+        check_equal([rank[index] for rank in ranks], case)
     if mesh[0] == 2:
         # Replicas with different numbers of micro-batches are part of what was tested.
         counts = {tuple(record["micro_batches"]) for rank in ranks for record in rank[:1]}
         assert len(counts) > 1
+
+
+def check_equal(records: list[dict], case: Case) -> None:
+    """All ranks' losses, gradients of three steps and final parameters against one process."""
+    want = expected(case)
+    seen: set[str] = set()
+    for record in records:
+        assert record["losses"] == pytest.approx(want["losses"], rel=1e-12)
+        assert len(record["gradients"]) == 3
+        for step in range(3):
+            for name, gradient in record["gradients"][step].items():
+                name = _global(name, want["gradients"][step])
+                seen.add(name)
+                error = relative_error(gradient, want["gradients"][step][name])
+                assert error <= TOLERANCE, (case, step, name, error)
+        for name, value in record["parameters"].items():
+            name = _global(name, want["parameters"])
+            error = relative_error(value, want["parameters"][name])
+            assert error <= TOLERANCE, (case, name, error)
+    assert seen == set(want["gradients"][0]), case
 
 
 def _global(name: str, names: dict) -> str:
