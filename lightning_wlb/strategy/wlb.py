@@ -24,9 +24,11 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -195,6 +197,10 @@ class WLBStrategy(ParallelStrategy):
             self.root_device
         )
         assert self.cluster_environment is not None
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            # Its launcher limits threads in the first process only. The other ranks would have a
+            # thread per core each, and crowd each other out.
+            _set_num_threads_if_needed(self.num_processes)
         _init_dist_connection(
             self.cluster_environment,
             backend,
