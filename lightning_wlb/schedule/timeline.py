@@ -6,7 +6,9 @@ the same step has the same form, so the two compare line by line.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_wlb.schedule.actions import Action
 
@@ -29,3 +31,23 @@ class Timing:
     wall: float
     compute: float
     attention: float
+
+
+class Span(NamedTuple):
+    """One action on a rank's time axis; integer nanoseconds from the start of the step."""
+
+    action: Action
+    begin_ns: int
+    end_ns: int
+
+
+def spans_of(timings: Iterable[Timing]) -> tuple[Span, ...]:
+    """Measured timings as spans, ``wall`` wide, rounded to whole nanoseconds.
+
+    Every rank counts from the start of its own step, so spans of several ranks are as well
+    aligned as the ranks were then.
+    """
+    return tuple(
+        Span(timing.action, round(timing.begin * 1e9), round((timing.begin + timing.wall) * 1e9))
+        for timing in timings
+    )
