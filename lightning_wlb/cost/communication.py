@@ -1,0 +1,149 @@
+"""How long messages between devices take: latency + bytes / bandwidth, over the right link.
+
+Which link an axis of the mesh uses follows from the order of the ranks (data outermost, then
+pipeline, context, and tensor innermost) and from the devices per node: a group whose ranks all
+lie in one node uses the node's link; any other crosses nodes. Every device has a network adapter
+of its own, so a group with m ranks in each node drives m of them, up to the node's link.
+
+Collectives are rings: an all-gather or reduce-scatter of B bytes over n ranks takes n - 1 steps
+in which each rank sends B/n bytes. Messages are not overlapped with computation, nor with each
+other: the executor overlaps neither.
+
+Cost: a few integer operations per call; setting up enumerates the ranks once. Not for
+oversubscribed networks, where the bandwidth depends on who else sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.cost.profile import Link, Profile
+
+AXES = ("data", "pipeline", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks along each axis, data outermost.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(
+                    f"mesh: {field.name}={getattr(self, field.name)}, but it must be at least 1."
+                )
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return self.data * self.pipeline * self.context * self.tensor
+
+    def groups(self, *axes: str) -> npt.NDArray[np.int64]:
+        """Ranks of each group that the axes span: int64 [groups, ranks of a group]."""
+        ranks = np.arange(self.devices).reshape([getattr(self, axis) for axis in AXES])
+        inner = [AXES.index(axis) for axis in axes]
+        outer = [number for number in range(len(AXES)) if number not in inner]
+        size = int(np.prod([ranks.shape[number] for number in inner]))
+        return ranks.transpose(outer + inner).reshape(-1, size)
+
+    def __str__(self) -> str:
+        return f"data {self.data} × pipeline {self.pipeline} × context {self.context}" + (
+            f" × tensor {self.tensor}"
+        )
+
+
+ONE_DEVICE = Mesh()
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Times of messages on one mesh of devices.
+
+    Raises:
+        ValueError: if the mesh spans nodes and the profile knows no network.
+    """
+
+    profile: Profile
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        if self.mesh.devices > self.profile.devices_per_node and not self._network:
+            raise ValueError(
+                f"The mesh {self.mesh} has {self.mesh.devices} devices, a node of the device"
+                f" profile {self.profile.name!r} has {self.profile.devices_per_node}, and the"
+                " profile has no link between nodes. Choose a smaller mesh, or add links.network"
+                " (latency_ns, bytes_per_second) to the profile."
+            )
+
+    @cached_property
+    def tensor(self) -> Link:
+        """The link of tensor-parallel collectives."""
+        return self._of_groups("tensor")
+
+    @cached_property
+    def context(self) -> Link:
+        """The link of context-parallel collectives."""
+        return self._of_groups("context")
+
+    @cached_property
+    def data(self) -> Link:
+        """The link of the collectives that parameters are sharded over: data and context."""
+        return self._of_groups("data", "context")
+
+    @cached_property
+    def pipeline(self) -> tuple[Link, ...]:
+        """The link between stages s and s + 1, for each s; the last stage's leads to stage 0."""
+        node = self.mesh.groups("pipeline") // self.profile.devices_per_node
+        crosses = (node != np.roll(node, -1, axis=1)).any(axis=0)
+        return tuple(self._network[0] if cross else self._node for cross in crosses)
+
+    def collective_ns(self, axis: str, ranks: int, size: int) -> int:
+        """An all-gather or reduce-scatter.
+
+        Args:
+            axis: ``"tensor"``, ``"context"`` or ``"data"``.
+            ranks: of the group.
+            size: bytes of the whole, what every rank has in the end (or had in the beginning).
+        """
+        if ranks == 1 or size == 0:
+            return 0
+        link: Link = getattr(self, axis)
+        return round((ranks - 1) * (link.latency_ns + size / ranks * 1e9 / link.bytes_per_second))
+
+    def message_ns(self, source: int, size: int) -> int:
+        """A message of ``size`` bytes between pipeline stages ``source`` and ``source + 1``."""
+        link = self.pipeline[source % self.mesh.pipeline]
+        return round(link.latency_ns + size * 1e9 / link.bytes_per_second)
+
+    @property
+    def _node(self) -> Link:
+        return self.profile.links["node"]
+
+    @property
+    def _network(self) -> list[Link]:
+        return [self.profile.links["network"]] if "network" in self.profile.links else []
+
+    def _of_groups(self, *axes: str) -> Link:
+        """The slowest group decides: the step waits for it."""
+        node = self.mesh.groups(*axes) // self.profile.devices_per_node
+        if (node == node[:, :1]).all():
+            return self._node
+        network = self._network[0]
+        together = min(int(np.unique(row, return_counts=True)[1].min()) for row in node)
+        rate = together * network.bytes_per_second
+        if together > 1:
+            rate = min(rate, self._node.bytes_per_second)
+        return Link(network.latency_ns, rate)

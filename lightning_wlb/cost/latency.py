@@ -1,0 +1,312 @@
+"""How long work takes on a device: W_a and W_l of WLB-LLM §4.1 in nanoseconds, from a profile.
+
+Forward and backward apart, attention and the rest apart, on one rank:
+
+* attention: FLOPs of each segment with its queries padded to the kernel's tile, over the achieved
+  FLOP/s that the profile has for (queries, keys, head size) (WLB-LLM §5.3), summed over segments;
+* matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
+  charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
+  shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
+* communication (communication.py): tensor-parallel gathers and reduce-scatters of each layer, the
+  keys and values of context parallelism, boundary tensors of the pipeline, and the parameters and
+  gradients of data parallelism. Nothing overlaps, because nothing does in the executor;
+* activation checkpointing adds to a layer's backward the forward that it runs again.
+
+Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
+Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
+
+Cost: vectorised over segments, about 20 µs per call. Not for calls with fewer tiles than the
+device has processors: the profile's rates are those of a busy device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.cost.communication import ONE_DEVICE, Communication, Mesh
+from lightning_wlb.cost.flops import ModelShape, head_flops, layer_linear_flops
+from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
+
+Checkpointing = Literal["none", "selective", "full"]
+Integers = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+_PICOSECONDS = 1e12
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Times of a model's parts on one device of a mesh.
+
+    Args:
+        profile: of the device.
+        shape: of the whole model.
+        mesh: ranks along each axis.
+        activation_checkpointing: what a layer runs again in backward: nothing, its feed-forward
+            half (``"selective"``), or everything (``"full"``).
+        dtype: what the model computes in; None: the profile's.
+
+    Raises:
+        ValueError: a dtype that is not the profile's, a mesh that spans nodes under a profile
+            without network, a tensor-parallel size that does not divide the model, or an unknown
+            ``activation_checkpointing``.
+    """
+
+    profile: Profile
+    shape: ModelShape
+    mesh: Mesh = ONE_DEVICE
+    activation_checkpointing: Checkpointing = "none"
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        self.profile.check(dtype=self.dtype)
+        if self.profile.dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"The device profile {self.profile.name!r} is for dtype {self.profile.dtype!r};"
+                f" known are {', '.join(DTYPE_BYTES)}."
+            )
+        if self.activation_checkpointing not in get_args(Checkpointing):
+            raise ValueError(
+                f"activation_checkpointing={self.activation_checkpointing!r} is not one of"
+                f" {', '.join(get_args(Checkpointing))}."
+            )
+        size = self.mesh.tensor
+        for name in ("heads", "ffn_dim", "vocab_size"):
+            if getattr(self.shape, name) % size:
+                raise ValueError(
+                    f"tensor_parallel_size={size} does not divide the model's"
+                    f" {name}={getattr(self.shape, name)}; choose one that does."
+                )
+        # Asked for here so that a mesh without links is refused at once.
+        self.communication  # noqa: B018
+
+    @cached_property
+    def communication(self) -> Communication:
+        """Times of messages on the mesh."""
+        return Communication(self.profile, self.mesh)
+
+    # Compute, one layer on one rank
+
+    def attention_ns(self, queries: Integers, keys: Integers, *, backward: bool) -> int:
+        """The attention kernel of one layer on one rank, its part of the heads.
+
+        Args:
+            queries: int64 [segments], queries of each.
+            keys: int64 [segments], keys of each, at least its queries.
+            backward: the backward pass, recomputation included; else the forward pass.
+        """
+        result = self._kernel_ns(queries, keys, backward=backward)
+        if backward and self.activation_checkpointing == "full":
+            result += self._kernel_ns(queries, keys, backward=False)
+        return result
+
+    def linear_ns(self, rows: int, *, backward: bool) -> int:
+        """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
+        forward = self._layer_ns(rows, backward=False)
+        if not backward:
+            return forward
+        result = self._layer_ns(rows, backward=True)
+        if self.activation_checkpointing == "full":
+            result += forward
+        elif self.activation_checkpointing == "selective":
+            result += forward * self._feed_forward_permille // 1000
+        return result
+
+    # Compute, the ends of the model
+
+    def embedding_ns(self, rows: int, *, backward: bool) -> int:
+        """The look-up of ``rows`` tokens; backward adds into the whole table's gradient."""
+        width = DTYPE_BYTES[self.profile.dtype]
+        traffic = 2 * width * rows * self.shape.dim
+        if backward and rows:
+            traffic += 12 * self.shape.vocab_size // self.mesh.tensor * self.shape.dim
+        return self._traffic_ns(traffic)
+
+    def head_ns(self, rows: int, *, backward: bool) -> int:
+        """The output projection and the loss of ``rows`` rows; backward makes logits again."""
+        flops = head_flops(self.shape, rows) // self.mesh.tensor
+        words = self.shape.vocab_size // self.mesh.tensor
+        return self._product_ns(
+            self.profile.head, rows, 3 * flops if backward else flops, backward
+        ) + self._traffic_ns((28 if backward else 20) * rows * words)
+
+    def action_ns(self, rows: int, *, backward: bool) -> int:
+        """What a pass through a stage takes besides layers and ends."""
+        overhead = self.profile.action
+        return round(overhead.ns[backward] + rows * overhead.row_ns[backward])
+
+    # Communication
+
+    def tensor_parallel_ns(self, rows: int, *, backward: bool) -> int:
+        """Two gathers and two reduce-scatters of [rows, dim] of one layer; sums travel wide."""
+        width = DTYPE_BYTES[self.profile.dtype]
+        gather, scatter = (
+            self.communication.collective_ns("tensor", self.mesh.tensor, size)
+            for size in (rows * self.shape.dim * width, rows * self.shape.dim * max(width, 4))
+        )
+        passes = 2
+        if backward and self.activation_checkpointing == "full":
+            passes = 4
+        elif backward and self.activation_checkpointing == "selective":
+            passes = 3
+        return passes * (gather + scatter)
+
+    def context_parallel_ns(self, rows: int, keys: int, *, backward: bool) -> int:
+        """Keys and values of one layer: forward gathers, backward sums their gradients.
+
+        Args:
+            rows: of each rank of the group, padding included.
+            keys: that this rank's segments read, put in their order after the gather.
+            backward: sums travel wide; recomputation gathers again.
+        """
+        ranks = self.mesh.context
+        if ranks == 1:
+            return 0
+        width = DTYPE_BYTES[self.profile.dtype]
+        elements = 2 * self.rank_kv_heads * self.shape.head_dim
+        forward = self.communication.collective_ns(
+            "context", ranks, ranks * rows * elements * width
+        ) + self._traffic_ns(2 * keys * elements * width)
+        if not backward:
+            return forward
+        wide = max(width, 4)
+        result = self.communication.collective_ns(
+            "context", ranks, ranks * rows * elements * wide
+        ) + self._traffic_ns(keys * elements * (width + 2 * wide))
+        return result + (forward if self.activation_checkpointing == "full" else 0)
+
+    def pipeline_ns(self, rows: int, source: int) -> int:
+        """A boundary tensor of a micro-batch between stages ``source`` and ``source + 1``."""
+        if self.mesh.pipeline == 1:
+            return 0
+        width = DTYPE_BYTES[self.profile.dtype]
+        return self.communication.message_ns(
+            source, -(-rows // self.mesh.tensor) * self.shape.dim * width
+        )
+
+    def data_parallel_ns(self, parameters: int) -> int:
+        """Once a step: parameters gathered, gradients summed, and the optimizer's update.
+
+        Args:
+            parameters: of one rank's stage and tensor share, before sharding over data × context.
+        """
+        width = DTYPE_BYTES[self.profile.dtype]
+        ranks = self.mesh.data * self.mesh.context
+        shard = -(-parameters // ranks)
+        # AdamW reads parameter, gradient and two moments and writes all but the gradient.
+        return (
+            self.communication.collective_ns("data", ranks, parameters * width)
+            + self.communication.collective_ns("data", ranks, parameters * max(width, 4))
+            + self._traffic_ns(28 * shard)
+        )
+
+    # Sizes
+
+    @property
+    def rank_kv_heads(self) -> int:
+        """Key and value heads that one tensor-parallel rank computes."""
+        return max(self.shape.kv_heads // self.mesh.tensor, 1)
+
+    @property
+    def _feed_forward_permille(self) -> int:
+        whole = layer_linear_flops(self.shape, 1)
+        return 6000 * self.shape.dim * self.shape.ffn_dim // whole
+
+    def _kernel_ns(self, queries: Integers, keys: Integers, *, backward: bool) -> int:
+        if len(queries) == 0:
+            return 0
+        table = self.profile.attention_table(self.shape.head_dim)
+        padded = -(-queries // table.tile) * table.tile
+        before = keys - queries
+        pairs = padded * before + padded * (padded + 1) // 2
+        # Twice 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
+        flops = pairs * ((10 if backward else 4) * self.shape.head_dim)
+        flops *= self.shape.heads // self.mesh.tensor
+        time = flops * inverse_rate(table, padded, padded + before, backward=backward)
+        segments = np.rint(time * _PICOSECONDS).astype(np.int64)
+        return int(segments.sum()) // 1000 + round(table.call_ns[backward])
+
+    def _layer_ns(self, rows: int, *, backward: bool) -> int:
+        flops = layer_linear_flops(self.shape, rows) // self.mesh.tensor
+        factor = 2 if backward else 1
+        return self._product_ns(
+            self.profile.layer, rows, factor * flops, backward
+        ) + self._traffic_ns(factor * rows * self._element_bytes)
+
+    @property
+    def _element_bytes(self) -> int:
+        """Memory traffic per row of a layer's element-wise work, forward.
+
+        Two norms and two residual sums on this rank's rows, the rotary embedding in float32 on
+        its heads, SwiGLU on its part of the feed-forward width.
+        """
+        width = DTYPE_BYTES[self.profile.dtype]
+        wide = max(width, 4)
+        shape, size = self.shape, self.mesh.tensor
+        residual = (2 * 2 + 2 * 3) * width * shape.dim // size
+        heads = shape.heads // size + self.rank_kv_heads
+        rotary = (2 * width + 4 * wide) * heads * shape.head_dim
+        gate = 5 * width * shape.ffn_dim // size
+        return residual + rotary + gate
+
+    def _product_ns(self, table: LinearTable, rows: int, flops: int, backward: bool) -> int:
+        if rows == 0 or flops == 0:
+            return 0
+        rates = table.backward if backward else table.forward
+        first = table.rows[0]
+        if rows < first:
+            # A call on fewer rows than the table's first takes as long as on those.
+            return round(flops / rows * first / rates[0] * 1e9)
+        return round(flops * _over_inverse(rows, table.rows, rates) * 1e9)
+
+    def _traffic_ns(self, size: int) -> int:
+        return round(size * 1e9 / self.profile.element_bytes_per_second)
+
+
+def inverse_rate(
+    table: AttentionTable, queries: Integers, keys: Integers, *, backward: bool
+) -> _Floats:
+    """Seconds per FLOP of segments, bilinear over 1/queries and 1/(keys per query).
+
+    Beyond the table's last queries or keys the rate stays what it is there.
+    """
+    rates = np.array(table.backward if backward else table.forward, dtype=np.float64)
+    inverse = 1.0 / rates
+    row, row_weight = _cell(queries.astype(np.float64), table.queries)
+    column, column_weight = _cell(keys / queries, table.keys_per_query)
+    next_row = np.minimum(row + 1, rates.shape[0] - 1)
+    next_column = np.minimum(column + 1, rates.shape[1] - 1)
+    low = inverse[row, column] * column_weight + inverse[row, next_column] * (1.0 - column_weight)
+    high = inverse[next_row, column] * column_weight + inverse[next_row, next_column] * (
+        1.0 - column_weight
+    )
+    result: _Floats = low * row_weight + high * (1.0 - row_weight)
+    return result
+
+
+def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
+    """The axis point at or below each value, and its weight by 1/value; 0 weight at the next."""
+    points = np.array(axis, dtype=np.float64)
+    values = np.clip(values, points[0], points[-1])
+    index = np.clip(np.searchsorted(points, values, side="right") - 1, 0, max(len(points) - 2, 0))
+    if len(points) == 1:
+        return index, np.ones(len(values))
+    low, high = 1.0 / points[index], 1.0 / points[index + 1]
+    return index, (1.0 / values - high) / (low - high)
+
+
+def _over_inverse(value: int, axis: tuple[int, ...], rates: tuple[float, ...]) -> float:
+    """1/rate at ``value``, linear over 1/value between the points of the axis."""
+    if value >= axis[-1]:
+        return 1.0 / rates[-1]
+    index = next(number for number in range(len(axis) - 1) if value < axis[number + 1])
+    low, high = 1.0 / axis[index], 1.0 / axis[index + 1]
+    weight = (1.0 / value - high) / (low - high)
+    return weight / rates[index] + (1.0 - weight) / rates[index + 1]

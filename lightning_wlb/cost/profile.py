@@ -1,0 +1,328 @@
+"""What a device can do, as one JSON file: rates, bandwidths, latencies, and where they come from.
+
+A profile is *measured* (``lightning-wlb profile`` ran the real kernels and layers on the device)
+or *analytic* (published figures, named in ``sources``), and everything that predicts from it says
+which. Rates are achieved, not peak:
+
+* attention kernels: FLOP/s over the number of queries and the number of keys per query, with
+  queries rounded up to the kernel's tile (WLB-LLM §5.3), one table for each head size;
+* matrix products: FLOP/s over rows, of a decoder layer and of the output projection, so that a
+  short micro-batch runs at its own, lower utilisation;
+* memory traffic of element-wise work, in bytes per second;
+* links between devices of one node, and between nodes.
+
+Between table points the *inverse* rate is interpolated linearly over 1/queries, 1/(keys per query)
+and 1/rows, which is exact for a time of the form a + b·queries·keys. Only the four operations of
+arithmetic are used, which IEEE 754 makes equal on every processor.
+
+Cost: reading a file of some kilobytes. A profile knows nothing of contention: not for ranks that
+share a core, nor for collectives that share a link.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+_FOLDER = "profiles"
+
+
+@dataclass(frozen=True)
+class AttentionTable:
+    """Achieved FLOP/s of the attention kernel for one head size.
+
+    FLOPs are those of :func:`lightning_wlb.cost.flops.causal_pairs` with the queries rounded up to
+    the tile; backward counts 2.5 times the forward's.
+
+    Args:
+        head_dim: width of one head, in elements.
+        tile: queries that the kernel rounds a segment up to; 1 where it does not.
+        queries: queries of a segment, ascending.
+        keys_per_query: keys of a segment over its queries, ascending from 1.
+        forward: FLOP/s of the forward pass, [queries][keys_per_query].
+        backward: FLOP/s of the backward pass, likewise.
+        call_ns: time of a kernel call whatever its segments, (forward, backward).
+    """
+
+    head_dim: int
+    tile: int
+    queries: tuple[int, ...]
+    keys_per_query: tuple[float, ...]
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+    call_ns: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        _check_axis("attention.queries", self.queries)
+        _check_axis("attention.keys_per_query", self.keys_per_query)
+        if self.tile < 1 or self.head_dim < 1:
+            raise ValueError(
+                f"device profile: attention.tile={self.tile} and head_dim={self.head_dim} must be"
+                " at least 1."
+            )
+        for name in ("forward", "backward"):
+            table = getattr(self, name)
+            shape = [len(row) for row in table]
+            if shape != [len(self.keys_per_query)] * len(self.queries):
+                raise ValueError(
+                    f"device profile: attention.{name} has rows of {shape} entries, but the axes"
+                    f" ask for {len(self.queries)} rows of {len(self.keys_per_query)}."
+                )
+            for row in table:
+                _check_positive(f"attention.{name}", row)
+
+
+@dataclass(frozen=True)
+class LinearTable:
+    """Achieved FLOP/s of matrix products over the rows that they are given.
+
+    Args:
+        rows: ascending; below the first, a call takes as long as at the first.
+        forward: FLOP/s of the forward pass at each number of rows.
+        backward: FLOP/s of the backward pass, of twice the FLOPs.
+    """
+
+    rows: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_axis("rows", self.rows)
+        for name in ("forward", "backward"):
+            values = getattr(self, name)
+            if len(values) != len(self.rows):
+                raise ValueError(
+                    f"device profile: {name} has {len(values)} rates for {len(self.rows)} numbers"
+                    " of rows."
+                )
+            _check_positive(name, values)
+
+
+@dataclass(frozen=True)
+class ActionOverhead:
+    """What a pass through a stage takes besides its layers and ends: dispatch and positions.
+
+    Args:
+        ns: per action, whatever its size, (forward, backward).
+        row_ns: per row of the micro-batch, (forward, backward).
+    """
+
+    ns: tuple[float, float] = (0.0, 0.0)
+    row_ns: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One class of connection between two devices, in one direction.
+
+    Args:
+        latency_ns: time of a message without content.
+        bytes_per_second: what a device sends over it with large messages.
+    """
+
+    latency_ns: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if self.latency_ns < 0 or self.bytes_per_second <= 0:
+            raise ValueError(
+                f"device profile: a link of latency_ns={self.latency_ns} and"
+                f" bytes_per_second={self.bytes_per_second} is none."
+            )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One device and the links around it, in one dtype.
+
+    Args:
+        name: how a report calls it.
+        device: the processor's model.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        dtype: that the work was measured in: ``"bfloat16"``, ``"float32"``, ...
+        measured: whether a program measured it, or published figures were put together.
+        sources: sentences: where every figure comes from, or what was measured how.
+        date: of the measurement or of the figures, ISO 8601.
+        peak_flops: FLOP/s of the data sheet in that dtype, what utilisation is relative to; for
+            a device without one the highest rate measured.
+        memory_bytes: of one device.
+        devices_per_node: how many share the node's link.
+        element_bytes_per_second: memory traffic of element-wise work.
+        attention: one table for each head size.
+        layer: matrix products of a decoder layer.
+        head: the output projection and the loss; backward counts three times the forward's
+            FLOPs, because logits are computed again.
+        action: overhead of a pass through a stage.
+        links: ``"node"`` (between devices of one node) and ``"network"`` (between nodes).
+        versions: of the software that was measured.
+        shape: sizes of the layers that were measured; others are extrapolated from them.
+        errors: the fit's relative errors on work held out of it.
+
+    Raises:
+        ValueError: naming the field that is wrong.
+    """
+
+    name: str
+    device: str
+    device_type: str
+    dtype: str
+    measured: bool
+    sources: tuple[str, ...]
+    date: str
+    peak_flops: float
+    memory_bytes: int
+    devices_per_node: int
+    element_bytes_per_second: float
+    attention: tuple[AttentionTable, ...]
+    layer: LinearTable
+    head: LinearTable
+    links: Mapping[str, Link]
+    action: ActionOverhead = field(default_factory=ActionOverhead)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    shape: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("peak_flops", "memory_bytes", "devices_per_node", "element_bytes_per_second"):
+            _check_positive(name, [getattr(self, name)])
+        if not self.attention:
+            raise ValueError("device profile: attention has no table for any head size.")
+        if "node" not in self.links:
+            raise ValueError("device profile: links has no entry 'node'.")
+
+    @property
+    def provenance(self) -> str:
+        """Measured or analytic, in words that go beside every figure predicted from it."""
+        kind = "measured" if self.measured else "analytic (published figures, not measured)"
+        return f"profile {self.name}: {self.device}, {self.dtype}, {kind}, {self.date}"
+
+    def attention_table(self, head_dim: int) -> AttentionTable:
+        """The table of the head size nearest to ``head_dim`` by ratio; the larger of two."""
+        return min(
+            self.attention,
+            key=lambda table: (
+                max(table.head_dim, head_dim) / min(table.head_dim, head_dim),
+                -table.head_dim,
+            ),
+        )
+
+    def check(self, *, device_type: str | None = None, dtype: str | None = None) -> None:
+        """Refuse to speak for another device or dtype.
+
+        Raises:
+            ValueError: naming both, and the remedy.
+        """
+        for what, wanted, here in (
+            ("device", device_type, self.device_type),
+            ("dtype", dtype, self.dtype),
+        ):
+            if wanted is not None and wanted != here:
+                raise ValueError(
+                    f"The device profile {self.name!r} was made for {what} {here!r}, not for"
+                    f" {wanted!r}: its rates say nothing about that. Choose a profile of {what}"
+                    f" {wanted!r}, or measure one there with `lightning-wlb profile`."
+                )
+
+    def to_json(self) -> str:
+        """The profile as indented JSON; :meth:`from_json` is its inverse."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, origin: str = "device profile") -> Profile:
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: JSON.
+            origin: what an error calls it.
+
+        Raises:
+            ValueError: naming what is missing, unknown or out of range.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{origin} is not JSON: {error}.") from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ValueError(
+                f"{origin} is not a device profile of format {FORMAT}. Make one with"
+                " `lightning-wlb profile`."
+            )
+        try:
+            values["attention"] = tuple(_record(AttentionTable, t) for t in values["attention"])
+            values["layer"] = _record(LinearTable, values["layer"])
+            values["head"] = _record(LinearTable, values["head"])
+            values["links"] = {name: _record(Link, v) for name, v in values["links"].items()}
+            if "action" in values:
+                values["action"] = _record(ActionOverhead, values["action"])
+            values["sources"] = tuple(values["sources"])
+            return Profile(**values)
+        except KeyError as error:
+            raise ValueError(f"{origin}: the entry {error} is missing.") from error
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{origin}: {error}") from error
+
+    @staticmethod
+    def load(name: str | Path) -> Profile:
+        """A shipped profile by name, or one from a file.
+
+        Args:
+            name: one of :func:`shipped_profiles`, or the path of a JSON file.
+
+        Raises:
+            ValueError: no such profile or file, or not a profile; the message names the shipped.
+        """
+        if str(name) in shipped_profiles():
+            file = resources.files(__package__) / _FOLDER / f"{name}.json"
+            return Profile.from_json(file.read_text(encoding="utf-8"), f"device profile {name!r}")
+        path = Path(name)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"The device profile {str(name)!r} is neither shipped"
+                f" ({', '.join(shipped_profiles())}) nor a file that can be read: {error}."
+            ) from error
+        return Profile.from_json(text, f"device profile {path}")
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    folder = resources.files(__package__) / _FOLDER
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".json")
+    )
+
+
+def _record(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass from JSON values, lists made tuples."""
+    known = [item.name for item in fields(kind)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{kind.__name__} has no entry {name!r}; it has {', '.join(known)}.")
+    return kind(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _check_axis(name: str, values: Sequence[float]) -> None:
+    rising = all(low < high for low, high in pairwise(values))
+    if not values or not rising or values[0] < 1:
+        raise ValueError(
+            f"device profile: {name}={values} must ascend strictly from at least 1, and hold a"
+            " point."
+        )
+
+
+def _check_positive(name: str, values: Sequence[float]) -> None:
+    if not all(value > 0 for value in values):
+        raise ValueError(f"device profile: {name}={values} must be above 0.")

@@ -1,0 +1,75 @@
+"""Links of a mesh, and times of messages against hand-made figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_wlb.cost.communication import Communication, Mesh
+from lightning_wlb.cost.profile import Link, Profile
+
+NODE, NETWORK = Link(1000.0, 100e9), Link(5000.0, 10e9)
+PROFILE = replace(
+    Profile.load("h100"), devices_per_node=8, links={"node": NODE, "network": NETWORK}
+)
+
+
+def test_groups_follow_the_order_of_ranks() -> None:
+    mesh = Mesh(data=2, pipeline=2, context=2, tensor=2)
+    assert mesh.devices == 16
+    assert mesh.groups("tensor")[0].tolist() == [0, 1]
+    assert mesh.groups("context")[0].tolist() == [0, 2]
+    assert mesh.groups("pipeline")[0].tolist() == [0, 4]
+    assert sorted(mesh.groups("data", "context")[0].tolist()) == [0, 2, 8, 10]
+    for axes in (("tensor",), ("pipeline",), ("data", "context")):
+        assert sorted(mesh.groups(*axes).ravel().tolist()) == list(range(16))
+
+
+def test_inner_axes_stay_in_the_node_and_outer_ones_cross() -> None:
+    links = Communication(PROFILE, Mesh(data=2, pipeline=2, context=2, tensor=4))
+    assert links.tensor == links.context == NODE
+    # One rank of each data × context pair per node: two of context, and two nodes.
+    assert links.data == Link(5000.0, 20e9)
+    assert links.pipeline == (NETWORK, NETWORK)
+
+
+def test_a_stage_boundary_may_lie_inside_a_node() -> None:
+    links = Communication(PROFILE, Mesh(pipeline=4, tensor=4))
+    assert links.pipeline == (NODE, NETWORK, NODE, NETWORK)
+
+
+def test_a_group_over_nodes_drives_one_adapter_for_each_of_its_ranks_there() -> None:
+    assert Communication(PROFILE, Mesh(tensor=16)).tensor == Link(5000.0, 80e9)
+    fast = replace(PROFILE, links={"node": NODE, "network": Link(5000.0, 50e9)})
+    assert Communication(fast, Mesh(tensor=16)).tensor == Link(5000.0, 100e9)  # the node's
+    assert Communication(PROFILE, Mesh(context=4, tensor=8)).context == NETWORK
+
+
+def test_a_mesh_of_several_nodes_needs_a_network() -> None:
+    alone = replace(PROFILE, links={"node": NODE})
+    Communication(alone, Mesh(tensor=8))
+    with pytest.raises(ValueError, match=r"16 devices, a node .* has 8.*links.network"):
+        Communication(alone, Mesh(data=2, tensor=8))
+
+
+def test_times_are_latency_plus_bytes_over_bandwidth() -> None:
+    links = Communication(PROFILE, Mesh(pipeline=2, tensor=4))
+    # Three steps of 1 µs and 2.5 MB at 100 GB/s.
+    assert links.collective_ns("tensor", 4, 10_000_000) == 3 * (1000 + 25_000)
+    assert links.collective_ns("tensor", 1, 10_000_000) == 0
+    assert links.collective_ns("tensor", 4, 0) == 0
+    assert links.message_ns(0, 10_000_000) == 1000 + 100_000
+    assert links.message_ns(2, 10_000_000) == links.message_ns(0, 10_000_000)
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="context=0"):
+        Mesh(context=0)
+
+
+def test_setting_up_a_thousand_ranks_is_quick() -> None:
+    links = Communication(PROFILE, Mesh(data=16, pipeline=8, context=2, tensor=8))
+    assert links.data == NETWORK
+    assert np.unique(links.mesh.groups("data", "context")).size == 2048

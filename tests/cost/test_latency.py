@@ -1,0 +1,218 @@
+"""The latency model: exact values from simple profiles, and what must hold of any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.cost.flops import ModelShape, attention_flops, layer_linear_flops
+from lightning_wlb.cost.latency import LatencyModel, inverse_rate
+from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Link, Profile
+
+SHAPE = ModelShape(
+    dim=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=32000
+)
+H100 = Profile.load("h100")
+RATE = 1e14
+FLAT = replace(
+    H100,
+    attention=(AttentionTable(128, 128, (128,), (1.0,), ((RATE,),), ((RATE / 2,),)),),
+    layer=LinearTable((1,), (RATE,), (RATE / 2,)),
+    head=LinearTable((1,), (RATE,), (RATE,)),
+    action=ActionOverhead((100.0, 200.0), (1.0, 2.0)),
+    element_bytes_per_second=1e30,
+    links={"node": Link(0.0, 1e9), "network": Link(0.0, 1e8)},
+)
+
+
+def arrays(*segments: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    table = np.array(segments, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def test_attention_is_flops_over_the_rate() -> None:
+    model = LatencyModel(FLAT, SHAPE)
+    flops = attention_flops(SHAPE, 4096) // SHAPE.layers
+    assert model.attention_ns(*arrays((4096, 4096)), backward=False) == int(flops / RATE * 1e9)
+    assert model.attention_ns(*arrays((4096, 4096)), backward=True) == int(
+        2.5 * flops / (RATE / 2) * 1e9
+    )
+
+
+def test_queries_are_padded_to_the_tile() -> None:
+    model = LatencyModel(FLAT, SHAPE)
+    one = model.attention_ns(*arrays((1, 1000)), backward=False)
+    assert one == model.attention_ns(*arrays((128, 1127)), backward=False)
+    assert model.attention_ns(*arrays((129, 1128)), backward=False) > 2 * one
+
+
+def test_tensor_parallelism_divides_the_heads() -> None:
+    whole, part = (LatencyModel(FLAT, SHAPE, Mesh(tensor=size)) for size in (1, 8))
+    segments = arrays((4096, 8192), (512, 512))
+    assert part.attention_ns(*segments, backward=False) == pytest.approx(
+        whole.attention_ns(*segments, backward=False) / 8, abs=1
+    )
+    assert part.linear_ns(1000, backward=False) == pytest.approx(
+        whole.linear_ns(1000, backward=False) / 8, abs=1
+    )
+
+
+def test_no_segments_and_no_rows_take_no_time() -> None:
+    model = LatencyModel(H100, SHAPE)
+    for backward in (False, True):
+        assert model.attention_ns(*arrays(), backward=backward) == 0
+        assert model.linear_ns(0, backward=backward) == 0
+        assert model.head_ns(0, backward=backward) == 0
+
+
+def test_linear_work_is_flops_over_the_rate() -> None:
+    model = LatencyModel(FLAT, SHAPE)
+    flops = layer_linear_flops(SHAPE, 1000)
+    assert model.linear_ns(1000, backward=False) == round(flops / RATE * 1e9)
+    assert model.linear_ns(1000, backward=True) == round(2 * flops / (RATE / 2) * 1e9)
+
+
+def test_the_ends_and_the_overhead() -> None:
+    model = LatencyModel(FLAT, SHAPE)
+    flops = 2 * 1000 * 4096 * 32000
+    assert model.head_ns(1000, backward=False) == round(flops / RATE * 1e9)
+    assert model.head_ns(1000, backward=True) == round(3 * flops / RATE * 1e9)
+    assert model.action_ns(50, backward=False) == 150
+    assert model.action_ns(50, backward=True) == 300
+
+
+def test_short_micro_batches_pay_for_low_utilisation() -> None:
+    ramp = LinearTable((100, 200, 400), (1e13, 2e13, 3e13), (1e13, 2e13, 3e13))
+    model = LatencyModel(replace(FLAT, layer=ramp), SHAPE)
+    flops = layer_linear_flops(SHAPE, 1)
+    # Linear in rows between the table's points, constant below, at the last rate beyond.
+    at = {rows: model.linear_ns(rows, backward=False) for rows in (1, 100, 200, 300, 400, 800)}
+    assert at[100] == round(100 * flops / 1e13 * 1e9)
+    assert at[1] == at[100]
+    assert at[300] == pytest.approx((at[200] + at[400]) / 2, abs=2)
+    assert at[800] == round(800 * flops / 3e13 * 1e9)
+
+
+def test_the_rate_is_exact_for_times_affine_in_queries_times_keys() -> None:
+    # seconds = 1e-6 + flops·1e-12 for one head: inverse rate 1e-12 + 1e-6/flops is linear
+    # in 1/keys at given queries.
+    def rate(queries: int, ratio: float) -> float:
+        return 1 / (1e-12 + 1e-6 / (queries * queries * ratio))
+
+    ratios = (1.0, 2.0, 8.0)
+    table = AttentionTable(
+        128, 1, (16, 64), ratios, *(tuple(tuple(rate(q, r) for r in ratios) for q in (16, 64)),) * 2
+    )
+    for keys in (16, 20, 50, 128):
+        found = inverse_rate(table, np.array([16]), np.array([keys]), backward=False)
+        assert found[0] == pytest.approx(1 / rate(16, keys / 16), rel=1e-12)
+    # Beyond the table nothing is extrapolated.
+    far = inverse_rate(table, np.array([6400]), np.array([6400 * 100]), backward=False)
+    assert far[0] == pytest.approx(1 / rate(64, 8.0), rel=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 100_000)), min_size=1, max_size=20),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_a_sum_does_not_depend_on_the_order(segments: list, random: object, backward: bool) -> None:
+    model = LatencyModel(H100, SHAPE)
+    pairs = [(queries, queries + before) for queries, before in segments]
+    first = model.attention_ns(*arrays(*pairs), backward=backward)
+    random.shuffle(pairs)  # type: ignore[attr-defined]
+    assert model.attention_ns(*arrays(*pairs), backward=backward) == first
+    assert isinstance(first, int)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 100_000), st.integers(0, 100_000), st.booleans())
+def test_more_keys_never_take_less_time(queries: int, before: int, backward: bool) -> None:
+    model = LatencyModel(H100, SHAPE)
+    less = model.attention_ns(*arrays((queries, queries + before)), backward=backward)
+    more = model.attention_ns(*arrays((queries, queries + before + 128)), backward=backward)
+    assert more >= less
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 100_000), st.integers(1, 1000), st.booleans())
+def test_more_rows_never_take_less_time(rows: int, extra: int, backward: bool) -> None:
+    model = LatencyModel(H100, SHAPE)
+    assert model.linear_ns(rows + extra, backward=backward) >= model.linear_ns(
+        rows, backward=backward
+    )
+
+
+def test_short_segments_cost_more_than_one_long_one_of_the_same_pairs() -> None:
+    # WLB-LLM §5.2: fine shards run below the kernel's rate.
+    model = LatencyModel(H100, SHAPE)
+    one = model.attention_ns(*arrays((8192, 8192)), backward=False)
+    pieces = model.attention_ns(
+        *arrays(*[(128, 128 * number) for number in range(1, 65)]), backward=False
+    )
+    assert pieces > 1.1 * one
+
+
+def test_recomputation_is_added_to_the_backward() -> None:
+    none, selective, full = (
+        LatencyModel(FLAT, SHAPE, Mesh(context=2, tensor=2), how)
+        for how in ("none", "selective", "full")
+    )
+    segments = arrays((4096, 8192))
+    for model in (none, selective, full):
+        assert model.linear_ns(1000, backward=False) == none.linear_ns(1000, backward=False)
+    forward = none.linear_ns(1000, backward=False)
+    assert full.linear_ns(1000, backward=True) == none.linear_ns(1000, backward=True) + forward
+    share = 6 * 4096 * 11008 / layer_linear_flops(SHAPE, 1)
+    assert selective.linear_ns(1000, backward=True) - none.linear_ns(
+        1000, backward=True
+    ) == pytest.approx(share * forward, rel=2e-3)
+    assert selective.attention_ns(*segments, backward=True) == none.attention_ns(
+        *segments, backward=True
+    )
+    assert full.attention_ns(*segments, backward=True) == pytest.approx(
+        none.attention_ns(*segments, backward=True) + none.attention_ns(*segments, backward=False),
+        abs=1,
+    )
+    assert [m.tensor_parallel_ns(1000, backward=True) for m in (none, selective, full)] == [
+        factor * none.tensor_parallel_ns(1000, backward=True) // 2 for factor in (2, 3, 4)
+    ]
+    assert full.context_parallel_ns(1000, 2000, backward=True) == none.context_parallel_ns(
+        1000, 2000, backward=True
+    ) + none.context_parallel_ns(1000, 2000, backward=False)
+
+
+def test_communication_in_bytes_over_bandwidth() -> None:
+    model = LatencyModel(FLAT, SHAPE, Mesh(data=2, pipeline=2, context=2, tensor=4))
+    # Three quarters of [1000, 4096], two gathers of 2 bytes and two sums of 4, at 1 GB/s.
+    assert model.tensor_parallel_ns(1000, backward=False) == 2 * 3 * 1000 * 1024 * (2 + 4)
+    # Half of 2·8 heads of 128 for 2·1000 rows; the sum of gradients is 4 bytes wide.
+    assert model.context_parallel_ns(1000, 0, backward=False) == 1000 * 16 * 128 * 2
+    assert model.context_parallel_ns(1000, 0, backward=True) == 1000 * 16 * 128 * 4
+    # Stages lie on different nodes here: 0.1 GB/s.
+    assert model.pipeline_ns(1000, 0) == 250 * 4096 * 2 * 10
+    # A ring over data × context, two ranks in each node.
+    assert model.data_parallel_ns(4_000_000) == 3 * 1_000_000 * (2 + 4) * 5
+
+
+def test_one_rank_sends_nothing() -> None:
+    model = LatencyModel(FLAT, SHAPE)
+    assert model.tensor_parallel_ns(1000, backward=True) == 0
+    assert model.context_parallel_ns(1000, 1000, backward=True) == 0
+    assert model.pipeline_ns(1000, 0) == 0
+    assert model.data_parallel_ns(1000) == 0
+
+
+def test_the_wrong_dtype_and_an_indivisible_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="not for 'float32'"):
+        LatencyModel(H100, SHAPE, dtype="float32")
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=5 does not divide .* heads=32"):
+        LatencyModel(H100, SHAPE, Mesh(tensor=5))
+    with pytest.raises(ValueError, match="activation_checkpointing='some'"):
+        LatencyModel(H100, SHAPE, activation_checkpointing="some")  # type: ignore[arg-type]

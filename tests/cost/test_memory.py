@@ -1,0 +1,138 @@
+"""The memory model against what autograd saves, and against counted parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_wlb.attention.sharding import layout, rank_indices
+from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.cost.memory import MemoryModel, StageParts, peak_bytes
+from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.transformer import Transformer
+
+CONFIG = TransformerConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=176, vocab_size=256)
+
+
+def micro_batch(lengths: list[int]) -> MicroBatchTensors:
+    plan = layout("per_document_contiguous", lengths, 1, 1)
+    indices = rank_indices(plan, 0)
+    return MicroBatchTensors(
+        tokens=torch.zeros(plan.rows, dtype=torch.int64),
+        labels=torch.zeros(plan.rows, dtype=torch.int64),
+        positions=torch.from_numpy(indices.offset),
+        attention=AttentionMetadata.from_indices(indices, plan.rows, 1),
+        rows=plan.rows,
+    )
+
+
+def saved_bytes(model: Transformer, batch: MicroBatchTensors, *, hidden: bool) -> int:
+    """Bytes of every storage that autograd saves, parameters left out, each once."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, int] = {}
+    kept = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    x = torch.randn(batch.rows, CONFIG.dim, requires_grad=True) if hidden else None
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = model(batch, x)
+    for tensor in (batch.tokens, batch.labels, batch.positions, out):
+        assert tensor is not None
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("lengths", [[512], [300, 200, 12], [64] * 5])
+def test_a_middle_stage_saves_what_the_model_says(checkpointing: str, lengths: list[int]) -> None:
+    model = Transformer(CONFIG, embed=False, head=False, activation_checkpointing=checkpointing)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    batch = micro_batch(lengths)
+    memory = MemoryModel(CONFIG.shape, Mesh(), checkpointing, dtype="float32", fused_norm=False)
+    predicted = memory.micro_batch_bytes(StageParts(3), batch.rows, batch.rows)
+    assert predicted == saved_bytes(model, batch, hidden=True)
+
+
+def test_a_last_stage_saves_what_the_model_says() -> None:
+    model = Transformer(CONFIG, layers=[2], embed=False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    batch = micro_batch([100, 156])
+    memory = MemoryModel(CONFIG.shape, dtype="float32", fused_norm=False)
+    predicted = memory.micro_batch_bytes(StageParts(1, head=True), batch.rows, batch.rows)
+    # torch's own loss in float32 keeps the head's input and no log-sums; ours keeps both.
+    assert saved_bytes(model, batch, hidden=True) == pytest.approx(predicted, rel=0.01)
+
+
+def test_parameters_are_those_of_the_module() -> None:
+    whole = Transformer(CONFIG)
+    memory = MemoryModel(CONFIG.shape)
+    parts = StageParts(CONFIG.layers, embedding=True, head=True)
+    assert memory.parameters(parts) == sum(p.numel() for p in whole.parameters())
+
+
+def test_parameters_shrink_with_tensor_parallelism_but_not_norms_and_scarce_key_heads() -> None:
+    one, four = (MemoryModel(CONFIG.shape, Mesh(tensor=size)) for size in (1, 4))
+    norms = 2 * 64
+    keys = 2 * 64 * 2 * 16  # two key heads over four ranks are replicated
+    split = one.parameters(StageParts(1)) - norms - keys
+    assert four.parameters(StageParts(1)) == split // 4 + norms + keys
+
+
+def test_state_is_whole_parameters_and_gradients_and_a_shard_of_the_rest() -> None:
+    memory = MemoryModel(CONFIG.shape, Mesh(data=2, context=2))
+    count = memory.parameters(StageParts(1))
+    assert count % 4 == 0
+    assert memory.state_bytes(StageParts(1)) == count * (2 + 4) + count // 4 * (4 + 8 + 4)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(context=2), Mesh(tensor=2), Mesh(context=4)])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_the_longest_micro_batch_fits_and_one_more_row_does_not(
+    mesh: Mesh, checkpointing: str
+) -> None:
+    memory = MemoryModel(CONFIG.shape, mesh, checkpointing)
+    parts, available = StageParts(3, embedding=True), 200_000_000
+    tokens = memory.longest_micro_batch(parts, 4, available)
+
+    def total(rows: int) -> int:
+        keys = memory.most_keys(rows)
+        return (
+            memory.state_bytes(parts)
+            + 4 * memory.micro_batch_bytes(parts, rows, keys)
+            + memory.transient_bytes(parts, rows, keys)
+        )
+
+    rows = tokens // mesh.context
+    assert total(rows) <= available * 92 // 100 < total(rows + mesh.tensor)
+
+
+def test_a_model_whose_state_does_not_fit_has_no_micro_batch() -> None:
+    memory = MemoryModel(CONFIG.shape)
+    assert memory.longest_micro_batch(StageParts(3), 1, 100_000) == 0
+
+
+def test_checkpointing_saves_less_and_less() -> None:
+    sizes = [
+        MemoryModel(CONFIG.shape, activation_checkpointing=how).layer_bytes(1000, 1000)
+        for how in ("none", "selective", "full")
+    ]
+    assert sizes[0] > sizes[1] > sizes[2] > 0
+
+
+def test_the_peak_is_that_of_the_program() -> None:
+    sizes = {0: (5, 1), 1: (7, 2), 2: (1, 30)}
+    # F0 F1 B0 F2 B1 B2: 12 with B0 running at 13, then 8, then 8 + 2, then 1 + 30.
+    program = [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
+    assert peak_bytes(program, sizes) == 31
+    assert peak_bytes(program[:3], sizes) == 13
+    assert peak_bytes([], sizes) == 0

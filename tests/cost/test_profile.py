@@ -1,0 +1,110 @@
+"""Profiles: round trip, the shipped ones, and answers to bad files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_wlb.cost.profile import AttentionTable, Link, Profile, shipped_profiles
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_a_shipped_profile_survives_the_round_trip_and_names_its_sources(name: str) -> None:
+    profile = Profile.load(name)
+    assert profile.name == name
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.sources
+    assert profile.date
+    assert ("measured" if profile.measured else "analytic") in profile.provenance
+
+
+def test_the_gpu_profiles_say_that_nobody_measured_them() -> None:
+    for name in ("h100", "h200"):
+        assert not Profile.load(name).measured
+
+
+def test_the_h100_attention_rates_are_near_the_published_bars() -> None:
+    # FlashAttention-3, Figure 5: causal, head size 128, sequences of 512 to 16384 tokens.
+    table = Profile.load("h100").attention_table(128)
+    published = dict(
+        zip((512, 1024, 2048, 4096, 8192, 16384), (292, 423, 521, 579, 602, 616), strict=True)
+    )
+    for queries, bar in published.items():
+        rate = table.forward[table.queries.index(queries)][0]
+        assert rate / 1e12 == pytest.approx(bar, rel=0.06)
+
+
+def test_the_nearest_head_size_is_taken() -> None:
+    profile = Profile.load("h100")
+    assert profile.attention_table(128).head_dim == 128
+    assert profile.attention_table(80).head_dim == 64
+    assert profile.attention_table(256).head_dim == 128
+
+
+def test_another_device_or_dtype_is_refused_with_the_remedy() -> None:
+    profile = Profile.load("h100")
+    profile.check(device_type="cuda", dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"'h100' was made for dtype 'bfloat16', not for 'float3"):
+        profile.check(dtype="float32")
+    with pytest.raises(ValueError, match=r"device 'cuda', not for 'cpu'.*lightning-wlb profile"):
+        profile.check(device_type="cpu")
+
+
+def test_a_profile_from_a_file(tmp_path: Path) -> None:
+    profile = replace(Profile.load("h100"), name="mine", measured=True)
+    path = tmp_path / "mine.json"
+    path.write_text(profile.to_json())
+    assert Profile.load(path) == profile
+    assert ", measured, " in profile.provenance
+
+
+def test_a_name_that_is_nothing_lists_the_shipped() -> None:
+    with pytest.raises(ValueError, match=r"'v100' is neither shipped \(.*h100, h200.*\) nor a"):
+        Profile.load("v100")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 99}, "format 1"),
+        ({"attention": []}, "no table"),
+        ({"links": {}}, "no entry 'node'"),
+        ({"peak_flops": 0}, "peak_flops"),
+        ({"surprise": 1}, "surprise"),
+        ({"links": {"node": {"latency_ns": 1, "bytes_per_second": 0}}}, "bytes_per_second=0"),
+        ({"layer": {"rows": [1, 1], "forward": [1, 1], "backward": [1, 1]}}, "ascend"),
+        ({"layer": {"rows": [1, 2], "forward": [1], "backward": [1, 1]}}, "1 rates for 2"),
+    ],
+)
+def test_a_wrong_entry_is_named(change: dict, message: str, tmp_path: Path) -> None:
+    values = json.loads(Profile.load("h100").to_json()) | change
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message) as error:
+        Profile.load(path)
+    assert "wrong.json" in str(error.value)
+
+
+def test_a_missing_entry_and_no_json_are_named(tmp_path: Path) -> None:
+    values = json.loads(Profile.load("h100").to_json())
+    del values["head"]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="'head' is missing"):
+        Profile.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        Profile.load(path)
+
+
+def test_a_table_of_the_wrong_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="ask for 2 rows of 1"):
+        AttentionTable(64, 128, (128, 256), (1.0,), ((1.0,),), ((1.0,), (1.0,)))
+
+
+def test_a_link_without_bandwidth_is_none() -> None:
+    with pytest.raises(ValueError, match="none"):
+        Link(-1, 1)
