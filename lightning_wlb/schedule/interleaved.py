@@ -12,10 +12,10 @@ back at rank 0 before the backwards ahead of it can have run, and the ranks may 
 micro-batches (or all of them, if M < P), so any M works; where M divides by P the order is
 Megatron's.
 
-With equal micro-batches, M >= P and f, b the times of *one stage* a step takes
-V·M·(f + b) + (P - 1)·(f + b): the bubble of 1F1B divided by V. The price: V times the messages
-and more open activations, at most W + 1 stage passes per rank. With M < P the ring runs partly
-empty, and 1F1B with whole stages is nearly as good.
+With equal micro-batches and f, b the times of *one stage* a step takes
+(V·max(M, P) + min(M, P) - 1)·(f + b); from M = P on that is 1F1B with its bubble divided by V.
+The price: V times the messages, and more open activations, at most W + 1 stage passes per rank
+where 1F1B holds V·(P - p).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def interleaved(
         micro_batches: M, at least 0.
         stages_per_rank: V, at least 1. With 1 the order is valid, but 1F1B opens less.
     """
-    groups = _groups(micro_batches, max(1, micro_batches // ranks))
+    groups = groups_of(micro_batches, ranks)
     rounds = range(stages_per_rank)
     forward = [
         Action(round_ * ranks + rank, FORWARD, micro_batch)
@@ -58,8 +58,12 @@ def interleaved(
     return program + backward[len(forward) - warm_up :]
 
 
-def _groups(micro_batches: int, count: int) -> list[range]:
-    """Consecutive ranges that differ by at most one in size, larger ones first."""
+def groups_of(micro_batches: int, ranks: int) -> list[range]:
+    """The groups in which M micro-batches go round P ranks: consecutive, larger ones first.
+
+    Sizes differ by at most one, and none is below P where M is not.
+    """
+    count = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, count)
     starts = [index * size + min(index, larger) for index in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]

@@ -1,0 +1,121 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.schedule.actions import check_schedule, format_program
+from lightning_wlb.schedule.interleaved import interleaved
+from lightning_wlb.schedule.one_f_one_b import one_f_one_b
+from lightning_wlb.schedule.packflow import backward_order, packflow, planned_warm_up
+
+
+def chains(lengths):
+    """Backward order and needs of chains of so many micro-batches."""
+    backward, needs, first = [], [], 0
+    for length in lengths:
+        backward += reversed(range(first, first + length))
+        needs += [first + length] * length
+        first += length
+    return backward, needs
+
+
+def replica_of(*groups):
+    """A replica from, for each micro-batch, the document numbers that have a slice in it."""
+    slices, forward, length = [], [], {}
+    for group in groups:
+        first = len(slices)
+        for document in group:
+            start = length.get(document, 0)
+            slices.append(Slice(document, 0, start, start + 1))
+            length[document] = start + 1
+        forward.append(MicroBatch(tuple(range(first, len(slices))), "per_document", 1, (0,)))
+    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+
+
+def test_a_chain_of_three_on_two_ranks():
+    backward, needs = chains([1, 3, 1])
+    assert [format_program(packflow(rank, 2, backward, needs)) for rank in range(2)] == [
+        "0F0 0F1 0F2 0F3 0B0 0F4 0B3 0B2 0B1 0B4",
+        "1F0 1F1 1F2 1B0 1F3 1B3 1F4 1B2 1B1 1B4",
+    ]
+
+
+def test_forwards_missing_for_a_late_chain_are_spread_over_the_backwards_before_it():
+    assert planned_warm_up([1, 2, 3, 8, 8, 8]) == [5, 6, 7, 8, 8, 8]
+    assert planned_warm_up([1, 2, 2, 6, 3]) == [3, 4, 5, 6, 6]
+    assert planned_warm_up([]) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [0, 1, 2, 3, 5, 8, 17])
+def test_without_slices_it_is_1f1b(ranks, micro_batches):
+    order, needs = chains([1] * micro_batches)
+    for rank in range(ranks):
+        assert packflow(rank, ranks, order, needs) == one_f_one_b(rank, ranks, micro_batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
+def test_without_slices_and_with_virtual_stages_it_is_interleaved(ranks, stages_per_rank):
+    for micro_batches in range(3 * ranks + 2):
+        order, needs = chains([1] * micro_batches)
+        for rank in range(ranks):
+            program = packflow(rank, ranks, order, needs, stages_per_rank)
+            if micro_batches >= ranks:
+                assert program == interleaved(rank, ranks, micro_batches, stages_per_rank)
+
+
+@given(
+    st.lists(st.integers(1, 7), max_size=8),
+    st.integers(1, 6),
+    st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_no_deadlock_whatever_the_chains(lengths, ranks, stages_per_rank):
+    order, needs = chains(lengths)
+    programs = [packflow(rank, ranks, order, needs, stages_per_rank) for rank in range(ranks)]
+    check_schedule(programs, len(order), stages_per_rank)
+    for rank, program in enumerate(programs):
+        for stage in range(rank, ranks * stages_per_rank, ranks):
+            of_stage = [action for action in program if action.stage == stage]
+            assert [a.micro_batch for a in of_stage if a.kind == "B"] == order
+            for place, (micro_batch, need) in enumerate(zip(order, needs, strict=True)):
+                at = of_stage.index((stage, "B", micro_batch))
+                assert at - place >= need
+
+
+@given(st.data(), st.integers(1, 10), st.integers(1, 5), st.integers(1, 3))
+@settings(deadline=None)
+def test_no_deadlock_whatever_the_order_and_needs(data, count, ranks, stages_per_rank):
+    order = data.draw(st.permutations(range(count)))
+    needs = [data.draw(st.integers(index + 1, count)) for index in order]
+    programs = [packflow(rank, ranks, order, needs, stages_per_rank) for rank in range(ranks)]
+    check_schedule(programs, count, stages_per_rank)
+
+
+def test_order_and_needs_of_a_plan():
+    assert backward_order(replica_of([0, 1], [1, 2], [3], [4], [4, 5], [5])) == (
+        [1, 0, 2, 5, 4, 3],
+        [2, 2, 3, 6, 6, 5],
+    )
+    assert backward_order(replica_of([0], [], [1], [])) == ([0, 1, 2, 3], [1, 2, 3, 4])
+
+
+def test_an_asymmetric_plan_is_refused():
+    replica = replica_of([0], [0], [1])
+    asymmetric = ReplicaPlan(
+        replica.slices,
+        replica.forward,
+        (MicroBatch((0, 1), "per_document", 2, (0,)), replica.forward[2]),
+    )
+    with pytest.raises(ValueError, match="backward micro-batch 0 groups slices"):
+        backward_order(asymmetric)
+
+
+def test_orders_that_cannot_run_are_refused():
+    with pytest.raises(ValueError, match="name each of the 2 micro-batches once"):
+        packflow(0, 1, [0, 0], [1, 1])
+    with pytest.raises(ValueError, match="needs 1 forwards; it needs its own, so at least 2"):
+        packflow(0, 1, [1, 0], [1, 2])
+    with pytest.raises(ValueError, match="there are 2"):
+        packflow(0, 1, [0, 1], [3, 2])
