@@ -179,7 +179,7 @@ class LanguageModule(L.LightningModule):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""
-        self._check(batch)
+        self.check_batch(batch)
         loss = self.step(batch)
         self.tokens_seen += batch.tokens
         self.log("train_loss", loss.detach(), prog_bar=True, batch_size=1)
@@ -195,13 +195,14 @@ class LanguageModule(L.LightningModule):
         self._evaluate(batch, "test_loss")
 
     def _evaluate(self, batch: StepBatch, name: str) -> None:
-        self._check(batch)
+        self.check_batch(batch)
         total = self.step(batch) * self.loss_denominator(batch.plan)
         if batch.target_tokens:
             loss = total / batch.target_tokens
             self.log(name, loss, prog_bar=True, batch_size=batch.target_tokens)
 
-    def _check(self, batch: object) -> None:
+    def check_batch(self, batch: object) -> None:
+        """Refuse what is not a step batch: a DataLoader of the user's own."""
         if not isinstance(batch, StepBatch):
             raise MisconfigurationException(
                 f"LanguageModule got a batch of type {type(batch).__name__}, but one batch must be"

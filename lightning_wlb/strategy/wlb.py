@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -61,6 +62,9 @@ from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.pipeline import Pipeline, pipeline_groups
 from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
+
+# Which strategy has split a model: its next Trainer goes on from there.
+_PARALLELIZED: WeakKeyDictionary[nn.Module, WLBStrategy] = WeakKeyDictionary()
 
 
 class WLBStrategy(ParallelStrategy):
@@ -119,8 +123,15 @@ class WLBStrategy(ParallelStrategy):
         self._device_mesh: DeviceMesh | None = None
         self._pipeline_groups: dict[Channel, dist.ProcessGroup] = {}
         self._ties: list[Tie] = []
+        # The loss of a step whose gradients are not reduced yet.
+        self._loss: Tensor | None = None
         self.executor: Executor | None = None
         self.num_nodes = 1
+
+    def __repr__(self) -> str:
+        # pytorch_lightning shows it when it refuses a strategy that is not its own.
+        shown = ", ".join(map(repr, self._asked))
+        return f"WLBStrategy({shown}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
 
     # Mesh and processes
 
@@ -236,9 +247,13 @@ class WLBStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._checked_module(trainer)
-        if self.executor is None:
+        previous = _PARALLELIZED.get(module.model) if module.model is not None else None
+        if previous is None:
             self._parallelize(trainer, module)
+        elif previous is not self:
+            self._adopt(previous)
         module.executor = self._run_step
+        self._loss = None
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -271,12 +286,39 @@ class WLBStrategy(ParallelStrategy):
             )
         return module
 
+    def _adopt(self, previous: WLBStrategy) -> None:
+        """Go on with a model that another Trainer's strategy has parallelised."""
+        asked, done = self._split_for(), previous._split_for()
+        if asked != done:
+            raise MisconfigurationException(
+                f"An earlier Trainer has split the module for {done}; it cannot be split again for"
+                f" {asked}. Save a checkpoint with the earlier Trainer, and give a new module and"
+                " ckpt_path=... to this one."
+            )
+        self._device_mesh = previous._device_mesh
+        self._pipeline_groups = previous._pipeline_groups
+        self._ties = previous._ties
+        self.executor = previous.executor
+        self.precision_plugin.clip = previous.precision_plugin.clip
+
+    def _split_for(self) -> str:
+        return (
+            f"the mesh {self.sizes}, schedule {self.schedule!r} with {self.virtual_pipeline_size}"
+            f" stages per rank, precision {self.precision_plugin.precision!r}"
+        )
+
     def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
         model = module.model
-        if not isinstance(model, nn.Module):
+        missing = [
+            name
+            for name in ("embed", "layers", "head", "set_parallel_groups")
+            if getattr(model, name, None) is None
+        ]
+        if not isinstance(model, nn.Module) or missing:
             raise MisconfigurationException(
                 f"{type(module).__name__}.configure_model must set self.model to a module with"
-                f" embed, layers and head; it is {model!r}."
+                f" embed, layers, head and set_parallel_groups, but it is {type(model).__name__}"
+                f" without {', '.join(missing)}. A subclass of lightning_wlb.Transformer has them."
             )
         outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
         if outside:
@@ -323,6 +365,7 @@ class WLBStrategy(ParallelStrategy):
             counts_loss=tensor == 0,
         )
         precision.clip = partial(self._clip, model)
+        _PARALLELIZED[model] = self
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers over this rank's shards."""
@@ -337,9 +380,17 @@ class WLBStrategy(ParallelStrategy):
         assert self.executor is not None
         module = self.lightning_module
         assert isinstance(module, LanguageModule)
+        module.check_batch(batch)
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
-            return self.executor.run(batch, denominator)
+            if self._loss is not None:
+                raise MisconfigurationException(
+                    f"{type(module).__name__}.training_step called self.step more than once, or"
+                    " returned None after it. A step's backward passes run inside self.step: call"
+                    " it once and return its loss."
+                )
+            self._loss = self.executor.run(batch, denominator)
+            return self._loss.clone()
         # Parameters gathered in inference mode could not train afterwards.
         with torch.inference_mode(False), torch.no_grad():
             return self.executor.run(batch, denominator)
@@ -348,11 +399,13 @@ class WLBStrategy(ParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Reduce the gradients that the step has accumulated and set ``.grad``."""
-        if closure_loss.requires_grad:
+        ran, self._loss = self._loss, None
+        if closure_loss.requires_grad or ran is None or not _same(closure_loss, ran):
             raise MisconfigurationException(
-                "training_step returned a loss with terms of its own, which WLBStrategy would not"
-                " train: the step's backward passes have already run. Return self.step(batch) as"
-                " it is, and add terms inside the model's head."
+                f"training_step returned a loss of {float(closure_loss):g}, but the step that ran"
+                f" has {'none' if ran is None else f'{float(ran):g}'}. WLBStrategy would not train"
+                " terms or factors of your own: the step's backward passes have already run."
+                " Return self.step(batch) as it is, and change the loss inside the model's head."
             )
         assert self.executor is not None
         module = self.lightning_module
@@ -511,6 +564,11 @@ class WLBStrategy(ParallelStrategy):
         if self.sizes.pipeline == 1 or stage != self.sizes.pipeline - 1:
             return {}
         return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self._ties}
+
+
+def _same(loss: Tensor, other: Tensor) -> bool:
+    """Whether two losses are equal, also where both are NaN."""
+    return torch.allclose(loss.detach().to(other), other, rtol=0, atol=0, equal_nan=True)
 
 
 def _refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
