@@ -10,9 +10,10 @@ for a late chain are spread over the backwards before it. (The forward that Slim
 injects is the case in which one is missing.) Stage p of P runs min(M, n_j + P - 1 - p) forwards
 before backward j. Without slices n_j = j + 1 and the order is that of 1F1B.
 
-With V stages per rank the same rule is applied to the orders of interleaved 1F1B: forwards and
-backwards are taken in groups that go round the ring of ranks V times, n_i counts a rank's stage
-passes, and rank p runs 2·(P - 1 - p) more of them ahead.
+With V stages per rank forwards and backwards are taken in groups that go round the ring of ranks
+V times, as in interleaved 1F1B. Here n_i counts a rank's stage passes; every rank alternates from
+its first backward on, after a warm-up long enough for the most demanding backward, and rank p runs
+2·(P - 1 - p) passes more ahead. Without slices the order is that of interleaved 1F1B.
 
 Neither proves itself free of deadlock: :func:`~lightning_wlb.schedule.actions.check_schedule`
 does, over all ranks. Linear in the number of actions. Open micro-batches per stage: up to
@@ -79,10 +80,16 @@ def packflow(
         for stage in reversed(stages):
             backwards += [Action(stage, BACKWARD, backward[index]) for index in group]
             passes += [last[needs[index] - 1] for index in group]
-    ahead = (ranks - 1 - rank) * (1 if stages_per_rank == 1 else 2)
+    ahead = ranks - 1 - rank
+    planned = planned_warm_up(passes)
+    if stages_per_rank > 1:
+        ahead *= 2
+        # A rank that stops alternating would keep the others from closing their round.
+        first = max((need - place for place, need in enumerate(passes)), default=0)
+        planned = list(range(first, first + len(passes)))
     program: list[Action] = []
     done = 0
-    for action, need in zip(backwards, planned_warm_up(passes), strict=True):
+    for action, need in zip(backwards, planned, strict=True):
         program += forwards[done : need + ahead]
         done = max(done, min(len(forwards), need + ahead))
         program.append(action)
