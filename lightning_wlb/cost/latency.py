@@ -107,6 +107,15 @@ class LatencyModel:
             result += self._kernel_ns(queries, keys, backward=False)
         return result
 
+    def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
+        """Forward + backward kernel time of each segment in ps: what a sharding is chosen by.
+
+        Arguments as for :meth:`attention_ns`; int64 [segments].
+        """
+        forward = self._segments_ps(queries, keys, backward=False)
+        again = 2 if self.activation_checkpointing == "full" else 1
+        return again * forward + self._segments_ps(queries, keys, backward=True)
+
     def linear_ns(self, rows: int, *, backward: bool) -> int:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
         forward = self._layer_ns(rows, backward=False)
@@ -222,16 +231,21 @@ class LatencyModel:
     def _kernel_ns(self, queries: Integers, keys: Integers, *, backward: bool) -> int:
         if len(queries) == 0:
             return 0
+        overhead = self.profile.attention_table(self.shape.head_dim).call_ns[backward]
+        segments = self._segments_ps(queries, keys, backward=backward)
+        return int(segments.sum()) // 1000 + round(overhead)
+
+    def _segments_ps(self, queries: Integers, keys: Integers, *, backward: bool) -> Integers:
+        """Picoseconds of each segment, from FLOPs with the queries padded to the tile."""
         table = self.profile.attention_table(self.shape.head_dim)
         padded = -(-queries // table.tile) * table.tile
         before = keys - queries
         pairs = padded * before + padded * (padded + 1) // 2
-        # Twice 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
+        # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
         flops = pairs * ((10 if backward else 4) * self.shape.head_dim)
         flops *= self.shape.heads // self.mesh.tensor
         time = flops * inverse_rate(table, padded, padded + before, backward=backward)
-        segments = np.rint(time * _PICOSECONDS).astype(np.int64)
-        return int(segments.sum()) // 1000 + round(table.call_ns[backward])
+        return np.rint(time * _PICOSECONDS).astype(np.int64)
 
     def _layer_ns(self, rows: int, *, backward: bool) -> int:
         flops = layer_linear_flops(self.shape, rows) // self.mesh.tensor

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lightning_wlb.cost.communication import ONE_DEVICE, Mesh
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import DTYPE_BYTES, Checkpointing
+
+Key = TypeVar("Key")
 
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill."""
@@ -222,7 +225,7 @@ class MemoryModel:
         return rows if ranks == 1 else rows * ranks + rows // 2
 
 
-def peak_bytes(passes: Iterable[tuple[bool, int]], sizes: Mapping[int, tuple[int, int]]) -> int:
+def peak_bytes(passes: Iterable[tuple[bool, Key]], sizes: Mapping[Key, tuple[int, int]]) -> int:
     """Most bytes of activations that a sequence of passes holds at once.
 
     Args:

@@ -159,6 +159,15 @@ def test_short_segments_cost_more_than_one_long_one_of_the_same_pairs() -> None:
     assert pieces > 1.1 * one
 
 
+def test_the_cost_of_segments_is_what_the_kernel_takes() -> None:
+    model = LatencyModel(FLAT, SHAPE)
+    queries, keys = arrays((4096, 8192), (1, 1000), (300, 300))
+    both = sum(model.attention_ns(queries, keys, backward=backward) for backward in (False, True))
+    costs = model.segment_cost(queries, keys)
+    assert costs.shape == (3,)
+    assert int(costs.sum()) // 1000 == pytest.approx(both, abs=1)
+
+
 def test_recomputation_is_added_to_the_backward() -> None:
     none, selective, full = (
         LatencyModel(FLAT, SHAPE, Mesh(context=2, tensor=2), how)

@@ -1,0 +1,422 @@
+"""What a plan will take: every action's duration, and the simulated step.
+
+The glue between the plan, the cost model and the simulator. A micro-batch is laid out on its
+context-parallel group as the plan says; each rank's attention segments go through the latency
+model, and a layer takes as long as the group's slowest rank, which all wait for at the gather of
+keys and values. An action is its stage's layers, its ends and its overhead; messages between
+stages are the simulator's transfers; parameters and gradients travel once, at the end.
+
+The prediction is of the list of actions that the executor runs, so the two compare action by
+action. Communication is not overlapped with computation here, because the executor overlaps none.
+
+Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
+simulation. Plans that spread a micro-batch over several replicas (DP-Merge) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.attention.sharding import layout
+from lightning_wlb.cost.flops import (
+    ModelShape,
+    Work,
+    attention_flops,
+    causal_pairs,
+    head_flops,
+    layer_linear_flops,
+)
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.memory import MemoryModel, StageParts, peak_bytes
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.schedule.actions import BACKWARD, Action
+from lightning_wlb.schedule.packflow import backward_order, packflow
+from lightning_wlb.schedule.registry import make_programs
+from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.schedule.stages import split_stages
+
+FORWARD_PASS, BACKWARD_PASS = 0, 1
+"""Index of a pass in a pair of figures."""
+
+
+def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
+    """The layers of each pipeline stage, split by cost as the strategy does.
+
+    Args:
+        shape: of the whole model.
+        stages: number of stages, virtual ones counted.
+        mean_context: tokens that a token attends to on average, see :func:`mean_context_of`.
+
+    Raises:
+        ValueError: more stages than layers.
+    """
+    attention = attention_flops(shape, 1, mean_context) // shape.layers
+    layer = layer_linear_flops(shape, 1) + attention
+    return split_stages([layer] * shape.layers, stages, embedding=0, head=head_flops(shape, 1))
+
+
+def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
+    """Tokens that a token attends to, its own included, on average over documents.
+
+    Args:
+        lengths: tokens of each document.
+        context_window: longer documents are pieces of so many tokens.
+    """
+    whole, rest = np.divmod(lengths, context_window)
+    pairs = int(whole.sum()) * causal_pairs(context_window)
+    pairs += sum(causal_pairs(tokens) for tokens in rest.tolist())
+    return pairs // max(int(lengths.sum()), 1)
+
+
+class MicroBatchCost(NamedTuple):
+    """One micro-batch on its context-parallel group; pairs are (forward, backward).
+
+    Attributes:
+        rows: of each rank, padding included.
+        keys: most that a rank's segments read.
+        attention_ns: of one layer, on the slowest rank.
+        mean_attention_ns: of one layer, mean over the ranks.
+        layer_ns: everything of one layer, on the slowest rank, communication included.
+    """
+
+    rows: int
+    keys: int
+    attention_ns: tuple[int, int]
+    mean_attention_ns: tuple[float, float]
+    layer_ns: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts steps of one model on one mesh of one device.
+
+    Args:
+        latency: of the model on the mesh.
+        stages: layers of each stage, virtual ones in order; as many per rank for every rank.
+        schedule: name in ``lightning_wlb.schedule.registry.SCHEDULES``.
+        rest_dtype: of parameters and optimizer state at rest.
+
+    Raises:
+        ValueError: stages that do not divide among the pipeline's ranks, or a schedule that
+            cannot run so many per rank.
+    """
+
+    latency: LatencyModel
+    stages: tuple[range, ...]
+    schedule: str = "1f1b"
+    rest_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        ranks = self.latency.mesh.pipeline
+        if not self.stages or len(self.stages) % ranks:
+            raise ValueError(
+                f"{len(self.stages)} stages cannot be dealt evenly to pipeline={ranks} ranks."
+            )
+        self._programs(0)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The memory of the same model on the same mesh."""
+        return MemoryModel(
+            self.latency.shape,
+            self.latency.mesh,
+            self.latency.activation_checkpointing,
+            self.latency.profile.dtype,
+            self.rest_dtype,
+            fused_norm=self.latency.profile.device_type != "cpu",
+        )
+
+    def parts(self, stage: int) -> StageParts:
+        """What one stage owns."""
+        return StageParts(len(self.stages[stage]), stage == 0, stage == len(self.stages) - 1)
+
+    @cached_property
+    def rank_parts(self) -> tuple[StageParts, ...]:
+        """What each pipeline rank owns, over all its stages."""
+        ranks = self.latency.mesh.pipeline
+        return tuple(
+            StageParts(
+                layers=sum(len(self.stages[s]) for s in range(rank, len(self.stages), ranks)),
+                embedding=rank == 0,
+                head=rank == ranks - 1,
+            )
+            for rank in range(ranks)
+        )
+
+    @cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Parameters, gradients and optimizer state of each pipeline rank."""
+        return tuple(map(self.memory.state_bytes, self.rank_parts))
+
+    @cached_property
+    def synchronisation_ns(self) -> int:
+        """Parameters gathered, gradients reduced and applied, on the slowest pipeline rank."""
+        counts = map(self.memory.parameters, self.rank_parts)
+        return max(map(self.latency.data_parallel_ns, counts))
+
+    def longest_micro_batch(self, micro_batches: int) -> int:
+        """L_max: tokens of a micro-batch of which a replica can run ``micro_batches``; 0 if none.
+
+        The schedule decides how many are open at once on each rank.
+        """
+        ranks, total = self.latency.mesh.pipeline, len(self.stages)
+        limits = []
+        for rank, program in enumerate(self._programs(micro_batches)):
+            most = _most_open(program)
+            stages_of_rank = total // ranks
+            # Open stage passes, in units of all the rank's stages together.
+            units = -(-most // stages_of_rank)
+            limits.append(
+                self.memory.longest_micro_batch(
+                    self.rank_parts[rank], units, self.latency.profile.memory_bytes
+                )
+            )
+        return min(limits)
+
+    def micro_batch(self, pieces: Sequence[Slice], sharding: str) -> MicroBatchCost:
+        """The cost of a micro-batch of slices under a sharding of the registry."""
+        latency, mesh = self.latency, self.latency.mesh
+        placed = layout(sharding, [piece.tokens for piece in pieces], mesh.context, mesh.tensor)
+        before = np.array([piece.context for piece in pieces], dtype=np.int64)
+        attention: list[tuple[int, int]] = []
+        layer: list[tuple[int, int]] = []
+        most_keys = 0
+        for chunks in placed.chunks:
+            table = np.array(chunks, dtype=np.int64).reshape(-1, 3)
+            queries = table[:, 2] - table[:, 1]
+            keys = table[:, 2] + before[table[:, 0]]
+            read = int(keys.sum())
+            most_keys = max(most_keys, read)
+            passes = [
+                latency.attention_ns(queries, keys, backward=backward) for backward in (False, True)
+            ]
+            attention.append((passes[0], passes[1]))
+            gather = [
+                latency.context_parallel_ns(placed.rows, read, backward=backward)
+                for backward in (False, True)
+            ]
+            layer.append((passes[0] + gather[0], passes[1] + gather[1]))
+        shared = [
+            latency.linear_ns(placed.rows, backward=backward)
+            + latency.tensor_parallel_ns(placed.rows, backward=backward)
+            for backward in (False, True)
+        ]
+        return MicroBatchCost(
+            rows=placed.rows,
+            keys=most_keys,
+            attention_ns=_slowest(attention),
+            mean_attention_ns=(
+                sum(forward for forward, _ in attention) / len(attention),
+                sum(backward for _, backward in attention) / len(attention),
+            ),
+            layer_ns=(_slowest(layer)[0] + shared[0], _slowest(layer)[1] + shared[1]),
+        )
+
+    def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
+        """Forward and backward of one micro-batch on one stage."""
+        latency, parts, rows = self.latency, self.parts(stage), cost.rows
+        result = []
+        for backward in (False, True):
+            time = len(self.stages[stage]) * cost.layer_ns[backward]
+            time += latency.action_ns(rows, backward=backward)
+            if parts.embedding:
+                time += latency.embedding_ns(rows, backward=backward)
+            if parts.head:
+                time += latency.head_ns(rows, backward=backward)
+            result.append(time)
+        return result[0], result[1]
+
+    def predict(self, plan: StepPlan) -> StepPrediction:
+        """The simulated step.
+
+        Raises:
+            ValueError: a replica count that is not the mesh's, or a micro-batch that several
+                replicas share.
+        """
+        self._check(plan)
+        costs = [self._costs(replica) for replica in plan.replicas]
+        times = [
+            [[self.action_ns(stage, cost) for cost in of_replica] for of_replica in costs]
+            for stage in range(len(self.stages))
+        ]
+        programs = [self._programs_of(replica) for replica in plan.replicas]
+        saved = [
+            [
+                [
+                    self.memory.micro_batch_bytes(self.parts(stage), cost.rows, cost.keys)
+                    for cost in of_replica
+                ]
+                for of_replica in costs
+            ]
+            for stage in range(len(self.stages))
+        ]
+
+        def transfer(replica: int, action: Action) -> int:
+            source = action.stage if action.kind == BACKWARD else action.stage - 1
+            return self.latency.pipeline_ns(costs[replica][action.micro_batch].rows, source)
+
+        simulations = simulate_replicas(
+            programs,
+            lambda replica, action: times[action.stage][replica][action.micro_batch][
+                action.kind == BACKWARD
+            ],
+            transfer,
+            opened_bytes=lambda replica, action: saved[action.stage][replica][action.micro_batch],
+            constant_bytes=self.state_bytes,
+            synchronisation_ns=self.synchronisation_ns,
+        )
+        work = np.zeros((len(costs), max(map(len, costs), default=0)), dtype=np.int64)
+        for number, of_replica in enumerate(costs):
+            for index in range(len(of_replica)):
+                work[number, index] = sum(sum(stage[number][index]) for stage in times)
+        return StepPrediction(
+            plan=plan,
+            simulations=tuple(simulations),
+            costs=tuple(map(tuple, costs)),
+            work_ns=work,
+            peak_bytes=max(
+                (
+                    self._peak(rank, program, saved, costs[number], number)
+                    for number, of_replica in enumerate(programs)
+                    for rank, program in enumerate(of_replica)
+                ),
+                default=0,
+            ),
+            flops=sum(Work(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
+            devices=self.latency.mesh.devices,
+            peak_flops=self.latency.profile.peak_flops,
+        )
+
+    def _check(self, plan: StepPlan) -> None:
+        if len(plan.replicas) != self.latency.mesh.data:
+            raise ValueError(
+                f"the plan is for {len(plan.replicas)} replicas, the mesh {self.latency.mesh} has"
+                f" {self.latency.mesh.data}."
+            )
+        for number, replica in enumerate(plan.replicas):
+            for group in replica.forward:
+                if len(group.replicas) > 1:
+                    raise ValueError(
+                        f"step {plan.step}: replica {number} shares a micro-batch with replicas"
+                        f" {group.replicas}; shared micro-batches cannot be predicted yet."
+                    )
+
+    def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        def cost(group: MicroBatch) -> MicroBatchCost:
+            return self.micro_batch(replica.slices_of(group), group.sharding)
+
+        return [cost(group) for group in replica.forward]
+
+    def _programs(self, micro_batches: int) -> list[list[Action]]:
+        ranks = self.latency.mesh.pipeline
+        return make_programs(self.schedule, ranks, micro_batches, len(self.stages) // ranks)
+
+    def _programs_of(self, replica: ReplicaPlan) -> list[list[Action]]:
+        """PackFlow where pieces are sliced over micro-batches, else the schedule."""
+        if not any(part.context for part in replica.slices):
+            return self._programs(len(replica.forward))
+        ranks = self.latency.mesh.pipeline
+        backward, needs = backward_order(replica)
+        return [
+            packflow(rank, ranks, backward, needs, len(self.stages) // ranks)
+            for rank in range(ranks)
+        ]
+
+    def _peak(
+        self,
+        rank: int,
+        program: Sequence[Action],
+        saved: Sequence[Sequence[Sequence[int]]],
+        costs: Sequence[MicroBatchCost],
+        replica: int,
+    ) -> int:
+        """Most bytes that a pipeline rank holds: state, open activations, and inside a pass."""
+        sizes = {
+            (stage, index): (
+                saved[stage][replica][index],
+                self.memory.transient_bytes(self.parts(stage), cost.rows, cost.keys),
+            )
+            for stage in range(rank, len(self.stages), self.latency.mesh.pipeline)
+            for index, cost in enumerate(costs)
+        }
+        passes = (
+            (action.kind == BACKWARD, (action.stage, action.micro_batch)) for action in program
+        )
+        return self.state_bytes[rank] + peak_bytes(passes, sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class StepPrediction:
+    """A simulated step.
+
+    Args:
+        plan: what was simulated.
+        simulations: one for each replica.
+        costs: of each replica's micro-batches, in forward order.
+        work_ns: int64 [replicas, micro-batches], forward + backward of each over all stages,
+            on its slowest context rank; 0 where a replica has fewer.
+        peak_bytes: of the fullest rank, state included.
+        flops: model FLOPs of the step, recomputation left out.
+        devices: of the mesh.
+        peak_flops: FLOP/s of one device's data sheet.
+    """
+
+    plan: StepPlan
+    simulations: tuple[Simulation, ...]
+    costs: tuple[tuple[MicroBatchCost, ...], ...]
+    work_ns: npt.NDArray[np.int64]
+    peak_bytes: int
+    flops: int
+    devices: int
+    peak_flops: float
+
+    @property
+    def total_ns(self) -> int:
+        """The step time."""
+        return self.simulations[0].total_ns
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the step over its time, all devices together."""
+        return self.plan.tokens * 1e9 / self.total_ns
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOP utilisation."""
+        return self.flops * 1e9 / (self.total_ns * self.devices * self.peak_flops)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the pipeline ranks before synchronisation."""
+        ranks = [idle for simulation in self.simulations for idle in simulation.idle_ns]
+        whole = self.simulations[0].compute_ns * len(ranks)
+        return sum(ranks) / whole if whole else 0.0
+
+    @property
+    def context_ns(self) -> tuple[float, float]:
+        """Attention of all micro-batches on the slowest context rank, and on the mean rank."""
+        every = [cost for of_replica in self.costs for cost in of_replica]
+        return (
+            float(sum(sum(cost.attention_ns) for cost in every)),
+            sum(sum(cost.mean_attention_ns) for cost in every),
+        )
+
+
+def _slowest(ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The slowest rank's forward, and the slowest rank's backward."""
+    return max(forward for forward, _ in ranks), max(backward for _, backward in ranks)
+
+
+def _most_open(program: Sequence[Action]) -> int:
+    """Most stage passes between their forward and their backward."""
+    held = most = 0
+    for action in program:
+        held += -1 if action.kind == BACKWARD else 1
+        most = max(most, held)
+    return most
