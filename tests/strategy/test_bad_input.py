@@ -104,7 +104,9 @@ def on_two_ranks(rank: int) -> None:
     one_layer = TransformerConfig(dim=32, layers=1, heads=4, vocab_size=64)
     refused("1 layer.* 2 ", WLBStrategy(1, 2), LanguageModule(one_layer), devices=2)
     odd = TransformerConfig(dim=30, layers=2, heads=3, kv_heads=3, vocab_size=64, head_dim=10)
-    refused("tensor_parallel_size=2 .* heads=3", WLBStrategy(1, 1, 1, 2), LanguageModule(odd), devices=2)
+    refused(
+        "tensor_parallel_size=2 .* heads=3", WLBStrategy(1, 1, 1, 2), LanguageModule(odd), devices=2
+    )
     refused("use strategy='wlb'", "ddp", devices=2)
     used = module(CASE)
     trainer(WLBStrategy(1, 2), 2).fit(used, data(CASE))
