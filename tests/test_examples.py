@@ -1,0 +1,79 @@
+"""The examples run: each with as few steps as show that it does."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.demo_picture import main, ratios, read
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_model_of_ones_own(tmp_path):
+    printed = run(tmp_path, str(EXAMPLES / "own_model.py"), "--steps=8").stdout
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_command_line(tmp_path):
+    run(
+        tmp_path,
+        str(EXAMPLES / "cli.py"),
+        "fit",
+        f"--config={EXAMPLES / 'config.yaml'}",
+        "--trainer.max_steps=2",
+        "--trainer.limit_val_batches=0",
+        "--data.context_window=1024",
+        # Bytes need no training of a tokenizer.
+        "--data.documents=stdlib",
+    )
+    (version,) = (tmp_path / "runs/cli").iterdir()
+    assert "context_parallel_size: 2" in (version / "config.yaml").read_text()
+    assert len((version / "metrics.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_slurm_script_is_bash():
+    subprocess.run(["bash", "-n", str(EXAMPLES / "train.sbatch")], check=True)
+
+
+def write_metrics(folder: Path, seconds: list[float], tokens: list[int], tflops: list[float]):
+    folder.mkdir(parents=True)
+    lines = ["step,val_loss,wlb/imbalance_data,wlb/step_seconds,wlb/tokens,wlb/tflops_per_device"]
+    lines += [
+        f"{step},,1.5,{time},{count},{rate}"
+        for step, (time, count, rate) in enumerate(zip(seconds, tokens, tflops, strict=True))
+    ]
+    lines.append("9,3.0,,,,")  # a line of validation
+    (folder / "metrics.csv").write_text("\n".join(lines))
+
+
+def test_the_picture_of_the_demo(tmp_path, capsys):
+    write_metrics(tmp_path / "original/version_9", [99], [1], [1])
+    write_metrics(tmp_path / "original/version_10", [9, 9, 2, 4], [1, 1, 10, 20], [1, 1, 3, 1.5])
+    write_metrics(tmp_path / "wlb/version_0", [9, 9, 1, 2], [1, 1, 10, 10], [1, 1, 4, 4])
+    runs = [read(tmp_path / name) for name in ("original", "wlb")]
+    np.testing.assert_array_equal(runs[0]["step_seconds"], [2, 4])
+    # 6 s for 30 tokens and 12 TFLOP, against 3 s for 20 tokens and 12 TFLOP.
+    expected = {"time per token": 0.2 / 0.15, "time per model FLOP": 2.0}
+    assert ratios(runs) == pytest.approx(expected)
+    picture = tmp_path / "images/gain.png"
+    main(["--runs", str(tmp_path), "--output", str(picture)])
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert "time per token, original / wlb: 1.333" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"elsewhere.original holds no version_"):
+        main(["--runs", str(tmp_path / "elsewhere")])

@@ -1,0 +1,38 @@
+"""The README's code runs when it is pasted into a file."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def example() -> str:
+    """The only block of Python in the README."""
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    return block
+
+
+def test_it_is_ten_lines_or_so():
+    assert len([line for line in example().splitlines() if line.strip()]) <= 14
+
+
+def test_it_runs_on_two_ranks(tmp_path):
+    code, replaced = re.subn(r"max_steps=\d+", "max_steps=3", example())
+    assert replaced == 1
+    code, replaced = re.subn(r"context_window=\d+", "context_window=512", code)
+    assert replaced == 1
+    # Both ranks share the cores evenly, or one crowds out the other.
+    code += 'import torch\nprint(f"threads {torch.get_num_threads()} of rank", flush=True)\n'
+    (tmp_path / "train.py").write_text(code)
+    run = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert "`max_steps=3` reached" in run.stderr
+    assert "imbalance, pipeline level" in run.stdout
+    assert (tmp_path / "lightning_logs/version_0/imbalance.png").stat().st_size > 0
+    threads = re.findall(r"threads (\d+) of rank", run.stdout)
+    assert len(threads) == 2
+    assert len(set(threads)) == 1
