@@ -1,0 +1,135 @@
+"""How long the simulator takes: one large pipeline, and a step of 1,024 pipeline ranks.
+
+Everything that a prediction needs is timed: the programs, their graph, a duration, a transfer and
+the bytes of every action, all times, and each rank's idle time and peak memory. Run with nothing
+else on the core.
+
+Run ``python -m benchmarks.simulator_scale --help``. Prints a table and then, as its last line, one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.schedule.registry import make_programs
+from lightning_wlb.schedule.simulate import simulate, simulate_replicas
+
+# (name, schedule, replicas, ranks, micro-batches, stages per rank, limit in ms or None)
+CASES = (
+    ("one pipeline", "1f1b", 1, 16, 64, 1, 5.0),
+    ("one pipeline", "interleaved", 1, 16, 64, 2, None),
+    ("1,024 ranks", "1f1b", 64, 16, 16, 1, 100.0),
+    ("1,024 ranks, counts differ", "1f1b", 64, 16, None, 1, None),
+)
+
+
+def milliseconds(run: Callable[[], Any], repeats: int) -> list[float]:
+    run()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def step(
+    schedule: str, replicas: int, ranks: int, micro_batches: int | None, stages_per_rank: int
+) -> int:
+    """Simulate one step of unequal micro-batches; None stands for 9 to 16 of them."""
+    counts = [micro_batches or 9 + replica % 8 for replica in range(replicas)]
+    made = {count: make_programs(schedule, ranks, count, stages_per_rank) for count in set(counts)}
+    sizes = [1_000_000 + 7_919 * index for index in range(max(counts))]
+
+    def duration(replica: int, action: Action) -> int:
+        return (sizes[action.micro_batch] + replica) * (1 if action.kind == "F" else 2)
+
+    def transfer(replica: int, action: Action) -> int:
+        return sizes[action.micro_batch] // 50
+
+    def opened(replica: int, action: Action) -> int:
+        return sizes[action.micro_batch] * 8
+
+    if replicas == 1:
+        found = [
+            simulate(
+                made[counts[0]],
+                lambda action: duration(0, action),
+                lambda action: transfer(0, action),
+                opened_bytes=lambda action: opened(0, action),
+            )
+        ]
+    else:
+        found = simulate_replicas(
+            [made[count] for count in counts], duration, transfer, opened_bytes=opened
+        )
+    for each in found:
+        assert min(each.idle_ns) >= 0
+        assert min(each.peak_bytes) > 0
+    return found[0].total_ns
+
+
+def rows(repeats: int) -> list[dict[str, Any]]:
+    table = []
+    for name, schedule, replicas, ranks, micro_batches, stages_per_rank, limit in CASES:
+        times = milliseconds(
+            lambda case=(schedule, replicas, ranks, micro_batches, stages_per_rank): step(*case),
+            repeats,
+        )
+        median = statistics.median(times)
+        table.append(
+            {
+                "case": name,
+                "schedule": schedule,
+                "replicas": replicas,
+                "ranks": ranks,
+                "micro_batches": micro_batches or "9-16",
+                "stages_per_rank": stages_per_rank,
+                "ms_median": round(median, 2),
+                "ms_min": round(min(times), 2),
+                "ms_max": round(max(times), 2),
+                "limit_ms": limit,
+                "passed": None if limit is None else median <= limit,
+            }
+        )
+    return table
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulator_scale", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--repeats", type=int, default=30, help="timed runs per case (default 30)")
+    arguments = parser.parse_args(argv)
+    table = rows(arguments.repeats)
+    shown = Table(title=f"Simulator, one step, {arguments.repeats} repeats, one core")
+    for title in table[0]:
+        shown.add_column(title.replace("_", " "), justify="left" if title == "case" else "right")
+    for row in table:
+        shown.add_row(*("" if value is None else str(value) for value in row.values()))
+    Console(width=150).print(shown)
+    print(
+        json.dumps(
+            {
+                "benchmark": "simulator_scale",
+                "repeats": arguments.repeats,
+                "python": sys.version.split()[0],
+                "rows": table,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
