@@ -1,10 +1,12 @@
-"""All-gather of keys and values around variable-length attention, and its autograd.
+"""Exchange of keys and values around variable-length attention, and its autograd.
 
 Every rank of a context-parallel group holds some rows of a micro-batch (:mod:`.sharding`). In
-forward all ranks' keys and values are gathered in one collective, and an index puts the ones
-that this rank's queries see in document order, both prefixes of a document at once, so that one
-kernel call does the work. Backward scatter-adds the gradients of the gathered rows and
-reduce-scatters them to their owners.
+forward the keys and values that other ranks read travel in one collective: an all-gather of the
+rows of pieces that lie on several ranks, or an all-to-all of just the prefixes that are read,
+whichever the layout says; nothing where every piece lies whole on one rank. An index then puts
+what this rank's queries see in document order, both prefixes of a document at once, so that one
+kernel call does the work. Backward scatter-adds the gradients of these rows and sends them back
+the same way, to be summed by their owners.
 
 Sums over ranks and over segments are taken in float32 for half types and in the type itself
 otherwise, so a gradient does not depend on the number of ranks beyond rounding.
@@ -13,14 +15,15 @@ Padding rows (at the local end) are cut off before the kernel and are exactly ze
 and in every gradient, whatever they hold; no index points at them. Every rank of the group runs
 the same collectives, also one without any token.
 
-Cost: 2 · rows · kv_heads · head_dim elements sent per rank and call, the gathered keys and values
-in memory during forward, those read kept for backward (about 1 + 1/(2·CP) times the micro-batch).
-Not for groups across slow links, where passing keys round a ring hides the transfer.
+Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank and call, the rows that
+arrive in memory during forward, those read kept for backward (at most 1 + 1/(2·CP) times the
+micro-batch for shardings with one pair of chunks). Not for groups across slow links, where
+passing keys round a ring hides the transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +121,7 @@ def context_parallel_attention(
     if metadata.key_index is None or metadata.rows == 0:
         keys, values = k[: metadata.queries], v[: metadata.queries]
     else:
-        keys, values = _gather_keys(k, v, metadata.key_index, group)
+        keys, values = _exchange_keys(k, v, metadata, group)
     out = attention(q[: metadata.queries], keys, values, metadata, scale)
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
@@ -129,19 +132,21 @@ def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
     return group is None or dist.get_world_size(group) == 1 or x.shape[0] == 0
 
 
-def _gathered(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def gathered(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Rows of all ranks of a group, outside of autograd."""
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     _all_gather(out, x.contiguous(), group=group)
     return out
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtype`` are summed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _summed(x: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> Tensor:
+def summed(x: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> Tensor:
     """Reduce-scatter of [group size · rows, ...], summed in at least float32."""
-    x = x.to(_wide(x.dtype)).contiguous()
+    x = x.to(wide(x.dtype)).contiguous()
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     _reduce_scatter(out, x, group=group)
     return out.to(dtype)
@@ -151,55 +156,92 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return gathered(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _summed(gradient, ctx.group, gradient.dtype), None
+        return summed(gradient, ctx.group, gradient.dtype), None
 
 
 class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(x, group, x.dtype)
+        return summed(x, group, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _gathered(gradient, ctx.group), None
+        return gathered(gradient, ctx.group), None
 
 
-class _GatherKeys(torch.autograd.Function):
-    """Gather keys and values and pick the rows that this rank's segments read, in their order.
+class _ExchangeKeys(torch.autograd.Function):
+    """Exchange keys and values and pick the rows that this rank's segments read, in their order.
 
-    One node and not a gather followed by an index: its backward adds up the gradients of a row
+    One node and not an exchange followed by an index: its backward adds up the gradients of a row
     that several segments read, and of all ranks, before it rounds them to a half type.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, key_index: Tensor, group: ProcessGroup
+        ctx: Any, k: Tensor, v: Tensor, metadata: AttentionMetadata, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(key_index)
-        ctx.group, ctx.rows = group, k.shape[0]
-        both = _gathered(torch.stack((k, v), dim=1), group).index_select(0, key_index)
+        assert metadata.key_index is not None
+        ctx.exchange, ctx.group = metadata, group
+        rows = k.shape[0]
+        buffer = k.new_empty(_arriving(metadata, group) + rows, 2, *k.shape[1:])
+        arriving, local = buffer[:-rows], buffer[-rows:]
+        torch.stack((k, v), dim=1, out=local)
+        if metadata.gathered:
+            _all_gather(arriving, local[: metadata.gathered], group=group)
+        elif metadata.send_index is not None:
+            _all_to_all(
+                arriving,
+                local.index_select(0, metadata.send_index),
+                metadata.receive_counts,
+                metadata.send_counts,
+                group,
+            )
+        both = buffer.index_select(0, metadata.key_index)
         return both[:, 0], both[:, 1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_keys: Tensor, grad_values: Tensor) -> tuple[Any, ...]:
-        (key_index,) = ctx.saved_tensors
-        dtype = grad_keys.dtype
-        rows = dist.get_world_size(ctx.group) * ctx.rows
-        total = grad_keys.new_zeros(rows, 2, *grad_keys.shape[1:], dtype=_wide(dtype))
-        total[:, 0].index_add_(0, key_index, grad_keys.to(total.dtype))
-        total[:, 1].index_add_(0, key_index, grad_values.to(total.dtype))
-        own = _summed(total, ctx.group, dtype)
-        return own[:, 0], own[:, 1], None, None
+        metadata, group = ctx.exchange, ctx.group
+        dtype, rows = grad_keys.dtype, metadata.rows
+        total = grad_keys.new_zeros(
+            _arriving(metadata, group) + rows, 2, *grad_keys.shape[1:], dtype=wide(dtype)
+        )
+        total[:, 0].index_add_(0, metadata.key_index, grad_keys.to(total.dtype))
+        total[:, 1].index_add_(0, metadata.key_index, grad_values.to(total.dtype))
+        arriving, local = total[:-rows], total[-rows:]
+        if metadata.gathered:
+            local[: metadata.gathered] += summed(arriving, group, total.dtype)
+        elif metadata.send_index is not None:
+            shares = total.new_empty(len(metadata.send_index), *total.shape[1:])
+            _all_to_all(shares, arriving, metadata.send_counts, metadata.receive_counts, group)
+            local.index_add_(0, metadata.send_index, shares)
+        local = local.to(dtype)
+        return local[:, 0], local[:, 1], None, None
+
+
+def _arriving(metadata: AttentionMetadata, group: ProcessGroup) -> int:
+    """Rows that arrive from the group, own ones of an all-gather included."""
+    return dist.get_world_size(group) * metadata.gathered + sum(metadata.receive_counts)
+
+
+def _all_to_all(
+    out: Tensor,
+    x: Tensor,
+    receive_counts: Sequence[int],
+    send_counts: Sequence[int],
+    group: ProcessGroup,
+) -> None:
+    dist.all_to_all_single(out, x, list(receive_counts), list(send_counts), group=group)
 
 
 _gather_rows: Callable[..., Tensor] = _GatherRows.apply
 _scatter_rows: Callable[..., Tensor] = _ScatterRows.apply
-_gather_keys: Callable[..., tuple[Tensor, Tensor]] = _GatherKeys.apply
+_exchange_keys: Callable[..., tuple[Tensor, Tensor]] = _ExchangeKeys.apply

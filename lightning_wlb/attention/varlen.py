@@ -48,8 +48,14 @@ class AttentionMetadata:
         cu_seqlens_k: int32 [segments + 1], first key of each segment, then their number.
         max_seqlen_q: most queries of a segment.
         max_seqlen_k: most keys of a segment.
-        key_index: int64 [keys], rows of the gathered keys and values in the order of
-            ``cu_seqlens_k``; None without context parallelism, where the keys are the local rows.
+        key_index: int64 [keys], in the order of ``cu_seqlens_k``, rows of the buffer that holds
+            first the keys and values that arrive from other ranks and then the local rows; None
+            without context parallelism, where the keys are the local rows.
+        gathered: first local rows that every rank sends to all; 0 where none are.
+        send_index: int64 [sum of send_counts], local rows sent by all-to-all, by receiving rank;
+            None where the all-to-all is not used.
+        send_counts: rows sent to each rank by all-to-all.
+        receive_counts: rows that arrive from each rank by all-to-all.
     """
 
     rows: int
@@ -59,6 +65,10 @@ class AttentionMetadata:
     max_seqlen_q: int
     max_seqlen_k: int
     key_index: Tensor | None
+    gathered: int = 0
+    send_index: Tensor | None = None
+    send_counts: tuple[int, ...] = ()
+    receive_counts: tuple[int, ...] = ()
 
     @property
     def keys(self) -> int:
@@ -93,6 +103,10 @@ class AttentionMetadata:
             max_seqlen_q=indices.max_seqlen_q,
             max_seqlen_k=indices.max_seqlen_k,
             key_index=(None if context_parallel_size == 1 else torch.from_numpy(indices.key_index)),
+            gathered=indices.gathered,
+            send_index=torch.from_numpy(indices.send_index) if indices.send_counts else None,
+            send_counts=indices.send_counts,
+            receive_counts=indices.receive_counts,
         )
 
 

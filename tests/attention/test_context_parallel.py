@@ -195,6 +195,7 @@ def key_gradient(rank: int) -> float:
         max_seqlen_q=1,
         max_seqlen_k=1,
         key_index=torch.tensor([0, 0]),
+        gathered=2,
     )
     q, k = torch.zeros(2, 1, 1, dtype=torch.bfloat16), torch.zeros(2, 1, 1, dtype=torch.bfloat16)
     v = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -1,0 +1,44 @@
+"""Which tokens of a micro-batch live on which context-parallel rank, as index arithmetic.
+
+A micro-batch is a list of pieces. A *sharding* cuts the pieces into *chunks* (a range of tokens
+of one piece) and deals them to the ranks of the context-parallel group:
+
+===========================  ==================================================================
+``per_sequence``             the concatenation in 2·CP chunks, in pairs (Llama 3)
+``per_document``             every piece in 2·CP chunks, single remainder tokens dealt round
+                             (WLB-LLM §5.1)
+``per_document_contiguous``  the same with each remainder kept together
+``hybrid``                   long pieces cut at tile boundaries, short ones whole on one rank
+``ptrr``                     tiles of queries dealt greedily by work
+===========================  ==================================================================
+
+:func:`choose` takes the one of least predicted latency for a micro-batch; a plan names it.
+
+The rows of a rank are its chunks one after another, padded at the end so that all ranks have
+equally many and tensor parallelism can divide them. Each chunk is one attention segment: its
+queries are the chunk's rows, its keys the piece from its start to the chunk's end, causal and
+aligned at the bottom right (the last query sees every key).
+"""
+
+from lightning_wlb.attention.sharding.choice import ADAPTIVE, choose, predicted_latency
+from lightning_wlb.attention.sharding.indices import (
+    RankIndices,
+    rank_indices,
+    traffic,
+    uses_all_to_all,
+)
+from lightning_wlb.attention.sharding.layout import SHARDINGS, Chunk, Layout, layout
+
+__all__ = [
+    "ADAPTIVE",
+    "SHARDINGS",
+    "Chunk",
+    "Layout",
+    "RankIndices",
+    "choose",
+    "layout",
+    "predicted_latency",
+    "rank_indices",
+    "traffic",
+    "uses_all_to_all",
+]

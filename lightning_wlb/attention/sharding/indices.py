@@ -1,0 +1,158 @@
+"""What one rank holds, attends to and exchanges, as arrays that kernels and collectives take.
+
+Keys of other ranks arrive in one exchange. Rows of pieces that lie whole on one rank never travel.
+Of the rest, either every rank gets all of it (all-gather, padded to the rank that has most), or
+every rank gets just the prefixes that its queries see (all-to-all, with sizes that differ). Both
+sides of every message are computed here from the layout, so no rank asks another.
+
+Cost: vectorised, linear in keys; 0.3 to 0.6 ms for 128K tokens on 16 ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.attention.sharding.arrays import Integers, offsets, ranges
+from lightning_wlb.attention.sharding.layout import Layout
+
+ALL_TO_ALL_PERCENT = 75
+"""The all-to-all is used where its busiest rank moves at most this share of the all-gather's rows.
+
+An all-gather runs at a higher share of a link's speed than messages of different sizes between
+all pairs. By how much was not measured by this project.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class RankIndices:
+    """What one rank of the context-parallel group holds and attends to.
+
+    The keys of its segments are rows of a buffer: first those that arrive from other ranks, then
+    its own local rows, padding included.
+
+    Args:
+        document: int64 [queries], the piece of each real local row, in local order.
+        offset: int64 [queries], its token, from the start of the piece.
+        cu_seqlens_q: int32 [segments + 1], first query row of each segment, then their number.
+        cu_seqlens_k: int32 [segments + 1], first key of each segment, then their number.
+        max_seqlen_q: most queries of a segment.
+        max_seqlen_k: most keys of a segment.
+        key_index: int64 [keys], the row of the buffer that holds each key, in the order of
+            ``cu_seqlens_k``.
+        gathered: first local rows that every rank sends to all (all-gather); 0 where nothing
+            travels, or by all-to-all.
+        send_index: int64 [sum of send_counts], local rows to send, by receiving rank.
+        send_counts: rows to send to each rank; empty where the all-to-all is not used.
+        receive_counts: rows that arrive from each rank; empty where it is not used.
+    """
+
+    document: Integers
+    offset: Integers
+    cu_seqlens_q: npt.NDArray[np.int32]
+    cu_seqlens_k: npt.NDArray[np.int32]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_index: Integers
+    gathered: int
+    send_index: Integers
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+
+
+def traffic(layout: Layout) -> Integers:
+    """Rows [sender, receiver] that an all-to-all of just what is read moves between ranks."""
+    _, document, start, stop = layout.table.T
+    seen = _seen(layout)[document]
+    rows = np.maximum(np.minimum(stop[:, None], seen) - start[:, None], 0)
+    sums = np.zeros((len(rows) + 1, layout.ranks), dtype=np.int64)
+    np.cumsum(rows, axis=0, out=sums[1:])
+    moved: Integers = np.diff(sums[layout.first], axis=0)
+    np.fill_diagonal(moved, 0)
+    return moved
+
+
+def uses_all_to_all(layout: Layout, moved: Integers) -> bool:
+    """Whether keys travel by all-to-all; ``moved`` is :func:`traffic`, the same on all ranks."""
+    busiest = max(int(moved.sum(axis=0).max()), int(moved.sum(axis=1).max()))
+    return 100 * busiest <= ALL_TO_ALL_PERCENT * (layout.ranks - 1) * layout.shared
+
+
+def rank_indices(layout: Layout, rank: int) -> RankIndices:
+    """The rows, attention segments, keys and messages of one rank of the group.
+
+    A rank without chunks has no rows and no segments; a segment is never empty.
+
+    Raises:
+        ValueError: if the layout has no such rank.
+    """
+    if not 0 <= rank < layout.ranks:
+        raise ValueError(f"rank {rank} is not one of the layout's {layout.ranks} ranks.")
+    owner, documents, starts, stops = layout.table.T
+    lengths = stops - starts
+    own = slice(int(layout.first[rank]), int(layout.first[rank + 1]))
+    row = offsets(lengths)[:-1]
+    row -= row[layout.first[:-1].clip(max=max(len(row) - 1, 0))][owner] if len(row) else 0
+    document, stop, queries = documents[own], stops[own], lengths[own]
+
+    gathered, arriving = 0, 0
+    send_index = np.empty(0, dtype=np.int64)
+    send_counts: tuple[int, ...] = ()
+    receive_counts: tuple[int, ...] = ()
+    place = row.copy()
+    if layout.shared:
+        moved = traffic(layout)
+        if uses_all_to_all(layout, moved):
+            send_index = _sent(layout, rank, row[own])
+            send_counts = tuple(moved[rank].tolist())
+            receive_counts = tuple(moved[:, rank].tolist())
+            needed = np.minimum(stops, _seen(layout)[documents, rank]) - starts
+            needed[own] = 0
+            places = offsets(np.maximum(needed, 0))
+            place, arriving = places[:-1].copy(), int(places[-1])
+        else:
+            gathered = layout.shared
+            place += owner * gathered
+            arriving = layout.ranks * gathered
+    place[own] = arriving + row[own]
+
+    # Chunks by piece and token: the keys of a segment are the chunks from its piece's first to
+    # its own.
+    order = np.argsort(documents * (sum(layout.lengths) + 1) + starts)
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    chunks_before = offsets(np.bincount(documents, minlength=len(layout.lengths)))[document]
+    runs = order[ranges(chunks_before, position[own] - chunks_before + 1)]
+    return RankIndices(
+        document=np.repeat(document, queries),
+        offset=ranges(starts[own], queries),
+        cu_seqlens_q=offsets(queries).astype(np.int32),
+        cu_seqlens_k=offsets(stop).astype(np.int32),
+        max_seqlen_q=int(queries.max(initial=0)),
+        max_seqlen_k=int(stop.max(initial=0)),
+        key_index=ranges(place[runs], lengths[runs]),
+        gathered=gathered,
+        send_index=send_index,
+        send_counts=send_counts,
+        receive_counts=receive_counts,
+    )
+
+
+def _seen(layout: Layout) -> Integers:
+    """int64 [pieces, ranks], keys of each piece that each rank's queries see: a prefix."""
+    rank, document, _, stop = layout.table.T
+    seen = np.zeros((len(layout.lengths), layout.ranks), dtype=np.int64)
+    # A rank's chunks of a piece ascend, and the last assignment stands.
+    seen[document, rank] = stop
+    return seen
+
+
+def _sent(layout: Layout, rank: int, row: Integers) -> Integers:
+    """Local rows that a rank sends, by receiving rank; ``row`` is where its chunks begin."""
+    own = slice(int(layout.first[rank]), int(layout.first[rank + 1]))
+    _, document, start, stop = layout.table[own].T
+    rows = np.minimum(stop, _seen(layout)[document].T) - start
+    rows[rank] = 0
+    return ranges(np.tile(row, layout.ranks), np.maximum(rows, 0).reshape(-1))
