@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,9 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
+
+# Of tensors this small, two threads wait for each other longer than they work.
+torch.set_num_threads(1)
 
 WINDOW = 32
 VOCABULARY = 64
@@ -155,9 +157,3 @@ def relative_error(value: np.ndarray, expected: np.ndarray) -> float:
     if norm == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return difference / norm
-
-
-def sizes_environment(world_size: int) -> None:
-    """What a launcher would set: the Trainer must not start processes of its own."""
-    os.environ["WORLD_SIZE"] = str(world_size)
-    torch.set_num_threads(1)

@@ -10,13 +10,27 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_wlb import LanguageModule, WLBStrategy
 from tests.ranks import run_ranks
-from tests.strategy.harness import CASES, Recorder, data, module, relative_error, trainer, whole
+from tests.strategy.harness import (
+    CASES,
+    Recorder,
+    config,
+    data,
+    module,
+    relative_error,
+    trainer,
+    whole,
+)
 
 CASE, TIED = CASES[0], CASES[1]
 MESHES = [(2, 1, 1, 1), (1, 2, 1, 1)]
@@ -140,6 +154,47 @@ def another_module(make: Make, folder: Path) -> dict[str, Any]:
     return {"validations": watch.losses}
 
 
+class Averaged(LanguageModule):
+    """Logs what Lightning averages over ranks."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("averaged", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        return loss
+
+
+def monitors(make: Make, folder: Path) -> dict[str, Any]:
+    """Callbacks that decide on a metric: all ranks alike."""
+    keeper = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
+    stopper = EarlyStopping("val_loss", patience=2, check_on_train_epoch_end=False)
+    speed = ThroughputMonitor(
+        batch_size_fn=lambda batch: len(batch.plan.pieces), length_fn=lambda batch: batch.tokens
+    )
+    runner = make(
+        callbacks=[keeper, stopper, speed],
+        logger=CSVLogger(folder / "log"),
+        enable_checkpointing=True,
+        log_every_n_steps=2,
+        val_check_interval=1,
+        max_steps=30,
+        max_epochs=-1,
+    )
+    model = Averaged(config(False), learning_rate=0.05, seed=7)
+    documents = data(CASE, **HELD_OUT)
+    runner.fit(model, documents)
+    assert runner.global_step < 30, "stopped early"
+    averaged = float(runner.callback_metrics["averaged"])
+    best = runner.validate(model, documents, ckpt_path="best", verbose=False)[0]["val_loss"]
+    kept = sorted(path.name for path in folder.glob("*.ckpt"))
+    return {
+        "steps": [float(runner.global_step)],
+        "best": best,
+        "kept": {name: {} for name in kept},
+        "scores": sorted(float(score) for score in keeper.best_k_models.values()),
+        "averaged": averaged,
+    }
+
+
 SCENARIOS = (
     validation,
     no_validation,
@@ -149,6 +204,7 @@ SCENARIOS = (
     fit_again,
     given_weights,
     another_module,
+    monitors,
 )
 
 
