@@ -65,9 +65,17 @@ def parallelize(
 
     deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred:
-        _replace_parameters(model, lambda parameter: torch.empty_like(parameter, device=device))
+        _refuse_empty_buffers(model)
+        _replace_parameters(
+            model,
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor,
+        )
         initialise()
-    _replace_parameters(model, lambda parameter: parameter.to(device=device, dtype=dtype))
+    _replace_parameters(
+        model,
+        # A buffer may hold integers.
+        lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None),
+    )
 
     fully_sharded.shard(model, _units(model, ties), data_context(mesh), policy)
     return ties
@@ -95,6 +103,21 @@ def _units(model: nn.Module, ties: list[Tie]) -> list[nn.Module]:
     if ties and len(ends) == 2:
         ends = []
     return [*cast(nn.ModuleDict, model.layers).values(), *ends]
+
+
+def _refuse_empty_buffers(model: nn.Module) -> None:
+    """Nothing fills a buffer that was made on the meta device: it would hold what memory holds.
+
+    Raises:
+        ValueError: naming the buffers.
+    """
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise ValueError(
+            f"Buffers on the meta device would have no values: {', '.join(empty)}. Compute them in"
+            " forward, as lightning_wlb.Transformer does its rotary embedding, or make them with"
+            " device='cpu'."
+        )
 
 
 def _replace_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
