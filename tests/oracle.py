@@ -89,5 +89,16 @@ def _labels(
     return labels
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Tensor:
+class _Positions:
+    """Stands for the attention metadata: a piece by itself needs its positions only."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def for_layer(self, layer: int, recomputed: bool) -> _Positions:
+        return self
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, metadata: Any) -> Tensor:
+    positions = metadata.positions
     return dense_attention(q, k, v, torch.zeros_like(positions), positions)

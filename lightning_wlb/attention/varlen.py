@@ -34,6 +34,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.cpu_kernel import cpu_attention
 from lightning_wlb.attention.gpu_kernels import Kernel, load_flash, load_torch
+from lightning_wlb.attention.kv_cache import SliceMetadata
 from lightning_wlb.attention.sharding import RankIndices
 
 
@@ -56,6 +57,8 @@ class AttentionMetadata:
             None where the all-to-all is not used.
         send_counts: rows sent to each rank by all-to-all.
         receive_counts: rows that arrive from each rank by all-to-all.
+        slices: what is needed beyond where pieces are sliced over micro-batches; None where the
+            micro-batch's pieces are whole. Then ``key_index`` is never None.
     """
 
     rows: int
@@ -69,6 +72,7 @@ class AttentionMetadata:
     send_index: Tensor | None = None
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
+    slices: SliceMetadata | None = None
 
     @property
     def keys(self) -> int:
@@ -80,9 +84,20 @@ class AttentionMetadata:
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            if isinstance(value := getattr(self, field.name), Tensor | SliceMetadata)
         }
         return replace(self, **moved)
+
+    def for_layer(self, layer: int, recomputed: bool = False) -> AttentionMetadata:
+        """The metadata for attention in one layer: a slice's earlier keys are that layer's.
+
+        Args:
+            layer: global number of the layer.
+            recomputed: whether the layer runs again in backward.
+        """
+        if self.slices is None:
+            return self
+        return replace(self, slices=replace(self.slices, layer=layer, recomputed=recomputed))
 
     @staticmethod
     def from_indices(

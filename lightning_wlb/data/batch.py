@@ -12,8 +12,8 @@ masked targets and the last token of a document have :data:`IGNORE`.
 
 Cost: linear in the rank's own rows and in the keys they attend to, plus one read of the store
 for each run of consecutive tokens (two for a document under context parallelism). Micro-batches
-that are merged over replicas or whose pieces are sliced are refused: the plan can say them, this
-executor cannot run them yet.
+that are merged over replicas are refused: the plan can say them, this executor cannot run them
+yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.sharding import RankIndices, layout, rank_indices
+from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
+from lightning_wlb.attention.sharding import Layout, RankIndices, layout, rank_indices
+from lightning_wlb.attention.slices import SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
@@ -157,6 +159,12 @@ class StepBatch:
         """A copy whose tensors are in page-locked host memory."""
         return self._with([each.pin_memory() for each in self.micro_batches])
 
+    def share_keys(self, cache: KeyValueCache) -> None:
+        """Give the micro-batches whose pieces are sliced the cache of the step that runs them."""
+        for micro_batch in self.micro_batches:
+            if micro_batch.attention.slices is not None:
+                micro_batch.attention.slices.cache = cache
+
     def _with(self, micro_batches: list[MicroBatchTensors]) -> StepBatch:
         return StepBatch(
             self.plan, self.replica, micro_batches, self.state, self.next_digest, self.last
@@ -191,8 +199,8 @@ def make_step_batch(
         last: whether the run's bound on tokens is reached with this step.
 
     Raises:
-        ValueError: the plan is for another number of replicas, or asks for merged or sliced
-            micro-batches, which this executor does not run.
+        ValueError: the plan is for another number of replicas, or asks for micro-batches that
+            several replicas share, which this executor does not run.
     """
     if len(plan.replicas) != at.replicas:
         raise ValueError(
@@ -200,22 +208,20 @@ def make_step_batch(
             f" {at.replicas}. Plan with MeshSettings(replicas={at.replicas})."
         )
     replica = plan.replicas[at.replica]
-    _refuse_unsupported(plan.step, replica)
+    _refuse_merged(plan.step, replica)
+    members = [replica.slices_of(group) for group in replica.forward]
+    layouts = [
+        _layout(group, slices, at) for group, slices in zip(replica.forward, members, strict=True)
+    ]
+    sliced = SlicedReplica(layouts, members)
     micro_batches = [
-        _micro_batch(replica.slices_of(group), group, store, at) for group in replica.forward
+        _micro_batch(index, slices, layouts[index], sliced, store, at)
+        for index, slices in enumerate(members)
     ]
     return StepBatch(plan, at.replica, micro_batches, state, next_digest, last)
 
 
-def _refuse_unsupported(step: int, replica: ReplicaPlan) -> None:
-    pieces = {(part.document, part.origin) for part in replica.slices}
-    if len(pieces) < len(replica.slices) or any(part.context for part in replica.slices):
-        sliced = next(part for part in replica.slices if part.context)
-        raise ValueError(
-            f"step {step}: slice {sliced} continues a piece that began in another micro-batch."
-            " This version does not run sliced pieces; plan with a packing that keeps pieces"
-            " whole ('original', 'wlb')."
-        )
+def _refuse_merged(step: int, replica: ReplicaPlan) -> None:
     for group in (*replica.forward, *replica.backward):
         if len(group.replicas) > 1:
             raise ValueError(
@@ -224,20 +230,43 @@ def _refuse_unsupported(step: int, replica: ReplicaPlan) -> None:
             )
 
 
-def _micro_batch(
-    slices: tuple[Slice, ...], group: MicroBatch, store: DocumentStore, at: Coordinates
-) -> MicroBatchTensors:
+def _layout(group: MicroBatch, slices: tuple[Slice, ...], at: Coordinates) -> Layout:
     arrangement = layout(
         group.sharding,
         [part.tokens for part in slices],
         at.context_parallel_size,
         at.tensor_parallel_size,
     )
+    assert arrangement.rows == group.rows, (
+        f"the plan says {group.rows} rows, the sharding {arrangement.rows}"
+    )
+    return arrangement
+
+
+def _micro_batch(
+    number: int,
+    slices: tuple[Slice, ...],
+    arrangement: Layout,
+    sliced: SlicedReplica,
+    store: DocumentStore,
+    at: Coordinates,
+) -> MicroBatchTensors:
     rows = arrangement.rows
-    assert rows == group.rows, f"the plan says {group.rows} rows, the sharding {rows}"
-    indices = rank_indices(arrangement, at.context_rank)
+    if sliced.is_sliced(number):
+        parts = sliced.indices(number, at.context_rank)
+        indices, offsets = parts.own, parts.positions
+        # With earlier keys in front, the keys are never just the local rows.
+        attention = replace(
+            AttentionMetadata.from_indices(indices, rows, at.context_parallel_size),
+            key_index=torch.from_numpy(indices.key_index),
+            slices=SliceMetadata.from_indices(parts, number),
+        )
+    else:
+        indices = rank_indices(arrangement, at.context_rank)
+        offsets = indices.offset
+        attention = AttentionMetadata.from_indices(indices, rows, at.context_parallel_size)
     positions = np.zeros(rows, np.int64)
-    positions[: len(indices.offset)] = indices.offset
+    positions[: len(offsets)] = offsets
     tokens = np.zeros(rows, np.int64) if at.first_stage else None
     labels = np.full(rows, IGNORE, np.int64) if at.last_stage else None
     if tokens is not None or labels is not None:
@@ -246,7 +275,7 @@ def _micro_batch(
         tokens=None if tokens is None else torch.from_numpy(tokens),
         labels=None if labels is None else torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
-        attention=AttentionMetadata.from_indices(indices, rows, at.context_parallel_size),
+        attention=attention,
         rows=rows,
     )
 
@@ -292,6 +321,6 @@ def _pinned(holder: _Fields) -> _Fields:
     tensors: dict[str, Any] = {
         field.name: value.pin_memory()
         for field in fields(holder)
-        if isinstance(value := getattr(holder, field.name), Tensor)
+        if isinstance(value := getattr(holder, field.name), Tensor | SliceMetadata)
     }
     return replace(holder, **tensors)

@@ -25,6 +25,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import TransformerConfig
@@ -167,6 +168,7 @@ class LanguageModule(L.LightningModule):
         total = torch.zeros((), device=self.device)
         if not batch.micro_batches:
             total = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0
+        batch.share_keys(KeyValueCache(in_graph=True))
         for micro_batch in batch.micro_batches:
             total = total + self.model(micro_batch)
         return total / self.loss_denominator(batch.plan)

@@ -36,6 +36,7 @@ from lightning_wlb.attention.context_parallel import (
     gather_rows,
     scatter_rows,
 )
+from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
@@ -100,6 +101,7 @@ class Transformer(nn.Module):
         self.head = Head(config) if head else None
         if config.tied_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
+        self.recomputes_layers = activation_checkpointing == "full"
         self.attention_kernel = VarlenAttention(attention_backend)
         self.context_group: ProcessGroup | None = None
         self.tensor_group: ProcessGroup | None = None
@@ -129,16 +131,16 @@ class Transformer(nn.Module):
             hidden = self.embed(micro_batch.tokens)
         turns = rotation(micro_batch.positions, self.config, hidden.dtype)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
-            hidden = self.layers[str(number)](hidden, turns, micro_batch.attention, self.attend)
+            metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
+            hidden = self.layers[str(number)](hidden, turns, metadata, self.attend)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels)
         return hidden
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Causal attention within each piece, over the context-parallel group."""
-        return context_parallel_attention(
-            q, k, v, metadata, self.attention_kernel, self.context_group
-        )
+        run = context_parallel_attention if metadata.slices is None else sliced_attention
+        return run(q, k, v, metadata, self.attention_kernel, self.context_group)
 
     def set_parallel_groups(
         self, context: ProcessGroup | None, tensor: ProcessGroup | None

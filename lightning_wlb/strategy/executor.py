@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
+from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import FORWARD, Action, channel_of
 from lightning_wlb.schedule.timeline import Timing
@@ -82,10 +83,10 @@ class Executor:
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
         fully_sharded.begin_step(self.model)
-        program = self.pipeline.program(len(batch.micro_batches))
+        program = self.pipeline.program(batch.plan.replicas[batch.replica])
         if not training:
             program = [action for action in program if action.kind == FORWARD]
-        step = _Step(self.model, self.pipeline, batch.micro_batches, denominator, self.stopwatch)
+        step = _Step(self.model, self.pipeline, batch, denominator, self.stopwatch)
         if self.stopwatch is not None:
             self.stopwatch.begin_step()
         for action in program:
@@ -149,13 +150,15 @@ class _Step:
         self,
         model: nn.Module,
         pipeline: Pipeline,
-        micro_batches: list[MicroBatchTensors],
+        batch: StepBatch,
         denominator: int,
         stopwatch: Stopwatch | None,
     ) -> None:
         self.model = model
         self.pipeline = pipeline
-        self.micro_batches = micro_batches
+        self.micro_batches = batch.micro_batches
+        self.cache = KeyValueCache()
+        batch.share_keys(self.cache)
         self.denominator = denominator
         self.stopwatch = stopwatch
         self.last_stage = len(pipeline.stages) - 1
@@ -208,6 +211,7 @@ class _Step:
                 self.sends.pop(forward)[0].wait()
         with self._timed(action):
             torch.autograd.backward(output, gradient)
+        self.cache.drop(action.micro_batch, self.pipeline.stages[action.stage])
         if hidden is not None:
             assert hidden.grad is not None
             self._send(action, action.stage - 1, hidden.grad)

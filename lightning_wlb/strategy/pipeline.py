@@ -10,7 +10,9 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
+from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action, Channel
+from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.registry import make_program
 from lightning_wlb.strategy.mesh import MeshSizes
 
@@ -49,12 +51,27 @@ class Pipeline:
         """Whether this rank computes the loss."""
         return (len(self.stages) - 1) % len(self.ranks) == self.rank
 
-    def program(self, micro_batches: int) -> list[Action]:
-        """What this rank does in a step of so many micro-batches."""
+    def program(self, replica: ReplicaPlan) -> list[Action]:
+        """What this rank does in a step.
+
+        A replica whose pieces are sliced runs PackFlow, whatever its micro-batches need; others
+        run the schedule.
+
+        Raises:
+            ValueError: for sliced pieces with a schedule that is no 1F1B.
+        """
         ranks = len(self.ranks)
-        return make_program(
-            self.schedule, self.rank, ranks, micro_batches, len(self.stages) // ranks
-        )
+        per_rank = len(self.stages) // ranks
+        if not any(part.context for part in replica.slices):
+            return make_program(self.schedule, self.rank, ranks, len(replica.forward), per_rank)
+        if self.schedule not in ("1f1b", "interleaved"):
+            raise ValueError(
+                f"the plan slices pieces over micro-batches, which schedule={self.schedule!r}"
+                " does not run: their backward has another order. Use schedule='1f1b' or"
+                " 'interleaved', or a packing that keeps pieces whole."
+            )
+        backward, needs = backward_order(replica)
+        return packflow(self.rank, ranks, backward, needs, per_rank)
 
 
 def pipeline_groups(

@@ -1,0 +1,125 @@
+"""Keys and values of earlier slices, and the gradients that come back to them.
+
+The forward of a slice reads the keys and values that the earlier slices of its piece left here,
+each on the ranks that computed them. Its backward runs before theirs (a plan lists backward in
+reverse slice order) and leaves the gradients of those keys here, summed in float32 (float64 in
+float64 runs); the earlier slice's own backward takes them.
+
+Cost: the keys and values of micro-batches whose pieces go on, from their forward to their
+backward, and as much again in the wide dtype once gradients come back. Aliases of what autograd
+keeps for those micro-batches anyway, except under activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lightning_wlb.attention.slices import SlicedIndices
+
+
+@dataclass
+class _Entry:
+    """Keys and values of one layer and micro-batch, and the gradients that have come back."""
+
+    both: Tensor
+    gradient: Tensor | None = None
+
+
+class KeyValueCache:
+    """Keys and values by (layer, micro-batch), for one step of one rank.
+
+    Args:
+        in_graph: keep them attached to autograd instead, so that one backward over the whole step
+            finds its own way. For a step without an executor, on one rank.
+    """
+
+    def __init__(self, in_graph: bool = False) -> None:
+        self.in_graph = in_graph
+        self._entries: dict[tuple[int, int], _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held, gradients included."""
+        return sum(
+            tensor.nbytes
+            for entry in self._entries.values()
+            for tensor in (entry.both, entry.gradient)
+            if tensor is not None
+        )
+
+    def put(self, layer: int, micro_batch: int, both: Tensor) -> None:
+        """Keep [rows, 2, kv_heads, head_dim]. A layer that runs again keeps its first ones."""
+        self._entries.setdefault((layer, micro_batch), _Entry(both))
+
+    def read(self, layer: int, micro_batch: int, rows: Tensor) -> Tensor:
+        """Rows of what was kept."""
+        return self._entries[layer, micro_batch].both.index_select(0, rows)
+
+    def add_gradient(self, layer: int, micro_batch: int, rows: Tensor, gradient: Tensor) -> None:
+        """Leave the gradient of some rows for their owner's backward, in the wide dtype."""
+        entry = self._entries[layer, micro_batch]
+        if entry.gradient is None:
+            entry.gradient = torch.zeros_like(entry.both, dtype=gradient.dtype)
+        entry.gradient.index_add_(0, rows, gradient)
+
+    def gradient(self, layer: int, micro_batch: int) -> Tensor | None:
+        """What has come back so far, [rows, 2, kv_heads, head_dim]."""
+        return self._entries[layer, micro_batch].gradient
+
+    def drop(self, micro_batch: int, layers: Iterable[int]) -> None:
+        """Free a micro-batch whose backward has run."""
+        for layer in layers:
+            self._entries.pop((layer, micro_batch), None)
+
+
+@dataclass
+class SliceMetadata:
+    """What attention needs beyond :class:`AttentionMetadata` where pieces are sliced.
+
+    Args:
+        micro_batch: index in the replica's forward order.
+        past: for each source (its micro-batch, int64 local rows there), in order.
+        past_rows: rows of earlier keys that every rank contributes, padding included.
+        keeps: whether a later micro-batch reads this one's keys.
+        cache: of the step; set by what runs the step.
+        layer: global number of the layer that is running; see ``AttentionMetadata.for_layer``.
+        recomputed: whether the layer runs again in backward.
+    """
+
+    micro_batch: int
+    past: tuple[tuple[int, Tensor], ...]
+    past_rows: int
+    keeps: bool
+    cache: KeyValueCache | None = field(default=None, repr=False)
+    layer: int | None = None
+    recomputed: bool = False
+
+    @staticmethod
+    def from_indices(indices: SlicedIndices, micro_batch: int) -> SliceMetadata:
+        """On CPU, from the index arithmetic; shares its memory."""
+        return SliceMetadata(
+            micro_batch=micro_batch,
+            past=tuple(
+                (source.micro_batch, torch.from_numpy(source.rows)) for source in indices.past
+            ),
+            past_rows=indices.past_rows,
+            keeps=indices.keeps,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SliceMetadata:
+        """A copy with its tensors on ``device``."""
+        past = tuple(
+            (source, rows.to(device, non_blocking=non_blocking)) for source, rows in self.past
+        )
+        return replace(self, past=past)
+
+    def pin_memory(self) -> SliceMetadata:
+        """A copy with its tensors in page-locked memory."""
+        return replace(self, past=tuple((source, rows.pin_memory()) for source, rows in self.past))
