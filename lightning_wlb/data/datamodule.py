@@ -23,6 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.cost.flops import ModelShape, Work, causal_pairs
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
@@ -54,7 +55,9 @@ class WLBDataModule(L.LightningDataModule):
             the distribution of lengths.
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
-        sharding: how a micro-batch's tokens are spread over the context-parallel group.
+        sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
+            in ``lightning_wlb.attention.sharding.SHARDINGS``, or ``"adaptive"``, the one of least
+            predicted attention latency for each micro-batch.
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens.
@@ -83,7 +86,7 @@ class WLBDataModule(L.LightningDataModule):
         queues: int = 2,
         thresholds: Sequence[int] | None = None,
         long_documents: Literal["split", "truncate", "error"] = "split",
-        sharding: str = "per_document_contiguous",
+        sharding: str = ADAPTIVE,
         seed: int = 0,
         shuffle: bool = True,
         max_tokens: int | None = None,

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
@@ -37,7 +38,8 @@ class StepDataset(IterableDataset[StepBatch]):
         data: which documents enter a step.
         work: forward and backward work of a piece of so many tokens, for the packer.
         at: this rank's place in the mesh.
-        sharding: how micro-batches are spread over the context-parallel group.
+        sharding: how micro-batches are spread over the context-parallel group: a name, or
+            ``"adaptive"``.
         state: where to begin (a batch's ``state``); None: the first step of the first epoch.
             Set it between iterations to begin elsewhere.
     """
@@ -48,7 +50,7 @@ class StepDataset(IterableDataset[StepBatch]):
         data: DataSettings,
         work: Callable[[int], int],
         at: Coordinates | None = None,
-        sharding: str = "per_document_contiguous",
+        sharding: str = ADAPTIVE,
         state: dict[str, Any] | None = None,
     ) -> None:
         self.store = store

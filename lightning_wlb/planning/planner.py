@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.sharding import ADAPTIVE, choose, layout
+from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.planning.packing.original import cut_stream
 from lightning_wlb.planning.release import oldest_first, release, thresholds_from_lengths
@@ -44,6 +45,8 @@ class Planner:
         mesh: settings that decide where micro-batches run.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
+        kernel_cost: of attention segments, forward and backward together, which the choice of
+            an adaptive sharding goes by.
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
@@ -57,10 +60,12 @@ class Planner:
         work: Callable[[int], int],
         mesh: MeshSettings | None = None,
         targets: Targets | None = None,
+        kernel_cost: SegmentCost = reference_kernel_cost,
     ) -> None:
         self._data = data
         self._mesh = mesh or MeshSettings()
         self._work = work
+        self._kernel_cost = kernel_cost
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -68,7 +73,7 @@ class Planner:
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         # A piece of one token has rows under every sharding that exists: this asks for its name.
-        self._rows([1])
+        self._sharded([1])
         self._thresholds: tuple[int, ...] = ()
         if data.method.delays:
             self._thresholds = data.thresholds or ()
@@ -230,14 +235,15 @@ class Planner:
             for index in indices:
                 group = groups[index]
                 first = len(slices)
+                sharding, rows = self._sharded([piece.tokens for piece in group])
                 slices.extend(
                     Slice(piece.document, piece.origin, piece.origin, piece.stop) for piece in group
                 )
                 forward.append(
                     MicroBatch(
                         slices=tuple(range(first, len(slices))),
-                        sharding=self._mesh.sharding,
-                        rows=self._rows([piece.tokens for piece in group]),
+                        sharding=sharding,
+                        rows=rows,
                         replicas=(number,),
                     )
                 )
@@ -259,11 +265,14 @@ class Planner:
             drain=drain,
         )
 
-    def _rows(self, lengths: Sequence[int]) -> int:
+    def _sharded(self, lengths: Sequence[int]) -> tuple[str, int]:
+        """The sharding of a micro-batch of these pieces, and its rows per context rank."""
         mesh = self._mesh
-        return layout(
-            mesh.sharding, lengths, mesh.context_parallel_size, mesh.tensor_parallel_size
-        ).rows
+        sizes = (mesh.context_parallel_size, mesh.tensor_parallel_size)
+        if mesh.sharding == ADAPTIVE:
+            name, chosen = choose(lengths, *sizes, self._kernel_cost)
+            return name, chosen.rows
+        return mesh.sharding, layout(mesh.sharding, lengths, *sizes).rows
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         return max(min(stop, int(self._store_lengths[document]) - 1) - start, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.planning.packing import PACKINGS, PackingMethod
 from lightning_wlb.planning.release import check_thresholds
 
@@ -100,7 +101,9 @@ class MeshSettings:
         replicas: data-parallel replicas.
         context_parallel_size: ranks that share the tokens of a micro-batch.
         tensor_parallel_size: ranks that share its matrix products; rows are padded to divide.
-        sharding: name of the sharding, in ``lightning_wlb.attention.sharding.SHARDINGS``.
+        sharding: name of the sharding of every micro-batch, in
+            ``lightning_wlb.attention.sharding.SHARDINGS``, or ``"adaptive"``: for each micro-batch
+            the one of least predicted attention latency.
 
     Raises:
         ValueError: a size below 1.
@@ -109,7 +112,7 @@ class MeshSettings:
     replicas: int = 1
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
-    sharding: str = "per_document_contiguous"
+    sharding: str = ADAPTIVE
 
     def __post_init__(self) -> None:
         for name in ("replicas", "context_parallel_size", "tensor_parallel_size"):

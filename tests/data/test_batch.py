@@ -265,7 +265,7 @@ def test_moving_a_batch_keeps_the_plan_and_moves_every_tensor() -> None:
     assert batch.tokens == 11
     assert batch.target_tokens == 9
     assert repr(batch) == (
-        "StepBatch(step 0, epoch 0, replica 0 of 1: micro-batches of [7] rows; the step has 11"
+        "StepBatch(step 0, epoch 0, replica 0 of 1: micro-batches of [6] rows; the step has 11"
         " tokens, 9 targets, 2 pieces, last)"
     )
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.sharding import choose, layout
+from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
@@ -243,6 +244,28 @@ def test_rows_and_sharding_come_from_the_mesh() -> None:
         assert group.rows == layout("per_document", lengths, 2, 4).rows
         assert group.rows % 4 == 0
         assert group.sharding == "per_document"
+
+
+def test_adaptive_sharding_is_resolved_for_each_micro_batch() -> None:
+    """Each gets the sharding of least cost, and the cost that was given decides."""
+    rng = np.random.default_rng(0)
+    lengths = [*rng.integers(1, 2000, 60).tolist(), 8192, 8192]
+    data = DataSettings(8192, 4, queues=0)
+    mesh = MeshSettings(context_parallel_size=4, tensor_parallel_size=2)
+    assert mesh.sharding == "adaptive"
+
+    def fewest_queries_in_a_segment(queries, keys):
+        return queries * queries
+
+    chosen = set()
+    for cost in (reference_kernel_cost, fewest_queries_in_a_segment):
+        for plan in epoch(Planner(lengths, data, work, mesh, kernel_cost=cost)):
+            for group in plan.replicas[0].forward:
+                tokens = [piece.tokens for piece in plan.replicas[0].slices_of(group)]
+                name, made = choose(tokens, 4, 2, cost)
+                assert (group.sharding, group.rows) == (name, made.rows)
+                chosen.add(name)
+    assert len(chosen) > 1
 
 
 def test_targets_of_the_store_are_used() -> None:

@@ -97,7 +97,8 @@ def layout(
     """
     if sharding not in SHARDINGS:
         raise ValueError(
-            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(SHARDINGS))}."
+            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(SHARDINGS))},"
+            " and 'adaptive' for the choice among them where a plan is made."
         )
     if context_parallel_size < 1 or tensor_parallel_size < 1:
         raise ValueError(
