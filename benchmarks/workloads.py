@@ -1,6 +1,7 @@
 """The workloads that every benchmark uses, so that figures compare (docs/design.md, section 6).
 
-* Generator A: the document lengths of long-context pretraining, log-normal with a Pareto tail.
+* Generator A: the document lengths of long-context pretraining, log-normal with a Pareto tail
+  (lightning_wlb/planning/workloads.py).
 * The standard library: sizes of Python's own source files, one byte one token, read from the
   committed ``stdlib_lengths.json`` (``python -m benchmarks.workloads`` measures this Python's
   and writes the file).
@@ -20,6 +21,9 @@ import numpy as np
 
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.planning.packing.original import cut_stream
+from lightning_wlb.planning.workloads import documents_for, generator_a
+
+__all__ = ["documents_for", "generator_a", "stdlib_lengths", "window_pieces"]
 
 STDLIB_FILE = Path(__file__).with_name("stdlib_lengths.json")
 
@@ -28,25 +32,7 @@ LLAMA2_7B_LAYER = ModelShape(
 )
 REFERENCE_WORK = Work(LLAMA2_7B_LAYER)
 
-MEAN_LENGTH = 2600  # tokens; the generator's mean, which sizes a sample of so many steps
 CALIBRATION_DOCUMENTS = 300_000
-
-
-def generator_a(documents: int, window: int, seed: int) -> np.ndarray:
-    """Lengths (int64, tokens) of ``documents`` documents between 32 tokens and ``window``."""
-    rng = np.random.default_rng(seed)
-    body = np.exp(rng.normal(6.8, 1.2, documents))
-    is_tail = rng.random(documents) < 0.01
-    uniform = rng.random(documents)
-    tail = 8192.0 * (1.0 - uniform) ** (-1.0 / 0.3)
-    # Bounded before the cast: the tail has lengths beyond the range of int64.
-    length = np.minimum(np.where(is_tail, tail, body), float(window)).astype(np.int64)
-    return np.maximum(length, 32)
-
-
-def documents_for(steps: int, micro_batches: int, window: int) -> int:
-    """Documents of Generator A that are enough for ``steps`` steps of N·C tokens."""
-    return math.ceil(1.2 * steps * micro_batches * window / MEAN_LENGTH)
 
 
 def window_pieces(lengths: np.ndarray, window: int) -> np.ndarray:

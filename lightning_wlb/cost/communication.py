@@ -118,10 +118,20 @@ class Communication:
             ranks: of the group.
             size: bytes of the whole, what every rank has in the end (or had in the beginning).
         """
+        return self.exchange_ns(axis, ranks, size * (ranks - 1) // ranks)
+
+    def exchange_ns(self, axis: str, ranks: int, size: int) -> int:
+        """An exchange in which the busiest rank sends or receives ``size`` bytes, in n - 1 steps.
+
+        Args:
+            axis: as for :meth:`collective_ns`.
+            ranks: of the group.
+            size: bytes.
+        """
         if ranks == 1 or size == 0:
             return 0
         link: Link = getattr(self, axis)
-        return round((ranks - 1) * (link.latency_ns + size / ranks * 1e9 / link.bytes_per_second))
+        return round((ranks - 1) * link.latency_ns + size * 1e9 / link.bytes_per_second)
 
     def message_ns(self, source: int, size: int) -> int:
         """A message of ``size`` bytes between pipeline stages ``source`` and ``source + 1``."""

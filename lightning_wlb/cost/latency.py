@@ -168,26 +168,26 @@ class LatencyModel:
         return passes * (gather + scatter)
 
     def context_parallel_ns(self, rows: int, keys: int, *, backward: bool) -> int:
-        """Keys and values of one layer: forward gathers, backward sums their gradients.
+        """Keys and values of one layer: forward fetches them, backward sums their gradients.
 
         Args:
-            rows: of each rank of the group, padding included.
-            keys: that this rank's segments read, put in their order after the gather.
-            backward: sums travel wide; recomputation gathers again.
+            rows: that the group's busiest rank receives, or sends, of other ranks' keys.
+            keys: that this rank's segments read, put in their order after they have arrived.
+            backward: sums travel wide; recomputation fetches again.
         """
         ranks = self.mesh.context
         if ranks == 1:
             return 0
         width = DTYPE_BYTES[self.profile.dtype]
         elements = 2 * self.rank_kv_heads * self.shape.head_dim
-        forward = self.communication.collective_ns(
-            "context", ranks, ranks * rows * elements * width
+        forward = self.communication.exchange_ns(
+            "context", ranks, rows * elements * width
         ) + self._traffic_ns(2 * keys * elements * width)
         if not backward:
             return forward
         wide = max(width, 4)
-        result = self.communication.collective_ns(
-            "context", ranks, ranks * rows * elements * wide
+        result = self.communication.exchange_ns(
+            "context", ranks, rows * elements * wide
         ) + self._traffic_ns(keys * elements * (width + 2 * wide))
         return result + (forward if self.activation_checkpointing == "full" else 0)
 
@@ -245,7 +245,8 @@ class LatencyModel:
         flops = pairs * ((10 if backward else 4) * self.shape.head_dim)
         flops *= self.shape.heads // self.mesh.tensor
         time = flops * inverse_rate(table, padded, padded + before, backward=backward)
-        return np.rint(time * _PICOSECONDS).astype(np.int64)
+        result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
+        return result
 
     def _layer_ns(self, rows: int, *, backward: bool) -> int:
         flops = layer_linear_flops(self.shape, rows) // self.mesh.tensor

@@ -128,6 +128,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def preset_names() -> list[str]:
+    """Names that :meth:`TransformerConfig.preset` knows."""
+    return list(_PRESETS)
+
+
 def check_tensor_parallel(config: TransformerConfig | ModelShape, size: int) -> None:
     """Whether a model can be split over ``size`` tensor-parallel ranks.
 

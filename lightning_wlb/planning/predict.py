@@ -2,8 +2,8 @@
 
 The glue between the plan, the cost model and the simulator. A micro-batch is laid out on its
 context-parallel group as the plan says; each rank's attention segments go through the latency
-model, and a layer takes as long as the group's slowest rank, which all wait for at the gather of
-keys and values. An action is its stage's layers, its ends and its overhead; messages between
+model, and a layer takes as long as the group's slowest rank, which all wait for at the exchange
+of keys and values. An action is its stage's layers, its ends and its overhead; messages between
 stages are the simulator's transfers; parameters and gradients travel once, at the end.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.sharding import Layout, layout, traffic, uses_all_to_all
 from lightning_wlb.cost.flops import (
     ModelShape,
     Work,
@@ -187,10 +188,12 @@ class Predictor:
         attention: list[tuple[int, int]] = []
         layer: list[tuple[int, int]] = []
         most_keys = 0
-        for chunks in placed.chunks:
-            table = np.array(chunks, dtype=np.int64).reshape(-1, 3)
-            queries = table[:, 2] - table[:, 1]
-            keys = table[:, 2] + before[table[:, 0]]
+        travelling = _travelling(placed)
+        _, document, start, stop = placed.table.T
+        for first, end in pairwise(placed.first.tolist()):
+            own = slice(first, end)
+            queries = stop[own] - start[own]
+            keys = stop[own] + before[document[own]]
             read = int(keys.sum())
             most_keys = max(most_keys, read)
             passes = [
@@ -198,7 +201,7 @@ class Predictor:
             ]
             attention.append((passes[0], passes[1]))
             gather = [
-                latency.context_parallel_ns(placed.rows, read, backward=backward)
+                latency.context_parallel_ns(travelling, read, backward=backward)
                 for backward in (False, True)
             ]
             layer.append((passes[0] + gather[0], passes[1] + gather[1]))
@@ -406,6 +409,16 @@ class StepPrediction:
             float(sum(sum(cost.attention_ns) for cost in every)),
             sum(sum(cost.mean_attention_ns) for cost in every),
         )
+
+
+def _travelling(placed: Layout) -> int:
+    """Rows of keys that the busiest rank of the context-parallel group receives or sends."""
+    if placed.ranks == 1 or not placed.shared:
+        return 0
+    moved = traffic(placed)
+    if uses_all_to_all(placed, moved):
+        return max(int(moved.sum(axis=0).max()), int(moved.sum(axis=1).max()))
+    return (placed.ranks - 1) * placed.shared
 
 
 def _slowest(ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:

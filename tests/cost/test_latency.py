@@ -201,7 +201,7 @@ def test_communication_in_bytes_over_bandwidth() -> None:
     model = LatencyModel(FLAT, SHAPE, Mesh(data=2, pipeline=2, context=2, tensor=4))
     # Three quarters of [1000, 4096], two gathers of 2 bytes and two sums of 4, at 1 GB/s.
     assert model.tensor_parallel_ns(1000, backward=False) == 2 * 3 * 1000 * 1024 * (2 + 4)
-    # Half of 2·8 heads of 128 for 2·1000 rows; the sum of gradients is 4 bytes wide.
+    # 2·8 heads of 128 for 1000 rows; the sum of gradients is 4 bytes wide.
     assert model.context_parallel_ns(1000, 0, backward=False) == 1000 * 16 * 128 * 2
     assert model.context_parallel_ns(1000, 0, backward=True) == 1000 * 16 * 128 * 4
     # Stages lie on different nodes here: 0.1 GB/s.

@@ -1,0 +1,1 @@
+"""The command ``lightning-wlb``: one file per subcommand."""

@@ -1,0 +1,67 @@
+"""Document lengths for the command line: a name, a generator, or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.planning.workloads import documents_for, generator_a
+
+Lengths = npt.NDArray[np.int64]
+
+STORES: dict[str, Callable[[], Lengths]] = {
+    "stdlib": lambda: StdlibDocuments(unit="file").lengths,
+    "stdlib-definitions": lambda: StdlibDocuments(unit="definition").lengths,
+}
+"""Document stores by name: the files of Python's standard library in bytes, and its top-level
+functions and classes, which ``WLBDataModule("stdlib")`` trains on."""
+
+GENERATOR_A = "generator-a"
+
+
+def load_lengths(
+    source: str, *, context_window: int, micro_batches: int, steps: int, seed: int
+) -> Lengths:
+    """Lengths in tokens, int64 [documents].
+
+    Args:
+        source: a name in :data:`STORES`, ``"generator-a"``, or the path of a ``.npy`` file with
+            integers or of a text file with one integer per line or word.
+        context_window: bounds the generator's documents.
+        micro_batches: of a global batch; sizes the generator's sample.
+        steps: likewise.
+        seed: of the generator.
+
+    Raises:
+        ValueError: a file that cannot be read or holds something other than lengths.
+    """
+    if source in STORES:
+        return STORES[source]()
+    if source == GENERATOR_A:
+        return generator_a(
+            documents_for(steps, micro_batches, context_window), context_window, seed
+        )
+    path = Path(source)
+    known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])} or the path of a file of lengths"
+    try:
+        if path.suffix == ".npy":
+            values = np.load(path, allow_pickle=False)
+        else:
+            values = np.array([int(word) for word in path.read_text(encoding="utf-8").split()])
+    except OSError as error:
+        raise ValueError(f"--lengths {source}: {error.strerror or error}. {known}.") from error
+    except (ValueError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(
+            f"--lengths {source} is not a list of lengths: {error}. {known}: integers, in .npy or"
+            " as text with one per line."
+        ) from error
+    if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) == 0:
+        raise ValueError(
+            f"--lengths {source} holds an array of {values.dtype} with shape {values.shape}, but"
+            " lengths are integers in one dimension, at least one."
+        )
+    return values.astype(np.int64)

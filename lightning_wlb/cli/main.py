@@ -1,0 +1,54 @@
+"""``lightning-wlb``: the entry point, which knows the subcommands and answers mistakes.
+
+A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments)``, and a line in
+:data:`COMMANDS`. A mistake of the user raises ValueError; it is printed without a traceback and
+the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from lightning_wlb.cli import plan, profile
+
+COMMANDS: dict[str, ModuleType] = {"plan": plan, "profile": profile}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    whole = argparse.ArgumentParser(
+        prog="lightning-wlb",
+        description="Workload-balanced long-context training: what it would gain, and what this"
+        " device can do.",
+    )
+    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
+    for name, module in COMMANDS.items():
+        assert module.__doc__ is not None
+        summary = module.__doc__.partition("\n")[0]
+        command = commands.add_parser(
+            name,
+            help=summary.rstrip("."),
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, or 2 for a mistake of the user."""
+    arguments = parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except ValueError as error:
+        print(f"lightning-wlb {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
