@@ -11,7 +11,9 @@ if they do not deadlock when sends are buffered. (:func:`~lightning_wlb.schedule
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
+from typing import NoReturn
 
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 
@@ -35,8 +37,9 @@ class Graph:
     Attributes:
         actions: by number.
         ranks: the numbers of each rank's actions.
-        order: (number, the one before it on its rank, the one whose output it needs), in
-            topological order; NONE where there is none.
+        needed: by number, the action whose output it needs; NONE where there is none.
+        runs: (first, stop, the number before first on its rank, or NONE): consecutive numbers of
+            a rank; one run after the other is a topological order.
         received: numbers of the actions whose message comes from another rank.
         forwards: numbers of the forwards.
         frees: by number, the forward whose bytes are free when the action has ended.
@@ -54,73 +57,76 @@ class Graph:
         }
         _check_places(programs, self.actions, len(numbers))
         last = max((stage for stage, _, _ in self.actions), default=0)
-        needed: list[int] = []
-        missing: dict[int, Action] = {}
-        self.frees: list[int] = []
+        self.needed: list[int] = []
+        self.frees = [NONE] * len(self.actions)
         self.forwards: list[int] = []
         find = numbers.get
         for number, (stage, kind, micro_batch) in enumerate(self.actions):
             if kind == FORWARD:
+                self.forwards.append(number)
                 source = find((stage - 1, FORWARD, micro_batch), NONE)
                 if source == NONE and stage > 0:
-                    missing[number] = Action(stage - 1, FORWARD, micro_batch)
-                self.forwards.append(number)
-                self.frees.append(NONE if (stage, BACKWARD, micro_batch) in numbers else number)
+                    self._miss(number, Action(stage - 1, FORWARD, micro_batch))
             else:
                 own = find((stage, FORWARD, micro_batch), NONE)
-                source = own if stage == last else find((stage + 1, BACKWARD, micro_batch), NONE)
                 if own == NONE:
-                    missing[number] = Action(stage, FORWARD, micro_batch)
-                elif source == NONE:
-                    missing[number] = Action(stage + 1, BACKWARD, micro_batch)
-                self.frees.append(own)
-            needed.append(source)
-        if missing:
-            number = min(missing)
-            raise ValueError(
-                f"the schedule cannot run: {self.actions[number]} needs {missing[number]}, which"
-                " no rank runs."
-            )
-        self.order = self._sort(needed)
+                    self._miss(number, Action(stage, FORWARD, micro_batch))
+                self.frees[number] = own
+                source = own if stage == last else find((stage + 1, BACKWARD, micro_batch), NONE)
+                if source == NONE:
+                    self._miss(number, Action(stage + 1, BACKWARD, micro_batch))
+            self.needed.append(source)
+        kept = set(self.frees)
+        for number in self.forwards:
+            if number not in kept:
+                self.frees[number] = number
+        self.runs = self._sort()
         rank_of = [rank for rank, own in enumerate(self.ranks) for _ in own]
         self.received = [
             number
-            for number, source in enumerate(needed)
+            for number, source in enumerate(self.needed)
             if source != NONE and rank_of[source] != rank_of[number]
         ]
 
-    def _sort(self, needed: list[int]) -> list[tuple[int, int, int]]:
+    def _miss(self, number: int, wanted: Action) -> NoReturn:
+        raise ValueError(
+            f"the schedule cannot run: {self.actions[number]} needs {wanted}, which no rank runs."
+        )
+
+    def _sort(self) -> list[tuple[int, int, int]]:
         """Each rank goes as far as it can; whoever it waits for wakes it."""
-        order: list[tuple[int, int, int]] = []
+        needed = self.needed
+        runs: list[tuple[int, int, int]] = []
         done = bytearray(len(needed))
         at = [own.start for own in self.ranks]
         asleep: dict[int, list[int]] = {}
         awake = list(range(len(self.ranks)))
         while awake:
             rank = awake.pop()
-            number, stop = at[rank], self.ranks[rank].stop
-            previous = number - 1 if number > self.ranks[rank].start else NONE
+            first = number = at[rank]
+            stop = self.ranks[rank].stop
             while number < stop:
                 source = needed[number]
                 if source != NONE and not done[source]:
                     asleep.setdefault(source, []).append(rank)
                     break
-                order.append((number, previous, source))
                 done[number] = True
                 if number in asleep:
                     awake += asleep.pop(number)
-                previous = number
                 number += 1
+            if number > first:
+                previous = first - 1 if first > self.ranks[rank].start else NONE
+                runs.append((first, number, previous))
             at[rank] = number
-        if len(order) < len(needed):
-            raise ValueError(self._explain(at, needed))
-        return order
+        if not all(done):
+            raise ValueError(self._explain(at))
+        return runs
 
-    def _explain(self, at: list[int], needed: list[int]) -> str:
+    def _explain(self, at: list[int]) -> str:
         """The circle of ranks that wait for each other, and how many wait for them."""
         stuck = [rank for rank, own in enumerate(self.ranks) if at[rank] < own.stop]
         wanted_from = {
-            rank: next(other for other in stuck if needed[at[rank]] in self.ranks[other])
+            rank: next(other for other in stuck if self.needed[at[rank]] in self.ranks[other])
             for rank in stuck
         }
         path = [stuck[0]]
@@ -128,15 +134,21 @@ class Graph:
             path.append(following)
         circle = path[path.index(following) :]
         reasons = [
-            f"rank {rank} waits at {self.actions[at[rank]]} for {self.actions[needed[at[rank]]]},"
-            f" which rank {wanted_from[rank]} runs only after"
-            f" {self.actions[at[wanted_from[rank]]]}"
+            f"rank {rank} waits at {self.actions[at[rank]]} for"
+            f" {self.actions[self.needed[at[rank]]]}, which rank {wanted_from[rank]} runs only"
+            f" after {self.actions[at[wanted_from[rank]]]}"
             for rank in circle
         ]
         others = [rank for rank in stuck if rank not in circle]
         if others:
             reasons.append(f"ranks {', '.join(map(str, others))} wait for these")
         return "the schedule deadlocks: " + "; ".join(reasons) + "."
+
+
+@lru_cache(maxsize=64)
+def graph_of(programs: tuple[tuple[Action, ...], ...]) -> Graph:
+    """The graph of some programs; steps of the same shape share it, so do not change it."""
+    return Graph(programs)
 
 
 def _check_places(programs: Programs, actions: Sequence[Action], different: int) -> None:

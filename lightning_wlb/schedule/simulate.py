@@ -4,8 +4,8 @@ An action begins when its rank has finished the action before it and its input h
 message of the neighbouring stage, which takes ``transfer`` after the action that sends it ends, or
 on the same rank nothing. (The last stage's backward needs its own forward.) Programs are arbitrary
 lists; what an action needs follows from the action itself. One pass in topological order gives
-every time, in exact integers: linear in the number of actions, about 1 µs each in plain Python
-(``benchmarks/simulator_scale.py``). Replicas that run the same programs share the graph.
+every time, in exact integers: linear in the number of actions, 1 to 2 µs each in plain Python
+(``benchmarks/simulator_scale.py``). Replicas and steps with the same programs share their graph.
 
 When the last action of the last replica has ended, gradients are synchronised: the executor sums
 the loss over all ranks before it reduces gradients, so no rank starts early.
@@ -26,7 +26,7 @@ from operator import index as as_integer
 from typing import NamedTuple
 
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.graph import NONE, Graph, Programs
+from lightning_wlb.schedule.graph import NONE, Graph, Programs, graph_of
 from lightning_wlb.schedule.timeline import Span
 
 
@@ -127,7 +127,7 @@ def simulate(
             what), list an action twice or put a stage on two ranks, or if a number is negative.
         TypeError: if a number is not an integer.
     """
-    run = _run(Graph(programs), duration, transfer, opened_bytes)
+    run = _run(graph_of(tuple(map(tuple, programs))), duration, transfer, opened_bytes)
     return _close([run], constant_bytes, synchronisation_ns)[0]
 
 
@@ -157,16 +157,11 @@ def simulate_replicas(
         ValueError: as :func:`simulate`.
         TypeError: as :func:`simulate`.
     """
-    graphs: dict[tuple[tuple[Action, ...], ...], Graph] = {}
     runs = []
     for replica, of_replica in enumerate(programs):
-        key = tuple(map(tuple, of_replica))
-        graph = graphs.get(key)
-        if graph is None:
-            graph = graphs[key] = Graph(of_replica)
         runs.append(
             _run(
-                graph,
+                graph_of(tuple(map(tuple, of_replica))),
                 partial(duration, replica),
                 None if transfer is None else partial(transfer, replica),
                 None if opened_bytes is None else partial(opened_bytes, replica),
@@ -200,13 +195,16 @@ def _run(
         opened = _integers("opened_bytes", opened_bytes, graph, graph.forwards)
     begin = [0] * count
     end = [0] * (count + 1)  # The last entry is time 0, where NONE points.
-    for number, previous, source in graph.order:
-        start = end[previous]
-        arrival = end[source] + transfers[number]
-        if arrival > start:
-            start = arrival
-        begin[number] = start
-        end[number] = start + durations[number]
+    needed = graph.needed
+    for first, stop, previous in graph.runs:
+        now = end[previous]
+        for number in range(first, stop):
+            arrival = end[needed[number]] + transfers[number]
+            if arrival > now:
+                now = arrival
+            begin[number] = now
+            now += durations[number]
+            end[number] = now
     end.pop()
     return _Run(graph, begin, end, opened)
 
