@@ -15,26 +15,29 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 import lightning_wlb as wlb
 from lightning_wlb.attention.context_parallel import gather_rows, scatter_rows
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.models.tensor_parallel import local
-from lightning_wlb.models.transformer import FeedForward
 
 
-class SquaredReLU(FeedForward):
+class SquaredReLU(nn.Module):
     """w2 relu(w1 x)², two matrices in place of SwiGLU's three.
 
-    It derives from ``FeedForward`` so that ``set_parallel_groups`` finds it, and keeps the names
-    ``w1`` and ``w2``, so that the patterns of ``tensor_parallel_plan`` and the rule for initial
-    values hold for it too.
+    Its matrices are called ``w1`` and ``w2``, so that the patterns of ``tensor_parallel_plan`` and
+    the rule for initial values hold for them as they are. What tensor parallelism asks for is the
+    attribute ``tensor_group``, which is set from outside, to gather and scatter rows over it, and
+    to compute on ``local`` shards; without tensor parallelism all three do nothing.
     """
 
     def __init__(self, config: wlb.TransformerConfig) -> None:
-        super().__init__(config)
-        del self.w3
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
+        self.w2 = nn.Parameter(torch.empty(config.dim, config.ffn_dim))
+        self.tensor_group: ProcessGroup | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[rows / tensor-parallel size, dim] -> the same."""

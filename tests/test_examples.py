@@ -1,6 +1,7 @@
 """The examples run: each with as few steps as show that it does."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.demo_picture import main, ratios, read
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import Case, Recorder, config, data, trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -27,6 +31,22 @@ def test_a_model_of_ones_own(tmp_path):
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.5
+
+
+def fit_own_model(rank: int, mesh: tuple[int, ...] | None) -> list[float]:
+    own = runpy.run_path(str(EXAMPLES / "own_model.py"))
+    recorder = Recorder()
+    strategy = "auto" if mesh is None else WLBStrategy(*mesh)
+    runner = trainer(strategy, 1 if mesh is None else int(np.prod(mesh)), callbacks=[recorder])
+    runner.fit(own["OwnModule"](config(False), learning_rate=1e-2, seed=7), data(Case()))
+    return recorder.losses
+
+
+def test_a_model_of_ones_own_equals_one_process_under_tensor_parallelism():
+    want = fit_own_model(0, None)
+    assert len(want) == 3
+    for got in run_ranks(fit_own_model, 2, (1, 1, 1, 2), process_group=False):
+        assert got == pytest.approx(want, rel=1e-12)
 
 
 def test_the_command_line(tmp_path):

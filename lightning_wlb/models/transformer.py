@@ -149,8 +149,9 @@ class Transformer(nn.Module):
         self.context_group = context
         self.tensor_group = tensor
         for module in self.modules():
-            if isinstance(module, Embedding | Attention | FeedForward | Head):
-                module.tensor_group = tensor
+            # By name, so that a module of the user's own gets it too.
+            if hasattr(module, "tensor_group"):
+                module.tensor_group = tensor  # type: ignore[assignment]
 
     def tensor_parallel_plan(self, size: int | None = None) -> dict[str, Placement]:
         """Where each parameter is split over the tensor axis, by parameter-name pattern.
