@@ -1,0 +1,158 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.plan import Piece, Slice, StepPlan
+from lightning_wlb.planning.slicing import (
+    PrefixWork,
+    deal_pieces,
+    replica_plan,
+    share_packs,
+    slice_pieces,
+)
+
+LLAMA2_7B_LAYER = Work(ModelShape(4096, 1, 32, 32, 128, 11008, 0))
+WORK = PrefixWork.of(LLAMA2_7B_LAYER.total)
+LINEAR = PrefixWork(1, 0)
+
+
+def pieces_of(lengths):
+    return [Piece(document, 0, length, 0) for document, length in enumerate(lengths)]
+
+
+def load(pack, work=WORK):
+    return sum(work(part.context + part.tokens) - work(part.context) for part in pack)
+
+
+def plan_of(pieces, packs_of_replicas, cap):
+    return StepPlan(
+        step=0,
+        epoch=0,
+        replicas=tuple(
+            replica_plan(packs, number, "per_document", sum)
+            for number, packs in enumerate(packs_of_replicas)
+        ),
+        pieces=tuple(sorted(pieces)),
+        target_tokens=0,
+        cap=cap,
+        micro_batches=4,
+        nominal_tokens=4 * cap,
+    )
+
+
+def test_the_work_of_a_slice_is_that_of_its_prefixes():
+    for start, stop in [(0, 1), (5, 7), (512, 131_072)]:
+        assert WORK(stop) - WORK(start) == LLAMA2_7B_LAYER.total(stop - start, start)
+
+
+@given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(0, 10**7))
+def test_position_is_the_inverse_of_work(linear, pair, tokens):
+    work = PrefixWork(linear, pair)
+    assert work.position(work(tokens)) == tokens
+    assert work.position(work(tokens + 1) - 1) == tokens
+
+
+def test_a_cost_of_another_form_is_refused():
+    with pytest.raises(ValueError, match="use a packing that does not slice"):
+        PrefixWork.of(lambda tokens: tokens**3)
+    assert PrefixWork.of(lambda tokens: 7 * tokens) == PrefixWork(7, 0)
+
+
+def test_slim_mix_and_pack():
+    """Document 0 is slimmed; the gap behind it takes the largest that fits; the rest is packed."""
+    packs = slice_pieces(pieces_of([2600, 700, 500, 200]), 4, 4000, LINEAR, tile=100, least=300)
+    assert packs == [
+        [Slice(0, 0, 0, 1000)],
+        [Slice(0, 0, 1000, 2000)],
+        [Slice(0, 0, 2000, 2600), Slice(3, 0, 0, 200)],
+        [Slice(1, 0, 0, 700), Slice(2, 0, 0, 500)],
+    ]
+
+
+def test_cuts_are_at_tiles_from_the_origin():
+    piece = Piece(3, 1000, 1000 + 100_000, 0)
+    packs = slice_pieces([piece], 4, 100_000, WORK)
+    assert [pack[0].start - 1000 for pack in packs] == [0, 42_112, 65_792, 84_352]
+    loads = [load(pack) for pack in packs]
+    assert max(loads) * 4 < sum(loads) * 1.005
+
+
+def test_no_slice_is_shorter_than_the_least():
+    assert slice_pieces(pieces_of([1000]), 4, 4000, WORK) == [[Slice(0, 0, 0, 1000)]]
+    assert slice_pieces(pieces_of([1024]), 4, 4000, WORK, tile=1) == [
+        [Slice(0, 0, 0, 512)],
+        [Slice(0, 0, 512, 1024)],
+    ]
+
+
+def test_more_packs_where_the_cap_needs_them():
+    packs = slice_pieces(pieces_of([3000, 3000]), 2, 1000, WORK)
+    assert [sum(part.tokens for part in pack) for pack in packs] == [1000] * 6
+
+
+def test_dense_slices_never_leave_too_many_tokens_for_the_last_packs():
+    lengths = [100_000] + [500] * 300
+    packs = slice_pieces(pieces_of(lengths), 4, 63_000, WORK)
+    assert len(packs) == 4
+    assert max(sum(part.tokens for part in pack) for pack in packs) <= 63_000
+
+
+def test_balance_and_few_cuts():
+    lengths = [131_072, 90_000, 40_000, 17_000] + [3000] * 40 + [700] * 150
+    packs = slice_pieces(pieces_of(lengths), 16, 131_072, WORK)
+    loads = [load(pack) for pack in packs]
+    assert max(loads) * 16 < sum(loads) * 1.006
+    assert sum(map(len, packs)) - len(lengths) <= 15
+
+
+def test_a_long_piece_starts_in_a_fresh_pack():
+    lengths = [60_000, 50_000] + [1000] * 80 + [100] * 200
+    packs = slice_pieces(pieces_of(lengths), 12, 131_072, WORK)
+    for document in (0, 1):
+        first = next(pack for pack in packs if any(part.document == document for part in pack))
+        assert [part.document for part in first] == [document]
+
+
+@given(
+    st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), max_size=40),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.integers(100, 3000),
+    st.sampled_from([(1, 1), (8, 16), (128, 512)]),
+    st.sampled_from([WORK, LINEAR, PrefixWork(1, 50)]),
+)
+@settings(deadline=None)
+def test_every_plan_is_valid(lengths, packs, replicas, cap, grain, work):
+    tile, least = grain
+    pieces = pieces_of(lengths)
+    dealt = deal_pieces(pieces, replicas, work)
+    made = [slice_pieces(own, packs, cap, work, tile=tile, least=least) for own in dealt]
+    plan_of(pieces, made, cap).validate()
+    for own, of_replica in zip(dealt, made, strict=True):
+        assert all(of_replica)
+        assert len(of_replica) <= max(packs, -(-sum(piece.tokens for piece in own) // cap))
+        # Only the cap may force a slice that is off the tiles or short.
+        if sum(lengths) <= cap:
+            for part in (part for pack in of_replica for part in pack):
+                whole = part.tokens == lengths[part.document]
+                assert part.start % tile == 0
+                assert whole or part.tokens >= least
+
+
+def test_deterministic_whatever_the_order():
+    lengths = [5000, 100, 100, 7000, 100, 2000]
+    pieces = pieces_of(lengths)
+    assert slice_pieces(pieces, 5, 9000, WORK) == slice_pieces(pieces[::-1], 5, 9000, WORK)
+
+
+def test_phase_1_deals_by_work():
+    dealt = deal_pieces(pieces_of([10, 9, 8, 3, 2, 2]), 2, LINEAR)
+    assert [[piece.tokens for piece in own] for own in dealt] == [[10, 3, 2, 2], [9, 8]]
+
+
+def test_packs_of_a_replica_by_its_work():
+    assert share_packs([10, 10], 8) == [4, 4]
+    assert share_packs([30, 10], 8) == [6, 2]
+    assert share_packs([100, 1, 0], 8) == [8, 1, 0]
+    assert share_packs([0, 0], 8) == [0, 0]
