@@ -138,12 +138,26 @@ def run(arguments: argparse.Namespace) -> None:
     """
     console = Console(width=None if Console().is_terminal else 160)
     request = _Request.of(arguments)
-    mode, forecasts = request.forecasts(arguments.activation_checkpointing)
+    mode, forecasts, others = request.forecasts(arguments.activation_checkpointing)
     baseline = forecasts[0]
     rows = [forecast.summary(baseline) for forecast in forecasts]
     predictor = request.predictor(mode)
     longest = predictor.longest_micro_batch(arguments.micro_batches_of_replica)
     _show(console, request, mode, longest, rows)
+    too_large = [
+        {
+            "packing": each.packing,
+            "sharding": each.sharding,
+            "peak_gigabytes": each.peak_bytes / 1e9,
+        }
+        for each in others
+    ]
+    for each in too_large:
+        console.print(
+            "Does not fit in memory: {packing}, {sharding}, which would fill"
+            " {peak_gigabytes:.1f} GB.".format(**each),
+            highlight=False,
+        )
     timelines = {
         f"{forecast.packing}, {forecast.sharding}, {step.plan.tokens:,} tokens": _slowest_replica(
             step.simulations
@@ -163,7 +177,8 @@ def run(arguments: argparse.Namespace) -> None:
         write_trace(arguments.trace, timelines)
         console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
     if arguments.json:
-        print(json.dumps(_report(arguments, request, mode, longest, rows)))
+        report = _report(arguments, request, mode, longest, rows)
+        print(json.dumps(report | {"does_not_fit": too_large}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,8 +263,11 @@ class _Request:
             self.rest_dtype,
         )
 
-    def forecasts(self, asked: str) -> tuple[Checkpointing, list[Forecast]]:
-        """The least activation checkpointing with which all fit, and the predictions.
+    def forecasts(self, asked: str) -> tuple[Checkpointing, list[Forecast], list[Forecast]]:
+        """The activation checkpointing, the predictions that fit in memory, and those that do not.
+
+        Of ``"auto"`` the least checkpointing with which all fit that fit with any; the baseline
+        is the first that fits.
 
         Raises:
             ValueError: nothing fits; with what would.
@@ -257,15 +275,7 @@ class _Request:
         modes: Sequence[Checkpointing] = (
             get_args(Checkpointing) if asked == "auto" else [asked]  # type: ignore[list-item]
         )
-        usable = self.profile.memory_bytes * USABLE_PERCENT // 100
-        state = max(self.predictor(modes[-1]).state_bytes)
-        if state > usable:
-            raise ValueError(
-                f"The model does not fit on the mesh {self.mesh}: parameters, gradients and"
-                f" optimizer state take {state / 1e9:.1f} GB of a device, and"
-                f" {usable / 1e9:.1f} GB ({USABLE_PERCENT} % of {self.profile.device}) may be"
-                f" filled. {self._what_fits()}"
-            )
+        self._check_state(modes[-1])
         cost = self.predictor(modes[0]).latency.segment_cost
         planned = {
             (packing, sharding): plan_steps(
@@ -278,23 +288,48 @@ class _Request:
             )
             for packing, sharding in self.candidates
         }
+        fitting: list[Forecast] = []
+        others: list[Forecast] = []
+        best = modes[0]
         for mode in modes:
             predictor = self.predictor(mode)
-            forecasts = [Forecast.of(*key, plans, predictor) for key, plans in planned.items()]
-            fullest = max(forecasts, key=lambda forecast: forecast.peak_bytes)
-            if fullest.peak_bytes <= usable:
-                return mode, forecasts
+            made = [Forecast.of(*key, plans, predictor) for key, plans in planned.items()]
+            fit = [forecast for forecast in made if forecast.peak_bytes <= self.usable_bytes]
+            if len(fit) > len(fitting) or mode == modes[0]:
+                best, fitting = mode, fit
+                others = [forecast for forecast in made if forecast not in fit]
+            if not others:
+                break
+        if fitting:
+            return best, fitting, others
+        least = min(made, key=lambda forecast: forecast.peak_bytes)
         tokens = predictor.longest_micro_batch(
-            max(len(replica.forward) for replica in fullest.typical_step.plan.replicas)
+            max(len(replica.forward) for replica in least.typical_step.plan.replicas)
         )
         raise ValueError(
             f"The activations do not fit on the mesh {self.mesh}: with activation checkpointing"
-            f" {mode!r}, packing {fullest.packing!r} would fill {fullest.peak_bytes / 1e9:.1f} GB"
-            f" of a device, of which {usable / 1e9:.1f} GB ({USABLE_PERCENT} % of"
-            f" {self.profile.device}) may be filled. Micro-batches of up to {tokens} tokens would"
-            f" fit here{'' if asked == 'auto' else ', or --activation-checkpointing auto may'}."
+            f" {modes[-1]!r}, packing {least.packing!r} with sharding {least.sharding!r} would fill"
+            f" {least.peak_bytes / 1e9:.1f} GB of a device, of which {self.usable_bytes / 1e9:.1f}"
+            f" GB ({USABLE_PERCENT} % of {self.profile.device}) may be filled. Micro-batches of up"
+            f" to {tokens} tokens would fit here, all as long"
+            f"{'' if asked == 'auto' else '; or --activation-checkpointing auto may'}."
             f" {self._what_fits()}"
         )
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a device that may be filled."""
+        return self.profile.memory_bytes * USABLE_PERCENT // 100
+
+    def _check_state(self, mode: Checkpointing) -> None:
+        state = max(self.predictor(mode).state_bytes)
+        if state > self.usable_bytes:
+            raise ValueError(
+                f"The model does not fit on the mesh {self.mesh}: parameters, gradients and"
+                f" optimizer state take {state / 1e9:.1f} GB of a device, and"
+                f" {self.usable_bytes / 1e9:.1f} GB ({USABLE_PERCENT} % of {self.profile.device})"
+                f" may be filled. {self._what_fits()}"
+            )
 
     def _what_fits(self) -> str:
         """Larger meshes on which the largest cap fits, if everything is checkpointed."""

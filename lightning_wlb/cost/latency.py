@@ -108,13 +108,21 @@ class LatencyModel:
         return result
 
     def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
-        """Forward + backward kernel time of each segment in ps: what a sharding is chosen by.
+        """Forward + backward time of each segment in ps: what a sharding is chosen by.
 
+        The kernel, and under context parallelism the copy of the keys that the segment reads:
+        a sharding of many short segments copies a long document's keys many times.
         Arguments as for :meth:`attention_ns`; int64 [segments].
         """
         forward = self._segments_ps(queries, keys, backward=False)
-        again = 2 if self.activation_checkpointing == "full" else 1
-        return again * forward + self._segments_ps(queries, keys, backward=True)
+        result = forward + self._segments_ps(queries, keys, backward=True)
+        copies = self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
+        if self.activation_checkpointing == "full":
+            result += forward
+            copies += self._copied_bytes(backward=False)
+        if self.mesh.context > 1:
+            result += keys * round(copies * _PICOSECONDS / self.profile.element_bytes_per_second)
+        return result
 
     def linear_ns(self, rows: int, *, backward: bool) -> int:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
@@ -182,13 +190,13 @@ class LatencyModel:
         elements = 2 * self.rank_kv_heads * self.shape.head_dim
         forward = self.communication.exchange_ns(
             "context", ranks, rows * elements * width
-        ) + self._traffic_ns(2 * keys * elements * width)
+        ) + self._traffic_ns(keys * self._copied_bytes(backward=False))
         if not backward:
             return forward
         wide = max(width, 4)
         result = self.communication.exchange_ns(
             "context", ranks, rows * elements * wide
-        ) + self._traffic_ns(keys * elements * (width + 2 * wide))
+        ) + self._traffic_ns(keys * self._copied_bytes(backward=True))
         return result + (forward if self.activation_checkpointing == "full" else 0)
 
     def pipeline_ns(self, rows: int, source: int) -> int:
@@ -227,6 +235,12 @@ class LatencyModel:
     def _feed_forward_permille(self) -> int:
         whole = layer_linear_flops(self.shape, 1)
         return 6000 * self.shape.dim * self.shape.ffn_dim // whole
+
+    def _copied_bytes(self, *, backward: bool) -> int:
+        """Memory traffic per key that is put in a segment's order, or whose gradient is added."""
+        width = DTYPE_BYTES[self.profile.dtype]
+        elements = 2 * self.rank_kv_heads * self.shape.head_dim
+        return elements * (width + 2 * max(width, 4) if backward else 2 * width)
 
     def _kernel_ns(self, queries: Integers, keys: Integers, *, backward: bool) -> int:
         if len(queries) == 0:

@@ -166,6 +166,11 @@ def test_the_cost_of_segments_is_what_the_kernel_takes() -> None:
     costs = model.segment_cost(queries, keys)
     assert costs.shape == (3,)
     assert int(costs.sum()) // 1000 == pytest.approx(both, abs=1)
+    # Under context parallelism a segment's keys are copied: 2·32·128 elements, 2 + 2 bytes
+    # forward, 2 + 4 + 4 backward, at 1 TB/s.
+    slow = replace(FLAT, element_bytes_per_second=1e12)
+    copying = LatencyModel(slow, SHAPE, Mesh(context=2))
+    assert (copying.segment_cost(queries, keys) - costs == keys * 2 * 32 * 128 * 14).all()
 
 
 def test_recomputation_is_added_to_the_backward() -> None:
