@@ -57,6 +57,7 @@ class AttentionMetadata:
             None where the all-to-all is not used.
         send_counts: rows sent to each rank by all-to-all.
         receive_counts: rows that arrive from each rank by all-to-all.
+        replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
         slices: what is needed beyond where pieces are sliced over micro-batches; None where the
             micro-batch's pieces are whole. Then ``key_index`` is never None.
     """
@@ -72,6 +73,7 @@ class AttentionMetadata:
     send_index: Tensor | None = None
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
+    replicas: int = 1
     slices: SliceMetadata | None = None
 
     @property

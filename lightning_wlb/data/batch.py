@@ -11,9 +11,7 @@ that the number of targets does not depend on how documents were cut. Rows that 
 masked targets and the last token of a document have :data:`IGNORE`.
 
 Cost: linear in the rank's own rows and in the keys they attend to, plus one read of the store
-for each run of consecutive tokens (two for a document under context parallelism). Micro-batches
-that are merged over replicas are refused: the plan can say them, this executor cannot run them
-yet.
+for each run of consecutive tokens (two for a document under context parallelism).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from lightning_wlb.attention.sharding import Layout, RankIndices, layout, rank_i
 from lightning_wlb.attention.slices import SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.data.documents import DocumentStore
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.plan import MicroBatch, Slice, StepPlan
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
@@ -199,8 +197,7 @@ def make_step_batch(
         last: whether the run's bound on tokens is reached with this step.
 
     Raises:
-        ValueError: the plan is for another number of replicas, or asks for micro-batches that
-            several replicas share, which this executor does not run.
+        ValueError: the plan is for another number of replicas.
     """
     if len(plan.replicas) != at.replicas:
         raise ValueError(
@@ -208,33 +205,23 @@ def make_step_batch(
             f" {at.replicas}. Plan with MeshSettings(replicas={at.replicas})."
         )
     replica = plan.replicas[at.replica]
-    _refuse_merged(plan.step, replica)
     members = [replica.slices_of(group) for group in replica.forward]
     layouts = [
         _layout(group, slices, at) for group, slices in zip(replica.forward, members, strict=True)
     ]
     sliced = SlicedReplica(layouts, members)
     micro_batches = [
-        _micro_batch(index, slices, layouts[index], sliced, store, at)
-        for index, slices in enumerate(members)
+        _micro_batch(index, group.replicas, members[index], layouts[index], sliced, store, at)
+        for index, group in enumerate(replica.forward)
     ]
     return StepBatch(plan, at.replica, micro_batches, state, next_digest, last)
-
-
-def _refuse_merged(step: int, replica: ReplicaPlan) -> None:
-    for group in (*replica.forward, *replica.backward):
-        if len(group.replicas) > 1:
-            raise ValueError(
-                f"step {step}: a micro-batch is shared by replicas {group.replicas}. This version"
-                " does not run merged micro-batches; plan every micro-batch on one replica."
-            )
 
 
 def _layout(group: MicroBatch, slices: tuple[Slice, ...], at: Coordinates) -> Layout:
     arrangement = layout(
         group.sharding,
         [part.tokens for part in slices],
-        at.context_parallel_size,
+        at.context_parallel_size * len(group.replicas),
         at.tensor_parallel_size,
     )
     assert arrangement.rows == group.rows, (
@@ -245,6 +232,7 @@ def _layout(group: MicroBatch, slices: tuple[Slice, ...], at: Coordinates) -> La
 
 def _micro_batch(
     number: int,
+    replicas: tuple[int, ...],
     slices: tuple[Slice, ...],
     arrangement: Layout,
     sliced: SlicedReplica,
@@ -252,19 +240,22 @@ def _micro_batch(
     at: Coordinates,
 ) -> MicroBatchTensors:
     rows = arrangement.rows
+    # Merged replicas put their context-parallel groups one after another.
+    ranks = at.context_parallel_size * len(replicas)
+    rank = at.context_parallel_size * replicas.index(at.replica) + at.context_rank
     if sliced.is_sliced(number):
-        parts = sliced.indices(number, at.context_rank)
+        parts = sliced.indices(number, rank)
         indices, offsets = parts.own, parts.positions
         # With earlier keys in front, the keys are never just the local rows.
         attention = replace(
-            AttentionMetadata.from_indices(indices, rows, at.context_parallel_size),
+            AttentionMetadata.from_indices(indices, rows, ranks),
             key_index=torch.from_numpy(indices.key_index),
             slices=SliceMetadata.from_indices(parts, number),
         )
     else:
-        indices = rank_indices(arrangement, at.context_rank)
+        indices = rank_indices(arrangement, rank)
         offsets = indices.offset
-        attention = AttentionMetadata.from_indices(indices, rows, at.context_parallel_size)
+        attention = AttentionMetadata.from_indices(indices, rows, ranks)
     positions = np.zeros(rows, np.int64)
     positions[: len(offsets)] = offsets
     tokens = np.zeros(rows, np.int64) if at.first_stage else None
@@ -275,7 +266,7 @@ def _micro_batch(
         tokens=None if tokens is None else torch.from_numpy(tokens),
         labels=None if labels is None else torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
-        attention=attention,
+        attention=replace(attention, replicas=len(replicas)),
         rows=rows,
     )
 

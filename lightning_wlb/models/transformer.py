@@ -104,6 +104,7 @@ class Transformer(nn.Module):
         self.recomputes_layers = activation_checkpointing == "full"
         self.attention_kernel = VarlenAttention(attention_backend)
         self.context_group: ProcessGroup | None = None
+        self.merged_groups: dict[int, ProcessGroup] = {}
         self.tensor_group: ProcessGroup | None = None
 
     def forward(
@@ -140,7 +141,10 @@ class Transformer(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Causal attention within each piece, over the context-parallel group."""
         run = context_parallel_attention if metadata.slices is None else sliced_attention
-        return run(q, k, v, metadata, self.attention_kernel, self.context_group)
+        group = self.context_group
+        if metadata.replicas > 1:
+            group = self.merged_groups[metadata.replicas]
+        return run(q, k, v, metadata, self.attention_kernel, group)
 
     def set_parallel_groups(
         self, context: ProcessGroup | None, tensor: ProcessGroup | None

@@ -30,6 +30,7 @@ from lightning_wlb.schedule.actions import FORWARD, Action, channel_of
 from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.collectives import gather_from_all_ranks
+from lightning_wlb.strategy.merged import MergedGroups
 from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.stopwatch import Stopwatch, make_stopwatch
 
@@ -40,13 +41,21 @@ class Executor:
     Args:
         model: the stage's model, sharded by :func:`fully_sharded.shard`.
         pipeline: where the rank stands.
+        merged: makes the communicators of micro-batches that several replicas share.
         counts_loss: whether this rank's loss enters the total. True for one rank of each
             tensor-parallel group: the others compute the same loss.
     """
 
-    def __init__(self, model: nn.Module, pipeline: Pipeline, counts_loss: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        merged: MergedGroups,
+        counts_loss: bool = True,
+    ) -> None:
         self.model = model
         self.pipeline = pipeline
+        self.merged = merged
         self.counts_loss = counts_loss
         self.stopwatch: Stopwatch | None = None
         self._agreed: int | None = None
@@ -82,8 +91,10 @@ class Executor:
         """
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
+        replica = batch.plan.replicas[batch.replica]
+        self.model.merged_groups = self.merged.prepare(replica)  # type: ignore[assignment]
         fully_sharded.begin_step(self.model)
-        program = self.pipeline.program(batch.plan.replicas[batch.replica])
+        program = self.pipeline.program(replica)
         if not training:
             program = [action for action in program if action.kind == FORWARD]
         step = _Step(self.model, self.pipeline, batch, denominator, self.stopwatch)

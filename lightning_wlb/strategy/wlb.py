@@ -57,6 +57,7 @@ from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.clip import clip_gradients
 from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.merged import MergedGroups
 from lightning_wlb.strategy.mesh import MeshSizes, Size
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.pipeline import Pipeline, pipeline_groups
@@ -362,6 +363,7 @@ class WLBStrategy(ParallelStrategy):
                 dtype=precision.compute_dtype,
                 device=self.root_device,
             ),
+            MergedGroups(sizes, self.global_rank, self._timeout),
             counts_loss=tensor == 0,
         )
         precision.clip = partial(self._clip, model)

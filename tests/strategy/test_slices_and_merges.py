@@ -1,8 +1,9 @@
-"""Promise 1 for sliced plans: how pieces are cut over micro-batches changes no gradient."""
+"""Promise 1 for plans that slice pieces over micro-batches, or merge replicas for one."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,15 +55,46 @@ def sliced(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
     return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
 
 
-class SlicingPlanner:
-    """A planner whose plans are cut into slices."""
+def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+    """The same pieces, the longest of each aligned pair or four of replicas shared by them."""
+    count = len(plan.replicas) if plan.step % 2 else 2
+    replicas: list[ReplicaPlan] = []
+    for first in range(0, len(plan.replicas), count):
+        members = plan.replicas[first : first + count]
+        pieces = [part for replica in members for part in replica.slices]
+        names = tuple(range(first, first + count))
+        shared = [max(pieces, key=lambda part: part.tokens)] if pieces else []
+        for number, replica in zip(names, members, strict=True):
+            groups = [(shared, names)] if shared else []
+            rest = [
+                [part for part in replica.slices_of(g) if part not in shared]
+                for g in replica.forward
+            ]
+            groups += [(group, (number,)) for group in rest if group]
+            slices, forward = [], []
+            for group, owners in groups:
+                arrangement = layout(
+                    sharding,
+                    [part.tokens for part in group],
+                    at.context_parallel_size * len(owners),
+                    at.tensor_parallel_size,
+                )
+                indices = tuple(range(len(slices), len(slices) + len(group)))
+                forward.append(MicroBatch(indices, sharding, arrangement.rows, owners))
+                slices += group
+            replicas.append(ReplicaPlan(tuple(slices), tuple(forward), tuple(forward)))
+    return replace(plan, replicas=tuple(replicas)).validate()
 
-    def __init__(self, planner: Any, at: Any, sharding: str) -> None:
-        self._planner, self._at, self._sharding = planner, at, sharding
+
+class ChangingPlanner:
+    """A planner whose plans are rewritten."""
+
+    def __init__(self, planner: Any, change: Callable[[StepPlan], StepPlan]) -> None:
+        self._planner, self._change = planner, change
 
     def next_step(self) -> StepPlan | None:
         plan = self._planner.next_step()
-        return None if plan is None else sliced(plan, self._at, self._sharding)
+        return None if plan is None else self._change(plan)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
@@ -70,40 +102,51 @@ class SlicingPlanner:
 
 class SlicingDataset(StepDataset):
     def planner(self) -> Any:
-        return SlicingPlanner(super().planner(), self.at, self.sharding)
+        return ChangingPlanner(super().planner(), lambda plan: sliced(plan, self.at, self.sharding))
 
 
-class SlicingData(WLBDataModule):
+class MergingDataset(StepDataset):
+    def planner(self) -> Any:
+        return ChangingPlanner(super().planner(), lambda plan: merged(plan, self.at, self.sharding))
+
+
+class ChangingData(WLBDataModule):
+    kind: type[StepDataset] = SlicingDataset
+
     def _dataset(self, store, settings):
         dataset = super()._dataset(store, settings)
-        dataset.__class__ = SlicingDataset
+        dataset.__class__ = self.kind
         return dataset
 
 
-def sliced_data(case: Case) -> WLBDataModule:
-    return SlicingData(
+def changed_data(case: Case, kind: type[StepDataset]) -> WLBDataModule:
+    data = ChangingData(
         documents(case.masked),
         context_window=WINDOW,
         micro_batches=3,
         packing=case.packing,
         sharding=case.sharding,
     )
+    data.kind = kind
+    return data
 
 
-def run_sliced(rank: int, runs: tuple[tuple[Any, ...], ...]) -> list[dict]:
+def run_changed(rank: int, runs: tuple[tuple[Any, ...], ...], kind: type) -> list[dict]:
     results = []
     for mesh, schedule, case in runs:
         recorder = Recorder()
         strategy = WLBStrategy(*mesh, schedule=schedule)
         runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
-        runner.fit(module(case), sliced_data(case))
+        runner.fit(module(case), changed_data(case, kind))
         results.append(recorder.record())
     return results
 
 
 def test_one_process_without_an_executor():
     recorder = Recorder()
-    trainer("auto", 1, callbacks=[recorder]).fit(module(CASES[0]), sliced_data(CASES[0]))
+    trainer("auto", 1, callbacks=[recorder]).fit(
+        module(CASES[0]), changed_data(CASES[0], SlicingDataset)
+    )
     check_equal([recorder.record()], CASES[0])
 
 
@@ -135,6 +178,34 @@ def test_one_process_without_an_executor():
     ],
 )
 def test_sliced_plans_give_the_same_gradients(ranks, runs):
-    results = run_ranks(run_sliced, ranks, runs, process_group=False)
+    results = run_ranks(run_changed, ranks, runs, SlicingDataset, process_group=False)
+    for index, (_, _, case) in enumerate(runs):
+        check_equal([rank[index] for rank in results], case)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs"),
+    [
+        (
+            2,
+            (
+                ((2, 1, 1, 1), "1f1b", CASES[0]),
+                ((2, 1, 1, 1), "1f1b", CASES[1]),
+                ((2, 1, 1, 1), "1f1b", CASES[2]),
+            ),
+        ),
+        (
+            4,
+            (
+                ((4, 1, 1, 1), "1f1b", CASES[0]),
+                ((2, 1, 2, 1), "1f1b", CASES[3]),
+                ((2, 2, 1, 1), "1f1b", CASES[2]),
+                ((2, 1, 1, 2), "1f1b", CASES[5]),
+            ),
+        ),
+    ],
+)
+def test_replicas_that_share_a_micro_batch_give_the_same_gradients(ranks, runs):
+    results = run_ranks(run_changed, ranks, runs, MergingDataset, process_group=False)
     for index, (_, _, case) in enumerate(runs):
         check_equal([rank[index] for rank in results], case)
