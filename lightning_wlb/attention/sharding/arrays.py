@@ -21,3 +21,11 @@ def ranges(start: Integers, length: Integers) -> Integers:
     result = np.repeat(start - ends[:-1], length)
     result += np.arange(ends[-1], dtype=np.int64)
     return result
+
+
+def distinct(*values: Integers) -> Integers:
+    """All values in ascending order, each once (a fraction of ``numpy.unique``'s overhead)."""
+    every = np.sort(np.concatenate(values))
+    new = np.ones(len(every), dtype=bool)
+    np.not_equal(every[1:], every[:-1], out=new[1:])
+    return every[new]

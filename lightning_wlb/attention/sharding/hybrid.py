@@ -18,7 +18,7 @@ sides keep two tiles, and any other cut costs about one more tile. So
    tile. So the number of front tiles that makes a rank's work equal to the mean has a closed form,
    and what rounding leaves is passed on to the next, shorter piece.
 
-Shares from 1/8 to 1/32 of a rank's work count as small: the largest one that balances to 0.5 % is
+Shares from 1/8 to 1/32 of a rank's work count as small: the largest one that balances to 2 % is
 taken, because whole pieces need no keys of other ranks, and else the one that balances best.
 
 Equal to the ideal within 0.3 % at CP 4 and 5 % at CP 16 under the reference kernel cost
@@ -30,7 +30,9 @@ Cost: plain Python over pieces and ranks, O((pieces + ranks) · ranks); 0.3 to 1
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,7 +42,7 @@ from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_co
 SHARES = (8, 16, 32)
 """A piece stays whole up to one part in so many of a rank's work; tried in this order."""
 
-GOOD_PERMILLE = 5
+GOOD_PERMILLE = 20
 """A share is good enough where no rank has so much more work than the mean."""
 
 LEAST_TILES = 4
@@ -49,17 +51,16 @@ LEAST_TILES = 4
 _Rows = tuple[int, int]  # start, stop in tokens of the piece
 
 
-@dataclass
-class _Share:
-    """Chunks of one piece that go to one rank together."""
+class _Share(NamedTuple):
+    """Chunks of one piece that go to one rank together; they sort in the order of dealing."""
 
-    cost: int
-    rows: int
+    minus_cost: int
     document: int
-    chunks: list[_Rows]
+    rows: int
+    chunks: tuple[_Rows, ...]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Long:
     """Whole tiles of a piece, from token ``head`` to its end."""
 
@@ -79,7 +80,7 @@ class _Long:
         return self.head + TILE * first, self.head + TILE * last
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
     """The ranks: rows they have room for, work, and the chunks dealt so far."""
 
@@ -119,22 +120,22 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Gro
     longs: list[_Long] = []
     for document, (length, cost) in enumerate(zip(lengths, costs, strict=True)):
         tiles, head = divmod(length, TILE)
-        small = cost * ranks * share <= total and 4 * length * ranks <= tokens
-        if small or tiles < LEAST_TILES:
-            shares.append(_Share(cost, length, document, [(0, length)]))
+        work = cost * ranks * share
+        if tiles < LEAST_TILES or (work <= total and 4 * length * ranks <= tokens):
+            shares.append(_Share(-cost, document, length, ((0, length),)))
             continue
         if head:
-            shares.append(_Share(_segment_cost(head, head), head, document, [(0, head)]))
+            shares.append(_Share(-_segment_cost(head, head), document, head, ((0, head),)))
         long = _Long(tiles, document, head)
         if tiles >= LEAST_TILES * ranks:
             longs.append(long)
         else:
-            parts = max(-(-cost * ranks * share // total), -(-4 * length * ranks // tokens))
-            shares.extend(_cut(long, min(parts, tiles // LEAST_TILES)))
-    shares.sort(key=lambda each: (-each.cost, each.document))
+            parts = max(-(-work // total), -(-4 * length * ranks // tokens))
+            _cut(long, min(parts, tiles // LEAST_TILES), shares)
+    shares.sort()
     longs.sort(key=lambda each: (-each.tiles, each.document))
-    rest = _deal_shares(group, shares)
-    tiles_of = _equalise(group, rest, longs)
+    held = _deal_shares(group, shares)
+    tiles_of = _equalise(group, held, longs)
     _deal_longs(group, longs, tiles_of)
     return group
 
@@ -147,20 +148,19 @@ def _segment_cost(queries: int, keys: int) -> int:
     return UNITS * OVERHEAD * tiles + (UNITS + (queries <= TILE)) * read
 
 
-def _cut(long: _Long, parts: int) -> list[_Share]:
-    """Equal shares of a piece, each a pair of chunks from both of its ends; the last its middle."""
-    result = []
+def _cut(long: _Long, parts: int, shares: list[_Share]) -> None:
+    """Append equal shares of a piece: pairs of chunks from both ends, the last its middle."""
     front, back = 0, long.tiles
-    for part in range(parts):
-        tiles = (back - front) // (parts - part)
-        bounds = [(front, back)]
-        if part < parts - 1:
-            bounds = [(front, front + tiles // 2), (back - (tiles - tiles // 2), back)]
-        front, back = bounds[0][1], bounds[-1][0]
-        cost = sum(long.cost(*each) for each in bounds)
-        rows = [long.rows(*each) for each in bounds]
-        result.append(_Share(cost, TILE * tiles, long.document, rows))
-    return result
+    for left in range(parts, 1, -1):
+        tiles = (back - front) // left
+        first, last = front + tiles // 2, back - (tiles - tiles // 2)
+        cost = long.cost(front, first) + long.cost(last, back)
+        chunks = (long.rows(front, first), long.rows(last, back))
+        shares.append(_Share(-cost, long.document, TILE * tiles, chunks))
+        front, back = first, last
+    cost = long.cost(front, back)
+    rows = long.rows(front, back)
+    shares.append(_Share(-cost, long.document, TILE * (back - front), (rows,)))
 
 
 def _deal_shares(group: _Group, shares: list[_Share]) -> list[_Share]:
@@ -168,21 +168,29 @@ def _deal_shares(group: _Group, shares: list[_Share]) -> list[_Share]:
 
     Held back are the shortest, about 3/4 of a tile for each rank, and what fits no rank.
     """
-    ranks = range(len(group.room))
+    room = group.room
     held: list[_Share] = []
-    wanted = 3 * TILE // 4 * len(ranks)
+    wanted = 3 * TILE // 4 * len(room)
     while shares and wanted > 0 and shares[-1].rows <= 4 * TILE:
         wanted -= shares[-1].rows
         held.append(shares.pop())
+    least = [(0, rank) for rank in range(len(room))]
     for share in shares:
-        fitting = [rank for rank in ranks if group.room[rank] >= share.rows]
-        if not fitting:
+        minus_cost, document, rows, chunks = share
+        full = []
+        while least and room[least[0][1]] < rows:
+            full.append(heapq.heappop(least))
+        if least:
+            cost, rank = least[0]
+            heapq.heapreplace(least, (cost - minus_cost, rank))
+            room[rank] -= rows
+            group.cost[rank] -= minus_cost
+            for chunk in chunks:
+                group.chunks.append((rank, document, *chunk))
+        else:
             held.append(share)
-            continue
-        rank = min(fitting, key=group.cost.__getitem__)
-        for chunk in share.chunks:
-            group.add(rank, share.document, chunk, 0)
-        group.cost[rank] += share.cost
+        for entry in full:
+            heapq.heappush(least, entry)
     return held
 
 

@@ -12,7 +12,7 @@ import heapq
 
 import numpy as np
 
-from lightning_wlb.attention.sharding.arrays import Integers, offsets, ranges
+from lightning_wlb.attention.sharding.arrays import Integers, distinct, offsets, ranges
 
 
 def _owners(ranks: int) -> Integers:
@@ -28,7 +28,7 @@ def per_sequence(lengths: Integers, ranks: int) -> Integers:
     """
     first = offsets(lengths)
     cuts = first[-1] * np.arange(2 * ranks + 1) // (2 * ranks)
-    bounds = np.unique(np.concatenate((first, cuts)))
+    bounds = distinct(first, cuts)
     start, stop = bounds[:-1], bounds[1:]
     document = np.searchsorted(first, start, side="right") - 1
     owner = _owners(ranks)[np.searchsorted(cuts, start, side="right") - 1]
