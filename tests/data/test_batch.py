@@ -219,18 +219,40 @@ def test_the_mesh_together_gets_every_token_its_target_and_its_position(
     assert sorted(seen) == expected
 
 
-def test_merged_and_sliced_micro_batches_are_refused() -> None:
+def test_slices_go_on_where_the_one_before_stopped() -> None:
     store = store_of([8])
-    parts = (Slice(0, 0, 0, 4), Slice(0, 0, 4, 8))
-    groups = tuple(MicroBatch((index,), "per_document", 4, (0,)) for index in range(2))
-    sliced = StepPlan(3, 0, (ReplicaPlan(parts, groups, groups[::-1]),), (), 0, 8, 1, 8)
-    with pytest.raises(ValueError, match=r"step 3: slice 0\[4:8\) continues a piece"):
-        batch_of(sliced, store, Coordinates())
-    group = MicroBatch((0,), "per_document", 8, (0, 1))
+    parts = (Slice(0, 0, 0, 5), Slice(0, 0, 5, 8))
+    groups = (MicroBatch((0,), "per_document", 5, (0,)), MicroBatch((1,), "per_document", 3, (0,)))
+    plan = StepPlan(3, 0, (ReplicaPlan(parts, groups, groups[::-1]),), (), 0, 8, 1, 8)
+    first, second = batch_of(plan, store, Coordinates()).micro_batches
+    assert first.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert first.labels.tolist() == [1, 2, 3, 4, 5]
+    assert first.attention.slices.keeps
+    assert first.attention.slices.past == ()
+    assert second.tokens.tolist() == [5, 6, 7]
+    assert second.labels.tolist() == [6, 7, IGNORE]
+    assert second.positions.tolist() == [5, 6, 7]
+    assert not second.attention.slices.keeps
+    ((source, rows),) = second.attention.slices.past
+    assert (source, rows.tolist()) == (0, [0, 1, 2, 3, 4])
+    # Three queries see all five earlier keys and themselves.
+    assert second.attention.cu_seqlens_q.tolist() == [0, 3]
+    assert second.attention.cu_seqlens_k.tolist() == [0, 8]
+    assert second.attention.key_index.tolist() == list(range(8))
+
+
+def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
+    store = store_of([8])
+    group = MicroBatch((0,), "per_document", 4, (0, 1))
     replica = ReplicaPlan((Slice(0, 0, 0, 8),), (group,), (group,))
-    merged = StepPlan(4, 0, (replica, replica), (), 0, 8, 1, 8)
-    with pytest.raises(ValueError, match=r"step 4: a micro-batch is shared by replicas \(0, 1\)"):
-        batch_of(merged, store, Coordinates(replicas=2))
+    plan = StepPlan(4, 0, (replica, replica), (), 0, 8, 1, 8)
+    tokens = []
+    for number in range(2):
+        (micro_batch,) = batch_of(plan, store, Coordinates(number, replicas=2)).micro_batches
+        assert micro_batch.attention.replicas == 2
+        tokens.append(micro_batch.tokens.tolist())
+    # As one context-parallel group of two: chunks 0 and 3, chunks 1 and 2.
+    assert tokens == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
 def test_wrong_places_are_answered() -> None:
