@@ -122,7 +122,7 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         runs = [measure(pieces, data, arguments.steps) for pieces in streams]
         row: dict[str, Any] = {
             "packing": data.packing,
-            "queues": data.queues if data.method.delays else 0,
+            "queues": data.queues if data.packing == "wlb" else 0,
             "cap": data.token_cap / window,
             "documents": documents,
         }

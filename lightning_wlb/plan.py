@@ -133,8 +133,9 @@ class StepPlan:
         pieces: the pieces released in this step, in a canonical order.
         target_tokens: tokens with a next-token target, over all replicas: the loss divides by it.
         cap: most new tokens of a micro-batch over its context-parallel group.
-        micro_batches: N, the configured number of micro-batches of a global batch. A step may
-            run fewer (empty ones are left out), and then N counts them in every imbalance degree.
+        micro_batches: N, the configured number of micro-batches of a global batch. A step may run
+            fewer (empty ones are left out), and then N counts them in every imbalance degree; or
+            more, where the packing chooses their number.
         nominal_tokens: the configured tokens of a global batch, N times the context window.
         drain: whether the step empties queues after the epoch's last arrival.
     """

@@ -14,6 +14,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
+from lightning_wlb.plan import Piece
+
 Deal = Callable[[Sequence[int], int], list[list[int]]]
 
 
@@ -43,3 +45,22 @@ def longest_first(loads: Sequence[int], replicas: int) -> list[list[int]]:
         dealt[replica].append(index)
         heapq.heapreplace(totals, (total + loads[index], replica))
     return [sorted(indices) for indices in dealt]
+
+
+def deal_groups(
+    groups: Sequence[list[Piece]], replicas: int, work: Callable[[int], int], deal: Deal
+) -> list[list[list[Piece]]]:
+    """Deal the micro-batches that are not empty, as they are.
+
+    Args:
+        groups: pieces of each micro-batch.
+        replicas: number of replicas.
+        work: cost of a piece from its tokens.
+        deal: :func:`round_robin` or :func:`longest_first`.
+
+    Returns:
+        For each replica its micro-batches, in the order of ``groups``.
+    """
+    filled = [group for group in groups if group]
+    loads = [sum(work(piece.tokens) for piece in group) for group in filled]
+    return [[filled[index] for index in indices] for indices in deal(loads, replicas)]

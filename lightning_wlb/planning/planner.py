@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from lightning_wlb.attention.sharding import ADAPTIVE, choose, layout
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
-from lightning_wlb.planning.packing.original import cut_stream
-from lightning_wlb.planning.release import oldest_first, release, thresholds_from_lengths
+from lightning_wlb.planning.arrivals import GlobalBatches
+from lightning_wlb.planning.packing.base import Groups, Mesh
 from lightning_wlb.planning.settings import DataSettings, MeshSettings
 
 __all__ = ["DataSettings", "MeshSettings", "Planner", "Targets"]
@@ -47,6 +47,8 @@ class Planner:
             next-token target; None: every token but the document's last.
         kernel_cost: of attention segments, forward and backward together, which the choice of
             an adaptive sharding goes by.
+        forward: cost of a piece's forward alone, in the unit of ``work``, which the order of
+            micro-batches in a pipeline goes by; None: a third of ``work``.
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
@@ -61,6 +63,7 @@ class Planner:
         mesh: MeshSettings | None = None,
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
+        forward: Callable[[int], int] | None = None,
     ) -> None:
         self._data = data
         self._mesh = mesh or MeshSettings()
@@ -74,24 +77,29 @@ class Planner:
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         # A piece of one token has rows under every sharding that exists: this asks for its name.
         self._sharded([1])
-        self._thresholds: tuple[int, ...] = ()
-        if data.method.delays:
-            self._thresholds = data.thresholds or ()
-            if data.thresholds is None:
-                self._thresholds = thresholds_from_lengths(
-                    self._lengths, data.context_window, data.queues, work
-                )
+        rules = data.rules(self._lengths, work, forward)
+        self._packer = data.method(rules)
+        self._arrivals = GlobalBatches(
+            self._lengths,
+            data.nominal_tokens,
+            data.context_window,
+            data.method.cuts_stream,
+            data.seed,
+            data.shuffle,
+        )
         self._settings = self._fingerprint()
         self._step = 0  # steps planned
         self._tokens = 0  # tokens of these steps
-        self._queues: list[list[Piece]]
-        self._carried: list[Piece]
-        self._start_epoch(0)
 
     @property
     def thresholds(self) -> tuple[int, ...]:
-        """Least tokens of a piece of each outlier queue; empty where nothing is delayed."""
-        return self._thresholds
+        """Least tokens of a piece of each outlier queue; empty where there are none."""
+        return self._packer.thresholds
+
+    @property
+    def held(self) -> list[Piece]:
+        """Every piece that has arrived and not yet entered a step."""
+        return self._packer.held
 
     @property
     def dropped_tokens(self) -> int:
@@ -112,15 +120,12 @@ class Planner:
         """
         if self.finished:
             return None
-        data = self._data
-        released, drain = self._release()
-        if not released:
-            self._start_epoch(self._epoch + 1)
+        self._arrivals.step = self._step
+        groups, drain = self._packer.next_step(self._arrivals, self._step)
+        if not any(groups):
+            self._start_epoch(self._arrivals.epoch + 1)
             return None
-        limit = data.context_window if data.method.cuts_stream else data.token_cap
-        groups, carried = data.method.pack(released, data.micro_batches, limit, self._work)
-        self._carried = carried + self._carried
-        plan = self._plan([group for group in groups if group], drain).validate()
+        plan = self._plan(groups, drain).validate()
         self._step += 1
         self._tokens += plan.tokens
         return plan
@@ -132,14 +137,10 @@ class Planner:
         """
         return {
             "settings": dict(self._settings),
-            "epoch": self._epoch,
-            "position": self._position,
-            "offset": self._offset,
-            "surplus": self._surplus,
+            **self._arrivals.state_dict(),
             "step": self._step,
             "tokens": self._tokens,
-            "queues": [[list(piece) for piece in queue] for queue in self._queues],
-            "carried": [list(piece) for piece in self._carried],
+            "packer": self._packer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,76 +165,23 @@ class Planner:
                 " run, or start the data afresh by loading the weights alone."
             )
         self._start_epoch(state["epoch"])
-        self._position = state["position"]
-        self._offset = state["offset"]
-        self._surplus = state["surplus"]
+        self._arrivals.load_state_dict(state)
         self._step = state["step"]
         self._tokens = state["tokens"]
-        self._queues = [[Piece(*piece) for piece in queue] for queue in state["queues"]]
-        self._carried = [Piece(*piece) for piece in state["carried"]]
+        self._packer.load_state_dict(state["packer"])
 
     def _start_epoch(self, epoch: int) -> None:
-        documents = len(self._lengths)
-        self._epoch = epoch
-        self._order = np.arange(documents)
-        if self._data.shuffle:
-            np.random.default_rng((self._data.seed, epoch)).shuffle(self._order)
-        self._position = 0  # in the order: documents before it have arrived
-        self._offset = 0  # tokens of the document at `position` that a cut stream has taken
-        self._surplus = 0  # tokens that earlier global batches took beyond N·C
-        self._queues = [[] for _ in self._thresholds]
-        self._carried = []
+        self._arrivals.start_epoch(epoch)
+        self._packer.reset()
 
-    def _release(self) -> tuple[list[Piece], bool]:
-        """The pieces that may enter the step, and whether it is a drain step."""
-        while self._position < len(self._order):
-            released, self._queues = release(
-                self._next_global_batch(),
-                self._queues,
-                self._thresholds,
-                self._data.micro_batches,
-            )
-            released = self._carried + released
-            if released:
-                self._carried = []
-                return released, False
-        held = [*self._carried, *(piece for queue in self._queues for piece in queue)]
-        self._queues = [[] for _ in self._thresholds]
-        released, self._carried = oldest_first(held, self._data.nominal_tokens)
-        return released, True
-
-    def _next_global_batch(self) -> list[Piece]:
-        """The next documents until N·C tokens, in pieces of at most C; the surplus is kept."""
-        nominal, window = self._data.nominal_tokens, self._data.context_window
-        if self._data.method.cuts_stream:
-            cut, self._position, self._offset = cut_stream(
-                self._order, self._lengths, self._position, self._offset, nominal, window
-            )
-            return [Piece(*piece, self._step) for piece in cut]
-        pieces: list[Piece] = []
-        tokens = self._surplus
-        while tokens < nominal and self._position < len(self._order):
-            document = int(self._order[self._position])
-            length = int(self._lengths[document])
-            pieces.extend(
-                Piece(document, origin, min(origin + window, length), self._step)
-                for origin in range(0, length, window)
-            )
-            tokens += length
-            self._position += 1
-        self._surplus = max(tokens - nominal, 0)
-        return pieces
-
-    def _plan(self, groups: Sequence[Sequence[Piece]], drain: bool) -> StepPlan:
-        """Deal micro-batches to replicas and write the step down."""
-        loads = [sum(self._work(piece.tokens) for piece in group) for group in groups]
-        dealt = self._data.method.deal(loads, self._mesh.replicas)
+    def _plan(self, groups: Groups, drain: bool) -> StepPlan:
+        """Arrange micro-batches on the replicas and write the step down."""
+        mesh = Mesh(self._mesh.replicas, self._mesh.pipeline_parallel_size)
         replicas = []
-        for number, indices in enumerate(dealt):
+        for number, arranged in enumerate(self._packer.arrange(groups, mesh)):
             slices: list[Slice] = []
             forward = []
-            for index in indices:
-                group = groups[index]
+            for group in arranged:
                 first = len(slices)
                 sharding, rows = self._sharded([piece.tokens for piece in group])
                 slices.extend(
@@ -253,7 +201,7 @@ class Planner:
         pieces = tuple(sorted(piece for group in groups for piece in group))
         return StepPlan(
             step=self._step,
-            epoch=self._epoch,
+            epoch=self._arrivals.epoch,
             replicas=tuple(replicas),
             pieces=pieces,
             target_tokens=sum(
@@ -289,12 +237,13 @@ class Planner:
             "micro_batches": data.micro_batches,
             "packing": data.packing,
             "cap": data.token_cap,
-            "thresholds": list(self._thresholds),
+            "thresholds": list(self._packer.thresholds),
             "long_documents": data.long_documents,
             "seed": data.seed,
             "shuffle": data.shuffle,
             # The packer asks for nothing but work, so two values stand for the model's shape.
             "work_of_1_and_context_window": [self._work(1), self._work(data.context_window)],
+            **{name: getattr(data, name) for name in data.method.reads if name != "thresholds"},
         }
 
 

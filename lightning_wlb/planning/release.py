@@ -114,6 +114,15 @@ def release(
     return released, held
 
 
+def overdue(
+    queues: Sequence[Sequence[Piece]], latest: int
+) -> tuple[list[Piece], list[list[Piece]]]:
+    """Split waiting pieces by arrival: those of step ``latest`` or before, and the queues left."""
+    late = [piece for queue in queues for piece in queue if piece.arrival <= latest]
+    left = [[piece for piece in queue if piece.arrival > latest] for queue in queues]
+    return late, left
+
+
 def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[Piece]]:
     """Split waiting pieces into those that a drain step releases and those that wait on.
 

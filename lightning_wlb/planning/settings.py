@@ -6,14 +6,21 @@ a run can move to another cluster and see the same data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_wlb.attention.sharding import ADAPTIVE
-from lightning_wlb.planning.packing import PACKINGS, PackingMethod
+from lightning_wlb.planning.costs import PieceCosts
+from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.release import check_thresholds
 
 LongDocuments = Literal["split", "truncate", "error"]
+Solver = Literal["cbc", "highs"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class DataSettings:
             N·C tokens.
         packing: name of the packing method, in ``lightning_wlb.planning.packing.PACKINGS``.
         cap: most tokens of a micro-batch over its context-parallel group; None for the packing's
-            default (C for ``original``, 1.5·C for ``wlb``).
+            default (C or 1.5·C, see its ``cap_percent``).
         queues: number of outlier queues whose thresholds are set from the length distribution;
             0 for no delay. Used by packings that delay.
         thresholds: least tokens of each outlier queue, strictly increasing; overrides ``queues``.
@@ -35,6 +42,17 @@ class DataSettings:
         seed: of the order of documents, at least 0.
         shuffle: a new order in each epoch; else the order of the store.
         max_tokens: the first step that brings the run to so many tokens is its last.
+        packing_window: global batches that ``fixed_greedy``, ``fixed_ilp`` and ``varlen_ilp`` pack
+            together.
+        delay_budget: mean delay of tokens, in steps, that ``balanced`` and ``tapered`` release
+            may cost; 0 for no delay.
+        max_age: steps after which a piece waits no longer, in every method that delays (unless
+            more than 2·N micro-batches would be needed: one document of many global batches).
+        nominal_replicas: data-parallel replicas that balanced release has in mind. A data setting:
+            it stays what it was when a run moves to another mesh.
+        nominal_stages: pipeline stages that balanced release has in mind.
+        solver: of the integer programs, ``"cbc"`` (comes with PuLP) or ``"highs"`` (needs highspy).
+        solver_nodes: most branch-and-bound nodes of a solve.
 
     Raises:
         ValueError: a value out of range, with the remedy.
@@ -50,11 +68,22 @@ class DataSettings:
     seed: int = 0
     shuffle: bool = True
     max_tokens: int | None = None
+    packing_window: int = 1
+    delay_budget: float = 0.25
+    max_age: int = 12
+    nominal_replicas: int = 1
+    nominal_stages: int = 4
+    solver: Solver = "cbc"
+    solver_nodes: int = 100
 
     def __post_init__(self) -> None:
-        for name, least in (("context_window", 1), ("micro_batches", 1), ("queues", 0)):
-            _at_least(name, getattr(self, name), least)
-        _at_least("seed", self.seed, 0)
+        for name in (
+            "context_window", "micro_batches", "packing_window", "max_age", "nominal_replicas",
+            "nominal_stages", "solver_nodes",
+        ):  # fmt: skip
+            _at_least(name, getattr(self, name), 1)
+        for name in ("queues", "seed", "delay_budget"):
+            _at_least(name, getattr(self, name), 0)
         if self.max_tokens is not None:
             _at_least("max_tokens", self.max_tokens, 1)
         if self.packing not in PACKINGS:
@@ -67,6 +96,10 @@ class DataSettings:
                 f"long_documents={self.long_documents!r}, but it must be one of"
                 f" {', '.join(get_args(LongDocuments))}."
             )
+        if self.solver not in get_args(Solver):
+            raise ValueError(
+                f"solver={self.solver!r}, but it must be one of {', '.join(get_args(Solver))}."
+            )
         if self.token_cap < self.context_window:
             raise ValueError(
                 f"cap={self.cap} is below context_window={self.context_window}: a piece of a whole"
@@ -76,7 +109,7 @@ class DataSettings:
             check_thresholds(self.thresholds, self.context_window)
 
     @property
-    def method(self) -> PackingMethod:
+    def method(self) -> type[Packer]:
         """The packing method."""
         return PACKINGS[self.packing]
 
@@ -92,6 +125,37 @@ class DataSettings:
         """Tokens of a global batch, N·C."""
         return self.micro_batches * self.context_window
 
+    def rules(
+        self,
+        lengths: NDArray[np.int64],
+        work: Callable[[int], int],
+        forward: Callable[[int], int] | None = None,
+    ) -> Rules:
+        """What the packing method is told.
+
+        Args:
+            lengths: tokens of each document, after truncation.
+            work: cost of a piece from its tokens, forward and backward.
+            forward: of the forward alone; None: a third of ``work``.
+        """
+        return Rules(
+            lengths=lengths,
+            window=self.context_window,
+            micro_batches=self.micro_batches,
+            cap=self.token_cap,
+            work=work,
+            costs=PieceCosts(work, self.context_window, forward),
+            queues=self.queues,
+            thresholds=self.thresholds,
+            packing_window=self.packing_window,
+            delay_budget=self.delay_budget,
+            max_age=self.max_age,
+            nominal_replicas=self.nominal_replicas,
+            nominal_stages=self.nominal_stages,
+            solver=self.solver,
+            solver_nodes=self.solver_nodes,
+        )
+
 
 @dataclass(frozen=True)
 class MeshSettings:
@@ -101,6 +165,8 @@ class MeshSettings:
         replicas: data-parallel replicas.
         context_parallel_size: ranks that share the tokens of a micro-batch.
         tensor_parallel_size: ranks that share its matrix products; rows are padded to divide.
+        pipeline_parallel_size: stages of the pipeline, which the number and order of micro-batches
+            go by.
         sharding: name of the sharding of every micro-batch, in
             ``lightning_wlb.attention.sharding.SHARDINGS``, or ``"adaptive"``: for each micro-batch
             the one of least predicted attention latency.
@@ -113,12 +179,15 @@ class MeshSettings:
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
     sharding: str = ADAPTIVE
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "context_parallel_size", "tensor_parallel_size"):
+        for name in (
+            "replicas", "context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size",
+        ):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _at_least(name: str, value: float, least: int) -> None:
     if value < least:
         raise ValueError(f"{name}={value}, but it must be at least {least}.")

@@ -14,11 +14,29 @@ Cost: linear in the number of pieces.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.plan import Piece
+from lightning_wlb.planning.dispatch import deal_groups, round_robin
+from lightning_wlb.planning.packing.base import Groups, Mesh, Packer
+
+
+class OriginalPacker(Packer):
+    """Windows of the stream, dealt to replicas in turn."""
+
+    cuts_stream: ClassVar[bool] = True
+    cap_percent: ClassVar[int] = 100
+
+    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+        """The windows that the sampler cut."""
+        return pack(pieces, bins, self.rules.window, self.rules.work)
+
+    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
+        """One micro-batch to each replica in turn, in the order of the stream."""
+        return deal_groups(groups, mesh.replicas, self.rules.work, round_robin)
 
 
 def cut_stream(

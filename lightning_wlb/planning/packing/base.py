@@ -1,0 +1,216 @@
+"""What every packing method is told, and what it must answer.
+
+A :class:`Packer` lives as long as a run and holds the pieces that wait between steps. Its work is
+split in two, because a run may move to another mesh and must see the same data:
+
+* :meth:`Packer.next_step` decides which pieces enter a step (and, for methods that group before
+  the mesh is known, how they are grouped). It knows the :class:`Rules` only;
+* :meth:`Packer.arrange` decides which replica runs them, in which micro-batches and in which
+  order. It knows the mesh, and may ignore the groups.
+
+The pieces that wait are the whole state, with the few integers that a method adds.
+
+Cost: that of the method; the base adds a sort of the waiting pieces in drain steps only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_wlb.plan import Piece
+from lightning_wlb.planning.costs import PieceCosts
+from lightning_wlb.planning.release import oldest_first
+
+Groups = list[list[Piece]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The data settings, resolved, as a packing method sees them.
+
+    Args:
+        lengths: tokens of each document of the store, after truncation.
+        window: C, tokens of the longest piece.
+        micro_batches: N, micro-batches of a global batch over all replicas.
+        cap: most tokens of a micro-batch.
+        work: exact cost of a piece from its tokens, forward and backward.
+        costs: the same scaled to 41 bits, with the forward apart.
+        queues, thresholds, packing_window, delay_budget, max_age, nominal_replicas,
+            nominal_stages, solver, solver_nodes: see
+            :class:`~lightning_wlb.planning.settings.DataSettings`.
+    """
+
+    lengths: NDArray[np.int64]
+    window: int
+    micro_batches: int
+    cap: int
+    work: Callable[[int], int]
+    costs: PieceCosts
+    queues: int
+    thresholds: tuple[int, ...] | None
+    packing_window: int
+    delay_budget: float
+    max_age: int
+    nominal_replicas: int
+    nominal_stages: int
+    solver: str
+    solver_nodes: int
+
+    @property
+    def nominal_tokens(self) -> int:
+        """Tokens of a global batch, N·C."""
+        return self.micro_batches * self.window
+
+
+class Mesh(NamedTuple):
+    """The part of the mesh that arranging depends on.
+
+    Attributes:
+        replicas: data-parallel replicas.
+        stages: depth of the pipeline.
+    """
+
+    replicas: int
+    stages: int
+
+
+class Arrivals(Protocol):
+    """The global batches of an epoch, in the order of the sampler."""
+
+    def draw(self) -> list[Piece] | None:
+        """The pieces of the next global batch, which now have arrived; None after the last."""
+
+    def peek(self, batches: int) -> list[list[int]]:
+        """Tokens of the pieces of the next global batches, which stay undrawn.
+
+        Fewer than ``batches`` at the epoch's end.
+        """
+
+
+class Released(NamedTuple):
+    """What enters a step.
+
+    Attributes:
+        groups: pieces by micro-batch, some possibly empty; all empty: the epoch is over.
+        drain: whether the step empties what waits after the epoch's last arrival.
+    """
+
+    groups: Groups
+    drain: bool
+
+
+class Packer:
+    """One packing method over a run. This one lets everything enter at once, and cannot group.
+
+    Args:
+        rules: what the method is told.
+    """
+
+    cuts_stream: ClassVar[bool] = False
+    """Whether the concatenated documents are cut at every C tokens, so that a global batch has
+    exactly N windows. Else documents stay whole up to C."""
+    cap_percent: ClassVar[int] = 150
+    """The cap where the user gives none, in percent of C."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Data settings beyond the common ones that change what enters a step."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.carried: list[Piece] = []  # did not fit their step; the first to enter the next
+
+    @property
+    def thresholds(self) -> tuple[int, ...]:
+        """Least tokens of a piece of each outlier queue; empty where there are none."""
+        return ()
+
+    @property
+    def held(self) -> list[Piece]:
+        """Every piece that has arrived and not yet entered a step."""
+        return list(self.carried)
+
+    def reset(self) -> None:
+        """Start an epoch, in which nothing waits."""
+        self.carried = []
+
+    def next_step(self, arrivals: Arrivals, step: int) -> Released:
+        """What enters optimiser step ``step``."""
+        while (batch := arrivals.draw()) is not None:
+            admitted = self.carried + self.admit(batch, arrivals, step)
+            if admitted:
+                self.carried = []
+                return Released(self._group(admitted, step), False)
+        admitted, self.carried = oldest_first(self.empty(), self.rules.nominal_tokens)
+        return Released(self._group(admitted, step), True)
+
+    def admit(self, batch: list[Piece], arrivals: Arrivals, step: int) -> list[Piece]:
+        """Let a global batch arrive; the pieces that may enter the step, carried ones left out."""
+        return batch
+
+    def empty(self) -> list[Piece]:
+        """Give up everything that waits, after the epoch's last arrival."""
+        held, self.carried = self.held, []
+        return held
+
+    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+        """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit."""
+        raise NotImplementedError
+
+    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
+        """For each replica its micro-batches, none empty, in the order in which they run."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What waits, in plain types."""
+        return {"carried": as_lists(self.carried)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self.carried = as_pieces(state["carried"])
+
+    def _group(self, pieces: list[Piece], step: int) -> Groups:
+        """Group, and open up to twice as many micro-batches for pieces that may wait no longer.
+
+        Pieces just above half a cap fill micro-batches half: a run of them would be carried
+        faster than it is packed, for ever. A micro-batch that a carried piece does not fit is
+        filled at least half, so with 2·N of them a step takes as many tokens as arrive.
+        """
+        bins = self.rules.micro_batches
+        groups, carried = self.group(pieces, bins)
+        while bins < 2 * self.rules.micro_batches and any(
+            step - piece.arrival >= self.rules.max_age for piece in carried
+        ):
+            bins += 1
+            groups, carried = self.group(pieces, bins)
+        self.carried = carried + self.carried
+        return groups
+
+
+def longest_first(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces by descending tokens, equal ones by (document, origin)."""
+    return sorted(pieces, key=lambda piece: (-piece.tokens, piece.document, piece.origin))
+
+
+def check_fits(pieces: Sequence[Piece], cap: int) -> None:
+    """Raise ValueError if a piece is longer than ``cap`` tokens."""
+    piece = max(pieces, key=lambda piece: piece.tokens, default=None)
+    if piece is not None and piece.tokens > cap:
+        raise ValueError(
+            f"The piece [{piece.origin}, {piece.stop}) of document {piece.document} has"
+            f" {piece.tokens} tokens, more than the cap of {cap} tokens of a micro-batch. Raise"
+            " the cap, or lower the context window, which bounds a piece."
+        )
+
+
+def as_lists(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Pieces in plain types."""
+    return [list(piece) for piece in pieces]
+
+
+def as_pieces(lists: Sequence[Sequence[int]]) -> list[Piece]:
+    """The inverse of :func:`as_lists`."""
+    return [Piece(*fields) for fields in lists]
