@@ -33,6 +33,7 @@ from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.records import Records, StepRecord
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.planning.units import units
 from lightning_wlb.strategy.collectives import gather_from_all_ranks
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.mesh import AXES, MeshSizes
@@ -110,7 +111,10 @@ class ImbalanceMonitor(L.Callback):
         assert self._records is not None
         assert isinstance(batch, StepBatch)
         plan = batch.plan
-        counts = [len(replica.forward) for replica in plan.replicas]
+        counts = [
+            len(units(replica, self._sizes.context, self._sizes.tensor).forward)
+            for replica in plan.replicas
+        ]
         mine = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
         elapsed, everyone = _all_gather(
             time.perf_counter() - self._begin, mine, trainer.strategy.root_device

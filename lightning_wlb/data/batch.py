@@ -29,7 +29,8 @@ from lightning_wlb.attention.sharding import Layout, RankIndices, layout, rank_i
 from lightning_wlb.attention.slices import SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.data.documents import DocumentStore
-from lightning_wlb.plan import MicroBatch, Slice, StepPlan
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.planning.units import units
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
@@ -117,7 +118,9 @@ class StepBatch:
     Args:
         plan: the step's plan, of the whole mesh.
         replica: the data-parallel replica of this rank.
-        micro_batches: in the order of ``plan.replicas[replica].forward``.
+        units: the replica's plan as it is executed (``planning.units``): the plan itself, unless
+            it is asymmetric.
+        micro_batches: in the order of ``units.forward``.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
@@ -127,6 +130,7 @@ class StepBatch:
         self,
         plan: StepPlan,
         replica: int,
+        units: ReplicaPlan,
         micro_batches: list[MicroBatchTensors],
         state: dict[str, Any],
         next_digest: int,
@@ -134,6 +138,7 @@ class StepBatch:
     ) -> None:
         self.plan = plan
         self.replica = replica
+        self.units = units
         self.micro_batches = micro_batches
         self.state = state
         self.next_digest = next_digest
@@ -165,7 +170,13 @@ class StepBatch:
 
     def _with(self, micro_batches: list[MicroBatchTensors]) -> StepBatch:
         return StepBatch(
-            self.plan, self.replica, micro_batches, self.state, self.next_digest, self.last
+            self.plan,
+            self.replica,
+            self.units,
+            micro_batches,
+            self.state,
+            self.next_digest,
+            self.last,
         )
 
     def __repr__(self) -> str:
@@ -204,7 +215,7 @@ def make_step_batch(
             f"step {plan.step} is planned for {len(plan.replicas)} replicas, but the mesh has"
             f" {at.replicas}. Plan with MeshSettings(replicas={at.replicas})."
         )
-    replica = plan.replicas[at.replica]
+    replica = units(plan.replicas[at.replica], at.context_parallel_size, at.tensor_parallel_size)
     members = [replica.slices_of(group) for group in replica.forward]
     layouts = [
         _layout(group, slices, at) for group, slices in zip(replica.forward, members, strict=True)
@@ -214,7 +225,7 @@ def make_step_batch(
         _micro_batch(index, group.replicas, members[index], layouts[index], sliced, store, at)
         for index, group in enumerate(replica.forward)
     ]
-    return StepBatch(plan, at.replica, micro_batches, state, next_digest, last)
+    return StepBatch(plan, at.replica, replica, micro_batches, state, next_digest, last)
 
 
 def _layout(group: MicroBatch, slices: tuple[Slice, ...], at: Coordinates) -> Layout:

@@ -91,10 +91,9 @@ class Executor:
         """
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
-        replica = batch.plan.replicas[batch.replica]
-        self.model.merged_groups = self.merged.prepare(replica)  # type: ignore[assignment]
+        self.model.merged_groups = self.merged.prepare(batch.units)  # type: ignore[assignment]
         fully_sharded.begin_step(self.model)
-        program = self.pipeline.program(replica)
+        program = self.pipeline.program(batch.units)
         if not training:
             program = [action for action in program if action.kind == FORWARD]
         step = _Step(self.model, self.pipeline, batch, denominator, self.stopwatch)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.sharding import ADAPTIVE, layout
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.sampler import StepDataset
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
@@ -53,6 +54,28 @@ def sliced(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
             ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
         )
     return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
+
+
+def asymmetric(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+    """A sliced plan whose backward groups other slices than its forward does."""
+    plan = sliced(plan, at, sharding)
+    generator = random.Random(plan.step + 1)
+    replicas = []
+    for number, replica in enumerate(plan.replicas):
+        # Backwards in the legal order of single slices, cut anywhere.
+        singles = [
+            MicroBatch((index,), sharding, 0, (number,)) for index in range(len(replica.slices))
+        ]
+        order = [group.slices[0] for group in symmetric_backward(replica.slices, singles)]
+        cuts = sorted(generator.sample(range(len(order) + 1), min(3, len(order))))
+        edges = [0, *cuts, len(order)]
+        backward = [
+            MicroBatch(tuple(order[a:b]), sharding, 0, (number,))
+            for a, b in pairwise(edges)
+            if a < b
+        ]
+        replicas.append(ReplicaPlan(replica.slices, replica.forward, tuple(backward)))
+    return replace(plan, replicas=tuple(replicas)).validate()
 
 
 def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
@@ -105,9 +128,21 @@ class SlicingDataset(StepDataset):
         return ChangingPlanner(super().planner(), lambda plan: sliced(plan, self.at, self.sharding))
 
 
+class AsymmetricDataset(StepDataset):
+    def planner(self) -> Any:
+        return ChangingPlanner(
+            super().planner(), lambda plan: asymmetric(plan, self.at, self.sharding)
+        )
+
+
 class MergingDataset(StepDataset):
     def planner(self) -> Any:
         return ChangingPlanner(super().planner(), lambda plan: merged(plan, self.at, self.sharding))
+
+
+def sharding_of(case: Case) -> str:
+    """Plans made here name a sharding; the adaptive choice is the planner's."""
+    return "hybrid" if case.sharding == ADAPTIVE else case.sharding
 
 
 class ChangingData(WLBDataModule):
@@ -125,7 +160,7 @@ def changed_data(case: Case, kind: type[StepDataset]) -> WLBDataModule:
         context_window=WINDOW,
         micro_batches=3,
         packing=case.packing,
-        sharding=case.sharding,
+        sharding=sharding_of(case),
     )
     data.kind = kind
     return data
@@ -179,6 +214,30 @@ def test_one_process_without_an_executor():
 )
 def test_sliced_plans_give_the_same_gradients(ranks, runs):
     results = run_ranks(run_changed, ranks, runs, SlicingDataset, process_group=False)
+    for index, (_, _, case) in enumerate(runs):
+        check_equal([rank[index] for rank in results], case)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs"),
+    [
+        (1, tuple(((1, 1, 1, 1), "1f1b", case) for case in CASES[:3])),
+        (
+            2,
+            (
+                ((2, 1, 1, 1), "1f1b", CASES[3]),
+                ((1, 2, 1, 1), "1f1b", CASES[0]),
+                ((1, 2, 1, 1), "1f1b", CASES[1]),
+                ((1, 2, 1, 1), "interleaved", CASES[2]),
+                ((1, 1, 2, 1), "1f1b", CASES[4]),
+                ((1, 1, 1, 2), "1f1b", CASES[5]),
+            ),
+        ),
+        (4, (((1, 4, 1, 1), "1f1b", CASES[2]), ((1, 2, 2, 1), "1f1b", CASES[0]))),
+    ],
+)
+def test_asymmetric_plans_give_the_same_gradients(ranks, runs):
+    results = run_ranks(run_changed, ranks, runs, AsymmetricDataset, process_group=False)
     for index, (_, _, case) in enumerate(runs):
         check_equal([rank[index] for rank in results], case)
 
