@@ -7,7 +7,9 @@ after another, each to the work that is left divided by the packs that are left:
   ("slim"); its last slice leaves a gap;
 * a gap is filled with whole pieces, the largest that fits first ("mix", "pack");
 * only where none fits and more than 1/400 of the target is open, the smallest piece that does not
-  fit is cut.
+  fit is cut;
+* where packs of short pieces alone would pass the token cap before they reach the target, each
+  pack gets its share of them first, and then a slice of a long piece.
 
 So few pieces are cut, packs that share a piece are consecutive, and mostly they share only one
 long piece: its slices run forward in order and backward in reverse (:func:`~lightning_wlb.plan.
@@ -134,7 +136,7 @@ def slice_pieces(
         return []
     count = max(min(packs, tokens // least), -(-tokens // cap), 1)
     filler = _Filler(_descending(pieces), cap, work, tile, least)
-    return [pack for pack in (filler.fill(left) for left in range(count, 0, -1)) if pack]
+    return [pack for pack in filler.fill(count) if pack]
 
 
 def replica_plan(
@@ -186,15 +188,29 @@ class _Filler:
         self._rest_tokens = sum(self._tokens)
         self._cut: Piece | None = None  # the piece of which only a part is placed
         self._at = 0  # where its rest begins, in tokens from its origin
+        self._short = 0  # numbers up to this one have no more work than a pack
+        self._short_work = 0  # of those that wait
+        self._short_tokens = 0
+        self._mixed = False
         self._pack: list[Slice] = []
         self._load = 0
         self._filled = 0
 
-    def fill(self, left: int) -> list[Slice]:
+    def fill(self, packs: int) -> list[list[Slice]]:
+        """So many packs, some perhaps empty."""
+        self._short = bisect_right(self._works, self._rest_work // packs)
+        self._short_work = sum(self._works[: self._short])
+        self._short_tokens = sum(self._tokens[: self._short])
+        return [self._fill(left) for left in range(packs, 0, -1)]
+
+    def _fill(self, left: int) -> list[Slice]:
         """The next pack, where ``left`` are still to be filled, this one included."""
         self._pack, self._load, self._filled = [], 0, 0
         target = self._rest_work // left
         slack = target // OPEN_GAPS
+        self._mixed = self._short_tokens * target > self._cap * self._short_work
+        if self._mixed:
+            self._add_short(self._short_tokens // left, target)
         while self._add(target - self._load, slack):
             pass
         # What the packs after this one cannot hold, whatever its work.
@@ -204,6 +220,19 @@ class _Filler:
         self._rest_work -= self._load
         self._rest_tokens -= self._filled
         return self._pack
+
+    def _add_short(self, share: int, target: int) -> None:
+        """Put up to ``share`` tokens of short pieces into the pack, and at most its work."""
+        while True:
+            fits = min(
+                bisect_right(self._tokens, share - self._filled),
+                bisect_right(self._works, target - self._load),
+                self._short,
+            )
+            whole = self._find(self._shorter, fits)
+            if not whole:
+                return
+            self._take(whole)
 
     def _add(self, gap: int, slack: int) -> bool:
         """Put one more slice into the pack; False where nothing more is to be put."""
@@ -215,7 +244,7 @@ class _Filler:
         longest = self._find(self._shorter, len(self._pieces))
         if longest == 0:
             return False
-        if not self._pack and self._works[longest - 1] > gap + slack:
+        if self._works[longest - 1] > gap + slack and (self._mixed or not self._pack):
             self._open(longest)
             return self._add_cut(gap, slack, room)
         fits = min(bisect_right(self._works, gap + slack), bisect_right(self._tokens, room))
@@ -265,6 +294,9 @@ class _Filler:
     def _remove(self, number: int) -> Piece:
         self._shorter[number] = number - 1
         self._longer[number] = number + 1
+        if number <= self._short:
+            self._short_work -= self._works[number - 1]
+            self._short_tokens -= self._tokens[number - 1]
         return self._pieces[number - 1]
 
     def _take(self, number: int) -> None:
