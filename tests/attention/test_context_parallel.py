@@ -1,6 +1,7 @@
 """Context-parallel attention on real ranks against dense attention in one process."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Counter:
 
 
 def everything(
-    lengths: list[int], dtype: torch.dtype
+    lengths: list[int], dtype: torch.dtype, heads: tuple[int, ...] = (4, 2, 2, 4)
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """The micro-batch's q, k, v and output gradient; then output and gradients by the reference.
 
@@ -47,8 +48,8 @@ def everything(
     generator = torch.Generator().manual_seed(sum(lengths))
     tokens = sum(lengths)
     inputs = [
-        torch.randn(tokens, heads, 8, dtype=torch.float64, generator=generator).to(dtype)
-        for heads in (4, 2, 2, 4)
+        torch.randn(tokens, count, 8, dtype=torch.float64, generator=generator).to(dtype)
+        for count in heads
     ]
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths).long())
     positions = torch.cat([torch.arange(length) for length in [*lengths, 0]])
@@ -116,12 +117,71 @@ def test_equals_dense_attention(sharding: str, size: int) -> None:
     assert max(run_ranks(check_all, size, size, sharding)) <= 1e-12
 
 
+def check_tiles(rank: int, size: int) -> float:
+    """Long enough for cuts between tiles: by all-gather, by all-to-all, and without either."""
+    group = dist.group.WORLD
+    ways = set()
+    worst = 0.0
+    for lengths in ([1100, 9], [900, 400, 150, 40], [128] * 8):
+        indices = rank_indices(layout("hybrid", lengths, size, 1), rank)
+        ways.add((indices.gathered > 0, bool(indices.send_counts)))
+        worst = max(worst, check_micro_batch(rank, group, size, "hybrid", lengths, 1))
+    assert ways == {(True, False), (False, True), (False, False)}
+    return worst
+
+
+def test_every_way_to_exchange_keys() -> None:
+    assert max(run_ranks(check_tiles, 4, 4)) <= 1e-12
+
+
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("lengths", MICRO_BATCHES)
 def test_one_rank_equals_dense_attention(sharding: str, lengths: list[int]) -> None:
     """Without a group; padding rows exist there too, for tensor parallelism."""
     for tensor in (1, 8):
         assert check_micro_batch(0, None, 1, sharding, lengths, tensor) <= 1e-12
+
+
+@cache
+def everything_once(lengths: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    return everything(list(lengths), torch.float64, heads=(2, 1, 1, 2))
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize(
+    "lengths",
+    [(3, 1, 4, 2, 1) * 100, (1499,), (640, 300, 1, 127, 129)],
+    ids=["500 documents", "one document", "tiles"],
+)
+def test_every_rank_in_turn_equals_dense_attention(
+    sharding: str, size: int, lengths: tuple[int, ...]
+) -> None:
+    """All ranks in one process: the exchange is an index, and autograd sums over the ranks."""
+    inputs, wanted, _, _ = everything_once(lengths)
+    made = layout(sharding, lengths, size, 1)
+    every = [rank_indices(made, rank) for rank in range(size)]
+    first = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = [first[torch.from_numpy(x.document)] + torch.from_numpy(x.offset) for x in every]
+    padded = [torch.cat((rows, rows.new_zeros(made.rows - len(rows)))) for rows in tokens]
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = torch.empty_like(inputs[3])
+    for rank, indices in enumerate(every):
+        arriving = [rows[: indices.gathered] for rows in padded]
+        if indices.send_counts:
+            arriving = [
+                rows[torch.from_numpy(each.send_index)].split(each.send_counts)[rank]
+                for rows, each in zip(padded, every, strict=True)
+            ]
+        buffer = torch.cat((*arriving, padded[rank]))
+        keys = buffer[torch.from_numpy(indices.key_index)]
+        metadata = AttentionMetadata.from_indices(indices, made.rows, size)
+        attention = VarlenAttention("cpu")
+        part = attention(leaves[0][tokens[rank]], leaves[1][keys], leaves[2][keys], metadata)
+        out = out.index_copy(0, tokens[rank], part)
+    got = [out, *torch.autograd.grad(out, leaves, inputs[3])]
+    for mine, whole in zip(got, wanted, strict=True):
+        assert float((mine - whole).detach().norm() / whole.norm()) <= 1e-12
 
 
 def check_half(rank: int) -> float:

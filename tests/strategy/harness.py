@@ -40,9 +40,9 @@ CASES = (
     Case("wlb", "per_document_contiguous", tied=False, masked=True),
     Case("original", "per_sequence", tied=True),
     Case("wlb", "per_document", tied=True, activation_checkpointing="full", masked=True),
-    Case("original", "per_document_contiguous", activation_checkpointing="selective"),
-    Case("wlb", "per_sequence"),
-    Case("original", "per_document", masked=True),
+    Case("original", "hybrid", activation_checkpointing="selective"),
+    Case("wlb", "adaptive"),
+    Case("original", "ptrr", masked=True),
 )
 
 

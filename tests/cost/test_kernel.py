@@ -1,0 +1,65 @@
+"""The reference kernel cost against a loop over tiles."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_cost
+
+
+def by_tiles(queries: int, keys: int, overhead: int) -> float:
+    """docs/design.md, section 6, word by word; in key/value tiles."""
+    total = 0.0
+    for first in range(0, queries, TILE):
+        last_query = min(first + TILE, queries)
+        seen = keys - queries + last_query
+        read = -(-seen // TILE)
+        total += overhead + read * (1.25 if queries <= TILE else 1.0)
+    return total
+
+
+@given(
+    segments=st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 5000)), max_size=8),
+    overhead=st.integers(0, 3),
+)
+def test_equals_a_loop_over_tiles(segments: list[tuple[int, int]], overhead: int) -> None:
+    queries = np.array([each[0] for each in segments], dtype=np.int64)
+    keys = queries + np.array([each[1] for each in segments], dtype=np.int64)
+    expected = [
+        UNITS * by_tiles(q, k, overhead)
+        for q, k in zip(queries.tolist(), keys.tolist(), strict=True)
+    ]
+    got = reference_kernel_cost(queries, keys, overhead)
+    assert got.dtype == np.int64
+    assert got.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "cost"),
+    [
+        (128, 128, 2 + 1.25),
+        (129, 129, 4 + 1 + 2),
+        (1, 1000, 2 + 8 * 1.25),
+        (256, 1024, 4 + 7 + 8),  # two aligned tiles
+        (256, 1000, 4 + 7 + 8),  # the same where the partial tile is at the head
+        (300, 300, 6 + 1 + 2 + 3),
+    ],
+)
+def test_by_hand(queries: int, keys: int, cost: float) -> None:
+    assert OVERHEAD == 2
+    assert reference_kernel_cost(np.array([queries]), np.array([keys])).tolist() == [UNITS * cost]
+
+
+@given(length=st.integers(1, 4000), data=st.data())
+def test_a_cut_is_free_between_tiles_and_never_a_gain(length: int, data: st.DataObject) -> None:
+    """What `hybrid` builds on: cuts at whole tiles from the end cost nothing, two tiles a side."""
+
+    def cost(start: int, stop: int) -> int:
+        return int(reference_kernel_cost(np.array([stop - start]), np.array([stop]))[0])
+
+    cut = data.draw(st.integers(0, length))
+    parts = sum(cost(*each) for each in ((0, cut), (cut, length)) if each[0] < each[1])
+    assert parts >= cost(0, length)
+    if cut > TILE and length - cut > TILE and (length - cut) % TILE == 0:
+        assert parts == cost(0, length)
