@@ -1,0 +1,79 @@
+"""Arguments that several commands share, and how their text is understood."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.models.config import TransformerConfig, preset_names
+
+_SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+
+
+def add_model(parser: argparse._ActionsContainer) -> None:
+    """Define ``--model``."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help=f"{', '.join(preset_names())}; or sizes, as in dim=4096,layers=32,heads=32,kv_heads=8,"
+        "ffn_dim=14336,vocab_size=128256; or a preset and sizes that replace its own",
+    )
+
+
+def model_config(text: str) -> TransformerConfig:
+    """A model from ``7b``, ``dim=64,layers=4,...`` or ``7b,layers=16``.
+
+    Raises:
+        ValueError: an unknown preset or size, a size that is missing or no number.
+    """
+    first, *rest = text.split(",")
+    sizes = [first, *rest] if "=" in first else rest
+    overrides: dict[str, Any] = {}
+    for word in sizes:
+        name, _, value = word.partition("=")
+        try:
+            overrides[name] = int(value)
+        except ValueError as error:
+            raise ValueError(
+                f"--model {text!r}: {word!r} is not a size; write name=number, as in layers=32."
+            ) from error
+    if "=" not in first:
+        return TransformerConfig.preset(first, **overrides)
+    missing = [name for name in _SIZES if name not in overrides]
+    if missing:
+        raise ValueError(
+            f"--model {text!r} leaves out {', '.join(missing)}. Give all sizes, or begin with a"
+            f" preset: {', '.join(preset_names())}."
+        )
+    return TransformerConfig.preset("tiny", **overrides)
+
+
+def mesh_of(text: str) -> Mesh:
+    """A mesh from ``data,pipeline,context,tensor``.
+
+    Raises:
+        ValueError: anything but four whole numbers of at least 1.
+    """
+    try:
+        data, pipeline, context, tensor = (int(word) for word in text.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"--mesh {text!r} is not data,pipeline,context,tensor: four whole numbers, as in"
+            " 1,4,2,8."
+        ) from error
+    return Mesh(data, pipeline, context, tensor)
+
+
+def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Different names from a list with commas.
+
+    Raises:
+        ValueError: a name that is not known; the message lists those that are.
+    """
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} {name!r} is not known; choose of {', '.join(known)}.")
+    return list(dict.fromkeys(names))

@@ -1,0 +1,85 @@
+"""Measure this device and write a device profile.
+
+Runs the attention kernels and decoder layers of a model on the device, fits the latency model to
+them, judges it by micro-batches that were held out of the fit, and writes one JSON file for
+`lightning-wlb plan --profile`. One to two minutes on a CPU; leave the machine alone meanwhile.
+
+  lightning-wlb profile --model tiny --output mine.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from lightning_wlb.cli.arguments import add_model, model_config
+from lightning_wlb.cost.latency import DTYPE_BYTES
+from lightning_wlb.profiling import measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the options."""
+    add_model(parser)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--name", help="of the profile (default: the file's name)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="to measure (default: cuda where there is one)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPE_BYTES, help="default: bfloat16 on cuda, float32 on a cpu"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of a CPU rank (default 1: a core for each rank)"
+    )
+    parser.add_argument(
+        "--no-links", action="store_true", help="do not start processes to measure messages"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, report the fit's error, write.
+
+    Raises:
+        ValueError: a device that is not there, or a file that cannot be written.
+    """
+    console = Console()
+    config = model_config(arguments.model)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here. Use --device cpu.")
+    if arguments.threads < 1:
+        raise ValueError(f"--threads {arguments.threads}: a rank has at least 1.")
+    folder = arguments.output.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--output {arguments.output}: there is no folder {folder}.")
+    dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    before = torch.get_num_threads()
+    torch.set_num_threads(arguments.threads)
+    try:
+        profile = measure(
+            config,
+            name=arguments.name or arguments.output.stem,
+            device=torch.device(arguments.device),
+            dtype=getattr(torch, dtype),
+            links=not arguments.no_links,
+            report=lambda text: console.print(f"Measuring: {text}", highlight=False),
+        )
+    finally:
+        torch.set_num_threads(before)
+    try:
+        arguments.output.write_text(profile.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output {arguments.output}: {error.strerror}.") from error
+    console.print(profile.provenance, highlight=False, soft_wrap=True)
+    console.print(
+        f"Prediction against measurement, {profile.errors['micro_batches']:.0f} micro-batches held"
+        f" out of the fit: median error {profile.errors['median']:.1%}, worst"
+        f" {profile.errors['worst']:.1%}.\nWritten: {arguments.output}",
+        highlight=False,
+        soft_wrap=True,
+    )

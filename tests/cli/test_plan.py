@@ -1,0 +1,258 @@
+"""``lightning-wlb plan``: the table, its JSON, files, and answers to mistakes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_wlb.cli.main import main
+from lightning_wlb.cost.profile import Profile
+
+SMALL = [
+    "plan", "--lengths", "generator-a", "--model", "550m", "--mesh", "2,2,2,1",
+    "--context-window", "8192", "--profile", "h100", "--steps", "6", "--packing", "original,wlb",
+]  # fmt: skip
+
+
+def answer(capsys: pytest.CaptureFixture[str], *changes: str) -> tuple[int, str, str]:
+    """Exit code, output and errors; an option in ``changes`` replaces that of SMALL."""
+    arguments = list(SMALL)
+    pairs = list(changes)
+    while pairs:
+        option = pairs.pop(0)
+        values = [pairs.pop(0)] if pairs and not pairs[0].startswith("--") else []
+        if option in arguments:
+            at = arguments.index(option)
+            arguments[at + 1 : at + 2] = values
+        else:
+            arguments += [option, *values]
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_acceptance_command_prints_table_and_json_in_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begin = time.thread_time()
+    code = main(
+        [
+            "plan", "--lengths", "generator-a", "--model", "7b", "--mesh", "1,4,2,8",
+            "--context-window", "131072", "--profile", "h100", "--packing", "original,wlb",
+            "--json",
+        ]
+    )  # fmt: skip
+    assert time.thread_time() - begin < 30
+    assert code == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert report["simulated"] is True
+    assert report["profile"]["measured"] is False
+    original, wlb = report["rows"]
+    assert (original["packing"], wlb["packing"]) == ("original", "wlb")
+    assert original["speedup_per_token"] == original["speedup_per_flop"] == 1
+    assert wlb["imbalance_pipeline_aggregate"] < 1.1 < original["imbalance_pipeline_aggregate"]
+    assert wlb["speedup_per_flop"] > 1.1
+    assert original["delay_mean"] == 0 < wlb["delay_mean"] < 1
+    assert original["tokens_per_step"] == 4 * 131072
+    assert 0 < original["model_flop_utilisation"] < wlb["model_flop_utilisation"] < 0.6
+    # The table repeats what it is.
+    assert "analytic (published figures, not measured)" in out
+    assert "Simulated" in out
+
+
+def test_every_sharding_and_packing_is_a_row_and_the_baseline_is_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture, trace = tmp_path / "deep" / "p.png", tmp_path / "t.json"
+    code, out, _ = answer(
+        capsys, "--packing", "wlb", "--sharding", "per_sequence,per_document",
+        "--picture", str(picture), "--trace", str(trace), "--json",
+    )  # fmt: skip
+    assert code == 0
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [(row["packing"], row["sharding"]) for row in rows] == [
+        ("original", "per_sequence"),
+        ("wlb", "per_sequence"),
+        ("wlb", "per_document"),
+    ]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} > set()
+    assert rows[1]["imbalance_context_aggregate"] > rows[2]["imbalance_context_aggregate"]
+    assert rows[0]["imbalance_data_aggregate"] >= 1
+
+
+def test_the_same_command_gives_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [answer(capsys, "--json")[1].splitlines()[-1] for _ in range(2)]
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("kind", ["npy", "txt"])
+def test_lengths_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    lengths = np.random.default_rng(0).integers(100, 5000, 300)
+    path = tmp_path / f"lengths.{kind}"
+    if kind == "npy":
+        np.save(path, lengths)
+    else:
+        path.write_text("\n".join(map(str, lengths)))
+    code, out, _ = answer(capsys, "--lengths", str(path), "--json")
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0
+    assert report["documents"] == 300
+    assert report["mean_length"] == pytest.approx(lengths.mean())
+
+
+def test_the_standard_library_needs_no_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(
+        capsys, "--lengths", "stdlib", "--context-window", "16384", "--long-documents", "split",
+        "--steps", "3", "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["documents"] > 500
+
+
+def test_a_measured_profile_is_called_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    text = Profile.load("h100").to_json().replace('"measured": false', '"measured": true')
+    path.write_text(text.replace('"name": "h100"', '"name": "mine"'))
+    code, out, _ = answer(capsys, "--profile", str(path), "--json")
+    assert code == 0
+    assert "analytic" not in out
+    assert json.loads(out.splitlines()[-1])["profile"]["measured"] is True
+
+
+def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {}
+    for name, options in {
+        "1f1b": [],
+        "interleaved": ["--schedule", "interleaved"],
+        "full": ["--activation-checkpointing", "full"],
+    }.items():
+        out = answer(capsys, *options, "--packing", "original", "--json")[1]
+        report = json.loads(out.splitlines()[-1])
+        steps[name] = report["rows"][0]["step_ms_mean"]
+        assert report["virtual_stages"] == (2 if name == "interleaved" else 1)
+    assert steps["full"] > steps["1f1b"]
+    assert steps["interleaved"] != steps["1f1b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--profile", "v100"], "h100, h200) nor a file that can be read"),
+        (["--precision", "32-true"], "made for dtype 'bfloat16', not for 'float32'"),
+        (["--device", "cpu"], "made for device 'cuda', not for 'cpu'"),
+        (["--mesh", "2,2"], "data,pipeline,context,tensor: four whole numbers"),
+        (["--mesh", "0,2,2,1"], "data=0, but it must be at least 1"),
+        (["--mesh", "1,2,1,5"], "tensor_parallel_size=5 does not divide"),
+        (["--mesh", "1,17,1,1"], "16 layers cannot be split into 17 "),
+        (["--lengths", "nowhere.txt"], "nowhere.txt: No such file"),
+        (["--model", "8c"], "there is no preset '8c'"),
+        (["--model", "7b,layers=many"], "'layers=many' is not a size"),
+        (["--model", "dim=64"], "leaves out layers, heads"),
+        (["--model", "7b,dime=64"], "no field 'dime'"),
+        (["--packing", "best"], "--packing 'best' is not known; choose of"),
+        (["--sharding", "none"], "--sharding 'none' is not known; choose of"),
+        (["--steps", "0"], "at least 1 step"),
+        (["--context-window", "0"], "context_window=0"),
+        (["--micro-batches", "-1"], "micro_batches=-1"),
+        (["--cap", "100"], "cap=100 is below context_window"),
+        (["--virtual-stages", "2"], "one stage per rank"),
+        (["--schedule", "interleaved", "--virtual-stages", "9"], "split into 18 "),
+    ],
+)
+def test_a_mistake_is_answered(
+    capsys: pytest.CaptureFixture[str], changes: list[str], message: str
+) -> None:
+    code, _, err = answer(capsys, *changes)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("text", ["", "12\nthree", "1.5 2", "\0"])
+def test_a_file_without_lengths_is_answered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    code, _, err = answer(capsys, "--lengths", str(path))
+    assert code == 2
+    assert str(path) in err
+
+
+def test_an_array_of_something_else_is_answered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.ones((2, 2)))
+    code, _, err = answer(capsys, "--lengths", str(path))
+    assert code == 2
+    assert "float64 with shape (2, 2)" in err
+    path.write_bytes(b"no numpy")
+    assert answer(capsys, "--lengths", str(path))[0] == 2
+
+
+def test_lengths_above_the_window_are_answered_with_what_would_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("100 9000 20000 " * 100)
+    code, _, err = answer(capsys, "--lengths", str(path))
+    assert code == 2
+    assert "200 of 300 documents are longer than --context-window 8192" in err
+    assert "--context-window 20000" in err
+    assert answer(capsys, "--lengths", str(path), "--long-documents", "split")[0] == 0
+
+
+def test_a_model_that_does_not_fit_is_answered_with_meshes_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = answer(capsys, "--model", "70b", "--mesh", "1,1,1,8")
+    assert code == 2
+    assert "parameters, gradients and optimizer state take" in err
+    suggested = err.rpartition("--mesh ")[2].split()[0].rstrip(".")
+    assert answer(capsys, "--model", "70b", "--mesh", suggested)[0] == 0
+
+
+def test_activations_that_do_not_fit_are_answered_with_meshes_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    big = ["--model", "7b", "--context-window", "1048576", "--packing", "original", "--steps", "2"]
+    code, _, err = answer(capsys, *big, "--mesh", "1,4,2,1")
+    assert code == 2
+    assert "activations do not fit" in err
+    suggested = err.rpartition("--mesh ")[2].split()[0].rstrip(".")
+    assert answer(capsys, *big, "--mesh", suggested)[0] == 0
+
+
+def test_a_row_that_does_not_fit_is_named_beside_those_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = answer(
+        capsys, "--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000",
+        "--activation-checkpointing", "none", "--steps", "20", "--json",
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads(out.splitlines()[-1])
+    # Windows of one length just fit; micro-batches of up to one and a half do not.
+    assert [row["packing"] for row in report["rows"]] == ["original"]
+    assert [row["packing"] for row in report["does_not_fit"]] == ["wlb"]
+    assert report["does_not_fit"][0]["peak_gigabytes"] > 73.6
+    assert "Does not fit in memory: wlb" in out
+
+
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["plan", "--help"])
+    assert error.value.code == 0
+    out = capsys.readouterr().out
+    for word in ("generator-a", "h100", "adaptive", "wlb", "--picture", "interleaved", "70b"):
+        assert word in out
