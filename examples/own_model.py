@@ -63,15 +63,9 @@ class OwnModule(wlb.LanguageModule):
         """What the packer weighs documents by: the cost model counts three matrices of ffn_dim."""
         return replace(self.config.shape, ffn_dim=self.config.ffn_dim * 2 // 3)
 
-    def configure_model(self) -> None:
-        """Build the model without memory where the strategy will give it memory and values."""
-        if self.model is not None:
-            return
-        deferred = getattr(self.trainer.strategy, "defers_initialisation", False)
-        with torch.device("meta" if deferred else "cpu"):
-            self.model = OwnDecoder(self.config)
-        if not deferred:
-            self.init_weights()
+    def build_model(self) -> nn.Module:
+        """The whole model; the strategy splits it and gives it memory and values."""
+        return OwnDecoder(self.config)
 
 
 class Losses(L.Callback):

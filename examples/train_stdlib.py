@@ -57,7 +57,7 @@ def run(packing: str, arguments: argparse.Namespace) -> wlb.ImbalanceMonitor:
         strategy=wlb.WLBStrategy(pipeline_parallel_size=pipeline),
         accelerator="cpu",
         devices=arguments.devices,
-        max_epochs=-1,  # max_tokens ends the run
+        max_epochs=1,  # max_tokens ends the run before that
         gradient_clip_val=1.0,
         callbacks=[monitor],
         logger=CSVLogger(folder, name=packing),

@@ -45,7 +45,7 @@ def oracle(
                 tokens=torch.tensor(documents[document][origin:stop]),
                 labels=torch.tensor(_labels(documents, masks, document, origin, stop)),
                 positions=positions,
-                attention=positions,
+                attention=_Positions(positions),
                 rows=stop - origin,
             )
             loss = model(piece)

@@ -39,13 +39,11 @@ LossNormalisation = Literal["step", "nominal"]
 class LanguageModule(L.LightningModule):
     """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
 
-    For a model of your own, subclass and override :meth:`configure_model` to set ``self.model``::
+    For a model of your own, subclass and override :meth:`build_model`::
 
         class MyModule(LanguageModule):
-            def configure_model(self) -> None:
-                if self.model is None:
-                    self.model = MyDecoder(self.config)
-                    self.init_weights()
+            def build_model(self) -> nn.Module:
+                return MyDecoder(self.config)
 
     where ``MyDecoder`` has ``embed``, ``layers`` (an ``nn.ModuleDict`` by global layer number),
     ``head`` and the methods of :class:`~lightning_wlb.models.transformer.Transformer`; a subclass
@@ -136,13 +134,21 @@ class LanguageModule(L.LightningModule):
             self.trainer.strategy, "defers_initialisation", False
         )
         with torch.device("meta") if deferred else nullcontext():
-            self.model = Transformer(
-                self.config,
-                activation_checkpointing=self.activation_checkpointing,
-                attention_backend=self.attention_backend,
-            )
+            self.model = self.build_model()
         if not deferred:
             self.init_weights()
+
+    def build_model(self) -> nn.Module:
+        """The whole model, with parameters of any values: :meth:`init_weights` fills them.
+
+        Under ``WLBStrategy`` it is called on the meta device, so that a model larger than a rank's
+        memory can be built and then split. Override it for a model of your own.
+        """
+        return Transformer(
+            self.config,
+            activation_checkpointing=self.activation_checkpointing,
+            attention_backend=self.attention_backend,
+        )
 
     def init_weights(self) -> None:
         """Fill the parameters: a function of the seed and their names, on any mesh the same."""
@@ -201,7 +207,8 @@ class LanguageModule(L.LightningModule):
         total = self.step(batch) * self.loss_denominator(batch.plan)
         if batch.target_tokens:
             loss = total / batch.target_tokens
-            self.log(name, loss, prog_bar=True, batch_size=batch.target_tokens)
+            # The same on every rank already; said so that Lightning does not warn.
+            self.log(name, loss, prog_bar=True, batch_size=batch.target_tokens, sync_dist=True)
 
     def check_batch(self, batch: object) -> None:
         """Refuse what is not a step batch: a DataLoader of the user's own."""

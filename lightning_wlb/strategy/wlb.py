@@ -25,29 +25,16 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_wlb.cost.flops import attention_flops, head_flops, layer_linear_flops
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.actions import Channel
@@ -55,20 +42,22 @@ from lightning_wlb.schedule.registry import make_program
 from lightning_wlb.schedule.stages import split_stages
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
 from lightning_wlb.strategy.clip import clip_gradients
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.merged import MergedGroups
-from lightning_wlb.strategy.mesh import MeshSizes, Size
+from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.pipeline import Pipeline, pipeline_groups
 from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
+from lightning_wlb.strategy.processes import MeshStrategy
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
 
 # Which strategy has split a model: its next Trainer goes on from there.
 _PARALLELIZED: WeakKeyDictionary[nn.Module, WLBStrategy] = WeakKeyDictionary()
 
 
-class WLBStrategy(ParallelStrategy):
+class WLBStrategy(MeshStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
     The product of the four sizes is the number of devices over all nodes. Each is a whole number
@@ -106,125 +95,37 @@ class WLBStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__()
-        self._asked = (
+        super().__init__(
             data_parallel_size,
             pipeline_parallel_size,
             context_parallel_size,
             tensor_parallel_size,
+            process_group_backend,
+            timeout,
         )
         if virtual_pipeline_size is None:
             virtual_pipeline_size = 2 if schedule == "interleaved" else 1
         make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # checks both
         self.schedule = schedule
         self.virtual_pipeline_size = virtual_pipeline_size
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._sizes: MeshSizes | None = None
-        self._device_mesh: DeviceMesh | None = None
         self._pipeline_groups: dict[Channel, dist.ProcessGroup] = {}
         self._ties: list[Tie] = []
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
-        self.num_nodes = 1
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
         shown = ", ".join(map(repr, self._asked))
         return f"WLBStrategy({shown}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
 
-    # Mesh and processes
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh with axes ``data``, ``pipeline``, ``context``, ``tensor``."""
-        if self._device_mesh is None:
-            raise RuntimeError("The device mesh exists once the processes have been launched.")
-        return self._device_mesh
-
-    @property
-    def sizes(self) -> MeshSizes:
-        """Ranks along each axis, resolved."""
-        if self._sizes is None:
-            raise RuntimeError("The mesh sizes are known once the processes have been launched.")
-        return self._sizes
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """Where this rank stands, as far as its data is concerned."""
-        data, pipeline, context, _ = self.sizes.coordinate(self.global_rank)
-        return Coordinates(
-            replica=data,
-            replicas=self.sizes.data,
-            context_rank=context,
-            context_parallel_size=self.sizes.context,
-            tensor_parallel_size=self.sizes.tensor,
-            first_stage=pipeline == 0,
-            last_stage=pipeline == self.sizes.pipeline - 1,
-        )
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes of this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For loaders that are not the data module's own: a sampler over the replicas."""
-        at = self.coordinates
-        return {"num_replicas": at.replicas, "rank": at.replica}
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and the rank-zero helpers who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     def setup_environment(self) -> None:
-        """Initialise the process group and the mesh."""
+        """Initialise the process group, the mesh and the pipeline's communicators."""
         super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        # Before any process waits for another: a wrong size is answered at once, on every rank.
-        self._sizes = MeshSizes.resolve(self.world_size, *self._asked)
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        assert self.cluster_environment is not None
-        if isinstance(self.cluster_environment, LightningEnvironment):
-            # Its launcher limits threads in the first process only. The other ranks would have a
-            # thread per core each, and crowd each other out.
-            _set_num_threads_if_needed(self.num_processes)
-        _init_dist_connection(
-            self.cluster_environment,
-            backend,
-            timeout=self._timeout,
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
-        )
-        if self._device_mesh is None:
-            self._device_mesh = self._sizes.device_mesh(self.root_device.type)
+        if not self._pipeline_groups:
             self._pipeline_groups = pipeline_groups(
-                self._sizes, self.global_rank, self.virtual_pipeline_size > 1, self._timeout
+                self.sizes, self.global_rank, self.virtual_pipeline_size > 1, self._timeout
             )
-        rank_zero_info(f"WLBStrategy: mesh {self._sizes}")
 
     # Precision
 
@@ -247,7 +148,7 @@ class WLBStrategy(ParallelStrategy):
         """Check the run, apply the parallelisms, make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self._checked_module(trainer)
+        module = checked_module(self.lightning_module, trainer)
         previous = _PARALLELIZED.get(module.model) if module.model is not None else None
         if previous is None:
             self._parallelize(trainer, module)
@@ -258,34 +159,10 @@ class WLBStrategy(ParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            _refuse_lbfgs(self.optimizers)
+            refuse_lbfgs(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _checked_module(self, trainer: pl.Trainer) -> LanguageModule:
-        module = self.lightning_module
-        if not isinstance(module, LanguageModule):
-            raise MisconfigurationException(
-                f"WLBStrategy runs lightning_wlb.LanguageModule and its subclasses, but got"
-                f" {type(module).__name__}. Derive your module from LanguageModule and build your"
-                " own model in configure_model: a module with embed, layers and head."
-            )
-        if not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(module).__name__} sets automatic_optimization=False. WLBStrategy runs all"
-                " forwards and backwards of a step itself, in the order of the plan, so manual"
-                " optimization cannot work. Remove the setting and return the loss of"
-                " self.step(batch) from training_step."
-            )
-        if trainer.accumulate_grad_batches != 1:
-            raise MisconfigurationException(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but a step plan"
-                " already holds all micro-batches of an optimizer step. Use"
-                " accumulate_grad_batches=1 and WLBDataModule(micro_batches=...) to make a step"
-                " larger."
-            )
-        return module
 
     def _adopt(self, previous: WLBStrategy) -> None:
         """Go on with a model that another Trainer's strategy has parallelised."""
@@ -309,24 +186,7 @@ class WLBStrategy(ParallelStrategy):
         )
 
     def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
-        model = module.model
-        missing = [
-            name
-            for name in ("embed", "layers", "head", "set_parallel_groups")
-            if getattr(model, name, None) is None
-        ]
-        if not isinstance(model, nn.Module) or missing:
-            raise MisconfigurationException(
-                f"{type(module).__name__}.configure_model must set self.model to a module with"
-                f" embed, layers, head and set_parallel_groups, but it is {type(model).__name__}"
-                f" without {', '.join(missing)}. A subclass of lightning_wlb.Transformer has them."
-            )
-        outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
-        if outside:
-            raise MisconfigurationException(
-                f"Parameters outside of self.model are not parallelised: {', '.join(outside)}."
-                " Move them into the model's embed, layers or head."
-            )
+        model = checked_model(module)
         shape, sizes = module.model_shape, self.sizes
         check_tensor_parallel(shape, sizes.tensor)
         # What a layer costs per token depends on how much a token attends to.
@@ -444,33 +304,6 @@ class WLBStrategy(ParallelStrategy):
             counted_elsewhere=elsewhere,
         )
 
-    # Collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of rank ``src`` on every rank."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
-    ) -> Any:
-        """Reduce a tensor over all ranks."""
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
         module = self.lightning_module
@@ -522,7 +355,7 @@ class WLBStrategy(ParallelStrategy):
         checkpoint.pop("optimizer_states", None)
         assert self.lightning_module is not None
         checkpoints.save(
-            self._local(self.broadcast(filepath)),
+            local_path(self.broadcast(filepath)),
             self.lightning_module,
             [] if weights_only else self._plain_optimizers(),
             checkpoint,
@@ -538,21 +371,12 @@ class WLBStrategy(ParallelStrategy):
         # A validation after fit reads weights, and leaves the optimizers alone.
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         return checkpoints.load(
-            self._local(self.broadcast(checkpoint_path)),
+            local_path(self.broadcast(checkpoint_path)),
             module,
             self._plain_optimizers() if fitting else [],
             self._renamed(),
             weights_only,
         )
-
-    @staticmethod
-    def _local(path: str | Path) -> Path:
-        if "://" in str(path):
-            raise MisconfigurationException(
-                f"WLBStrategy reads and writes checkpoints in a file system, but got {path}. Mount"
-                " the storage and pass its path; every rank must see the same files."
-            )
-        return Path(path)
 
     def _plain_optimizers(self) -> list[Optimizer]:
         return [
@@ -571,13 +395,3 @@ class WLBStrategy(ParallelStrategy):
 def _same(loss: Tensor, other: Tensor) -> bool:
     """Whether two losses are equal, also where both are NaN."""
     return torch.allclose(loss.detach().to(other), other, rtol=0, atol=0, equal_nan=True)
-
-
-def _refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                "LBFGS evaluates the loss several times per step and needs the whole gradient on"
-                " every rank, which sharded parameters do not have. Use AdamW or another"
-                " first-order optimizer."
-            )

@@ -197,10 +197,8 @@ class Widened(Transformer):
 
 
 class OwnModule(LanguageModule):
-    def configure_model(self):
-        if self.model is None:
-            self.model = Widened(self.config)
-            self.init_weights()
+    def build_model(self):
+        return Widened(self.config)
 
 
 def test_a_model_of_ones_own(tmp_path):

@@ -1,0 +1,94 @@
+"""What a strategy of step plans cannot run, answered before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_wlb.models.language_module import LanguageModule
+
+
+def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> LanguageModule:
+    """The module, if the Trainer's settings and its own let a plan's step run.
+
+    Raises:
+        MisconfigurationException: naming what cannot be, and the remedy.
+    """
+    if not isinstance(module, LanguageModule):
+        raise MisconfigurationException(
+            f"WLBStrategy runs lightning_wlb.LanguageModule and its subclasses, but got"
+            f" {type(module).__name__}. Derive your module from LanguageModule and build your"
+            " own model in build_model: a module with embed, layers and head."
+        )
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{type(module).__name__} sets automatic_optimization=False. WLBStrategy runs all"
+            " forwards and backwards of a step itself, in the order of the plan, so manual"
+            " optimization cannot work. Remove the setting and return the loss of"
+            " self.step(batch) from training_step."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but a step plan"
+            " already holds all micro-batches of an optimizer step. Use"
+            " accumulate_grad_batches=1 and WLBDataModule(micro_batches=...) to make a step"
+            " larger."
+        )
+    return module
+
+
+def checked_model(module: LanguageModule) -> nn.Module:
+    """The module's model, if it is one that can be split.
+
+    Raises:
+        MisconfigurationException: naming what is missing or in the wrong place.
+    """
+    model = module.model
+    missing = [
+        name
+        for name in ("embed", "layers", "head", "set_parallel_groups")
+        if getattr(model, name, None) is None
+    ]
+    if not isinstance(model, nn.Module) or missing:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.configure_model must set self.model to a module with"
+            f" embed, layers, head and set_parallel_groups, but it is {type(model).__name__}"
+            f" without {', '.join(missing)}. A subclass of lightning_wlb.Transformer has them."
+        )
+    outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
+    if outside:
+        raise MisconfigurationException(
+            f"Parameters outside of self.model are not parallelised: {', '.join(outside)}."
+            " Move them into the model's embed, layers or head."
+        )
+    return model
+
+
+def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
+    """Raise MisconfigurationException for an optimizer that evaluates a step several times."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS evaluates the loss several times per step and needs the whole gradient on"
+                " every rank, which sharded parameters do not have. Use AdamW or another"
+                " first-order optimizer."
+            )
+
+
+def local_path(path: str | Path) -> Path:
+    """The path of a checkpoint, if it is in a file system.
+
+    Raises:
+        MisconfigurationException: for a remote path.
+    """
+    if "://" in str(path):
+        raise MisconfigurationException(
+            f"WLBStrategy reads and writes checkpoints in a file system, but got {path}. Mount"
+            " the storage and pass its path; every rank must see the same files."
+        )
+    return Path(path)
