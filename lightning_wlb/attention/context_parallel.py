@@ -15,9 +15,12 @@ Padding rows (at the local end) are cut off before the kernel and are exactly ze
 and in every gradient, whatever they hold; no index points at them. Every rank of the group runs
 the same collectives, also one without any token.
 
-Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank and call, the rows that
-arrive in memory during forward, those read kept for backward (at most 1 + 1/(2·CP) times the
-micro-batch for shardings with one pair of chunks). Not for groups across slow links, where
+Only the local keys and values are kept for backward, which exchanges them again
+(:mod:`.read_again`), unless the whole layer runs again there anyway.
+
+Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
+backward; those read are in memory during each (1 + 1/(2·CP) times the micro-batch for shardings
+with one pair of chunks). Not for groups across slow links, where
 passing keys round a ring hides the transfer.
 """
 
@@ -33,6 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_wlb.attention.read_again import attend_reading_again
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 
 # torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
@@ -122,7 +126,15 @@ def context_parallel_attention(
         keys, values = k[: metadata.queries], v[: metadata.queries]
     else:
         keys, values = _exchange_keys(k, v, metadata, group)
-    out = attention(q[: metadata.queries], keys, values, metadata, scale)
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        return attention(q[: metadata.queries], keys, values, metadata, scale)
+
+    if size > 1 and torch.is_grad_enabled() and not metadata.recomputed:
+        held = k.detach(), v.detach()
+        out = attend_reading_again(attend, keys, values, lambda: _read(*held, metadata, group))
+    else:
+        out = attend(keys, values)
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
@@ -187,24 +199,8 @@ class _ExchangeKeys(torch.autograd.Function):
     def forward(
         ctx: Any, k: Tensor, v: Tensor, metadata: AttentionMetadata, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        assert metadata.key_index is not None
         ctx.exchange, ctx.group = metadata, group
-        rows = k.shape[0]
-        buffer = k.new_empty(_arriving(metadata, group) + rows, 2, *k.shape[1:])
-        arriving, local = buffer[:-rows], buffer[-rows:]
-        torch.stack((k, v), dim=1, out=local)
-        if metadata.gathered:
-            _all_gather(arriving, local[: metadata.gathered], group=group)
-        elif metadata.send_index is not None:
-            _all_to_all(
-                arriving,
-                local.index_select(0, metadata.send_index),
-                metadata.receive_counts,
-                metadata.send_counts,
-                group,
-            )
-        both = buffer.index_select(0, metadata.key_index)
-        return both[:, 0], both[:, 1]
+        return _read(k, v, metadata, group)
 
     @staticmethod
     @once_differentiable
@@ -227,7 +223,27 @@ class _ExchangeKeys(torch.autograd.Function):
         return local[:, 0], local[:, 1], None, None
 
 
-def _arriving(metadata: AttentionMetadata, group: ProcessGroup) -> int:
+def _read(
+    k: Tensor, v: Tensor, metadata: AttentionMetadata, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the segments in their order, outside of autograd. Collective."""
+    assert metadata.key_index is not None
+    rows = k.shape[0]
+    if rows == 0:
+        return k, v
+    buffer = k.new_empty(_arriving(metadata, group) + rows, 2, *k.shape[1:])
+    arriving, local = buffer[:-rows], buffer[-rows:]
+    torch.stack((k, v), dim=1, out=local)
+    if metadata.gathered:
+        _all_gather(arriving, local[: metadata.gathered], group=group)
+    elif metadata.send_index is not None:
+        sent = local.index_select(0, metadata.send_index)
+        _all_to_all(arriving, sent, metadata.receive_counts, metadata.send_counts, group)
+    both = buffer.index_select(0, metadata.key_index)
+    return both[:, 0], both[:, 1]
+
+
+def _arriving(metadata: AttentionMetadata, group: ProcessGroup | None) -> int:
     """Rows that arrive from the group, own ones of an all-gather included."""
     return dist.get_world_size(group) * metadata.gathered + sum(metadata.receive_counts)
 
@@ -237,7 +253,7 @@ def _all_to_all(
     x: Tensor,
     receive_counts: Sequence[int],
     send_counts: Sequence[int],
-    group: ProcessGroup,
+    group: ProcessGroup | None,
 ) -> None:
     dist.all_to_all_single(out, x, list(receive_counts), list(send_counts), group=group)
 

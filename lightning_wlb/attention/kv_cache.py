@@ -90,7 +90,6 @@ class SliceMetadata:
         keeps: whether a later micro-batch reads this one's keys.
         cache: of the step; set by what runs the step.
         layer: global number of the layer that is running; see ``AttentionMetadata.for_layer``.
-        recomputed: whether the layer runs again in backward.
     """
 
     micro_batch: int
@@ -99,7 +98,6 @@ class SliceMetadata:
     keeps: bool
     cache: KeyValueCache | None = field(default=None, repr=False)
     layer: int | None = None
-    recomputed: bool = False
 
     @staticmethod
     def from_indices(indices: SlicedIndices, micro_batch: int) -> SliceMetadata:

@@ -3,10 +3,9 @@
 The queries of a slice see the earlier slices' keys (:mod:`.kv_cache`) and their own. What they see
 is put together in the order of the segments, from every rank of the context-parallel group, for
 one kernel call. In backward it is put together *again* instead of being kept: kept, the prefixes
-of a piece of n slices would add up to n/2 times the piece, in every layer. Whatever keys and
-values a kernel saves for its backward are replaced by a reference
-(``torch.autograd.graph.saved_tensors_hooks``). Where the layer itself runs again in backward
-(``activation_checkpointing="full"``) nothing needs replacing.
+of a piece of n slices would add up to n/2 times the piece, in every layer (:mod:`.read_again`).
+Where the layer itself runs again in backward (``activation_checkpointing="full"``) that is not
+needed.
 
 Every rank of the group runs the same collectives in forward and in backward, also one without any
 query. Cost over whole pieces: one more gather in backward, and earlier keys sent once per slice.
@@ -14,7 +13,6 @@ query. Cost over whole pieces: one more gather in backward, and earlier keys sen
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import gathered, summed, wide
 from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
+from lightning_wlb.attention.read_again import attend_reading_again
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 
 
@@ -63,19 +61,23 @@ def sliced_attention(
             " metadata.for_layer(number) to attention, as Transformer.forward does, and run the"
             " step by LanguageModule.step."
         )
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        return attention(q[: metadata.queries], keys, values, metadata, scale)
+
     both = torch.stack((k, v), dim=1)
     if slices.cache.in_graph:
         keys, values = _in_graph(both, metadata, slices, slices.cache, slices.layer)
-        hooks: AbstractContextManager[Any] = nullcontext()
+        out = attend(keys, values)
     else:
         if slices.keeps:
             both = _keep(both, slices.cache, slices.layer, slices.micro_batch)
         reader = _Reader(both.detach(), metadata, slices, slices.cache, slices.layer, group)
         keys, values = _read(both, reader)
-        again = torch.is_grad_enabled() and not slices.recomputed
-        hooks = reader.instead_of(keys, values) if again else nullcontext()
-    with hooks:
-        out = attention(q[: metadata.queries], keys, values, metadata, scale)
+        if torch.is_grad_enabled() and not metadata.recomputed:
+            out = attend_reading_again(attend, keys, values, reader.read)
+        else:
+            out = attend(keys, values)
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
@@ -115,8 +117,6 @@ class _Reader:
         self.layer = layer
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.reads_again = False
-        self._again: tuple[Tensor, Tensor] | None = None
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the segments, [keys, kv_heads, head_dim] each."""
@@ -129,32 +129,8 @@ class _Reader:
         read = mine.index_select(0, self.key_index)
         return read[:, 0].contiguous(), read[:, 1].contiguous()
 
-    def instead_of(self, keys: Tensor, values: Tensor) -> AbstractContextManager[Any]:
-        """Autograd saves a reference in place of these tensors, which backward reads again."""
-        self.reads_again = True
-        places = {(each.data_ptr(), each.shape): n for n, each in enumerate((keys, values))}
-
-        def pack(tensor: Tensor) -> Tensor | int:
-            return places.get((tensor.data_ptr(), tensor.shape), tensor)
-
-        def unpack(saved: Tensor | int) -> Tensor:
-            return self.again()[saved] if isinstance(saved, int) else saved
-
-        return saved_tensors_hooks(pack, unpack)
-
-    def again(self) -> tuple[Tensor, Tensor]:
-        """In backward: what :meth:`read` gave. Collective the first time."""
-        if self._again is None:
-            with torch.no_grad():
-                self._again = self.read()
-        return self._again
-
     def give_back(self, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
         """Send the gradients of what was read to their owners; this rank's own are returned."""
-        if self.reads_again:
-            # A rank without queries has no kernel that reads again, but joins the gather.
-            self.again()
-            self._again = None
         stride = self.slices.past_rows + self.own.shape[0]
         dtype = wide(grad_keys.dtype)
         total = grad_keys.new_zeros(self.size * stride, *self.own.shape[1:], dtype=dtype)

@@ -60,6 +60,7 @@ class AttentionMetadata:
         replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
         slices: what is needed beyond where pieces are sliced over micro-batches; None where the
             micro-batch's pieces are whole. Then ``key_index`` is never None.
+        recomputed: whether the layer that is running runs again in backward.
     """
 
     rows: int
@@ -75,6 +76,7 @@ class AttentionMetadata:
     receive_counts: tuple[int, ...] = ()
     replicas: int = 1
     slices: SliceMetadata | None = None
+    recomputed: bool = False
 
     @property
     def keys(self) -> int:
@@ -97,9 +99,8 @@ class AttentionMetadata:
             layer: global number of the layer.
             recomputed: whether the layer runs again in backward.
         """
-        if self.slices is None:
-            return self
-        return replace(self, slices=replace(self.slices, layer=layer, recomputed=recomputed))
+        slices = None if self.slices is None else replace(self.slices, layer=layer)
+        return replace(self, slices=slices, recomputed=recomputed)
 
     @staticmethod
     def from_indices(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_wlb.attention import context_parallel
 from lightning_wlb.attention.context_parallel import (
     context_parallel_attention,
     gather_rows,
@@ -99,8 +100,9 @@ def check_micro_batch(
         assert mine.shape[0] == made.rows
         assert mine.dtype == dtype
         assert torch.equal(mine[metadata.queries :], torch.zeros_like(mine[metadata.queries :]))
+        whole = whole.detach()
         error = mine[: metadata.queries].double() - whole[tokens]
-        errors.append(float(error.norm() / whole.detach().norm().clamp(min=1)))
+        errors.append(float(error.norm() / whole.norm().clamp(min=1)))
     assert not any(map(math.isnan, errors))
     return errors
 
@@ -280,6 +282,44 @@ def key_gradient(rank: int) -> float:
 
 def test_key_gradients_are_summed_in_float32() -> None:
     assert run_ranks(key_gradient, 2) == [258, 0]
+
+
+def kept_keys(rank: int, recomputed: bool) -> list[bool]:
+    """Whether the keys and values that the kernel read are still there after forward."""
+    made = layout("per_document", [64, 40], 2, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
+    metadata = metadata.for_layer(0, recomputed)
+    storages = []
+
+    class Attention(VarlenAttention):
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> Tensor:
+            storages.extend(each.untyped_storage()._weak_ref() for each in (k, v))
+            return super().__call__(q, k, v, *arguments)  # type: ignore[arg-type]
+
+    inputs = [torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3)]
+    attention = Attention("cpu")
+    events: list[str] = []
+    attention.timer = Recorder(events)
+    out = context_parallel_attention(*inputs, metadata, attention, dist.group.WORLD)
+    kept = [not torch.UntypedStorage._expired(each) for each in storages]
+    gather = context_parallel._all_gather
+    context_parallel._all_gather = lambda *a, **k: (events.append("gather"), gather(*a, **k))
+    out.sum().backward()
+    context_parallel._all_gather = gather
+    # Keys travel before attention is timed.
+    assert events == ["start", "stop"] + ["gather"] * (not recomputed) + ["start", "stop"]
+    return kept
+
+
+class Recorder:
+    def __init__(self, events: list[str]) -> None:
+        self.start = lambda: events.append("start")
+        self.stop = lambda: events.append("stop")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_gathered_keys_are_not_kept_for_backward(recomputed: bool) -> None:
+    assert run_ranks(kept_keys, 2, recomputed) == [[recomputed] * 2] * 2
 
 
 def mismatch(rank: int) -> None:
