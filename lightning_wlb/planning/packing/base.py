@@ -96,7 +96,7 @@ class Released(NamedTuple):
     """What enters a step.
 
     Attributes:
-        groups: pieces by micro-batch, some possibly empty; all empty: the epoch is over.
+        groups: pieces by micro-batch, some possibly empty; none or all empty: the epoch is over.
         drain: whether the step empties what waits after the epoch's last arrival.
     """
 
@@ -143,9 +143,9 @@ class Packer:
             admitted = self.carried + self.admit(batch, arrivals, step)
             if admitted:
                 self.carried = []
-                return Released(self._group(admitted, step), False)
+                return Released(self._group(admitted, step, self.rules.micro_batches), False)
         admitted, self.carried = oldest_first(self.empty(), self.rules.nominal_tokens)
-        return Released(self._group(admitted, step), True)
+        return Released(self._group(admitted, step, self.rules.micro_batches), True)
 
     def admit(self, batch: list[Piece], arrivals: Arrivals, step: int) -> list[Piece]:
         """Let a global batch arrive; the pieces that may enter the step, carried ones left out."""
@@ -172,18 +172,18 @@ class Packer:
         """Continue where :meth:`state_dict` was taken."""
         self.carried = as_pieces(state["carried"])
 
-    def _group(self, pieces: list[Piece], step: int) -> Groups:
+    def _group(self, pieces: list[Piece], step: int, bins: int) -> Groups:
         """Group, and open up to twice as many micro-batches for pieces that may wait no longer.
 
         Pieces just above half a cap fill micro-batches half: a run of them would be carried
         faster than it is packed, for ever. A micro-batch that a carried piece does not fit is
         filled at least half, so with 2·N of them a step takes as many tokens as arrive.
         """
-        bins = self.rules.micro_batches
+        if not pieces:
+            return []
+        most = 2 * bins
         groups, carried = self.group(pieces, bins)
-        while bins < 2 * self.rules.micro_batches and any(
-            step - piece.arrival >= self.rules.max_age for piece in carried
-        ):
+        while bins < most and any(step - piece.arrival >= self.rules.max_age for piece in carried):
             bins += 1
             groups, carried = self.group(pieces, bins)
         self.carried = carried + self.carried

@@ -1,0 +1,63 @@
+"""Best-fit-decreasing: what sample packing does elsewhere (axolotl, TRL, SlimPack's baseline).
+
+Pieces go in descending length into the fullest micro-batch that still has room, and a new one is
+opened where none has. This wastes the least memory and knows nothing of work: micro-batches of
+one long document are as full as those of many short ones and cost several times as much. It is a
+baseline, and the choice where work is linear in tokens.
+
+The step has as many micro-batches as it takes, mostly one or two more than N at a cap of C and at
+most 2·N, beyond which pieces are carried. They are dealt to the replicas in turn.
+
+Cost: O(P·(log P + M)) for P pieces in M micro-batches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import ClassVar
+
+from lightning_wlb.plan import Piece
+from lightning_wlb.planning.dispatch import deal_groups, round_robin
+from lightning_wlb.planning.packing.base import Groups, Mesh, Packer, check_fits, longest_first
+
+
+class BestFitPacker(Packer):
+    """Best-fit-decreasing of each global batch, without delay."""
+
+    cap_percent: ClassVar[int] = 100
+
+    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+        """As few micro-batches as best-fit finds; those beyond 2·N are carried."""
+        groups = pack(pieces, self.rules.cap)
+        most = 2 * self.rules.micro_batches
+        return groups[:most], [piece for group in groups[most:] for piece in group]
+
+    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
+        """One micro-batch to each replica in turn."""
+        return deal_groups(groups, mesh.replicas, self.rules.work, round_robin)
+
+
+def pack(pieces: Sequence[Piece], cap: int) -> Groups:
+    """Pieces in as many micro-batches of at most ``cap`` tokens as it takes.
+
+    Returns:
+        The groups in the order in which they were opened. Equal lengths go by (document, origin),
+        equally full micro-batches by number.
+
+    Raises:
+        ValueError: a piece is longer than ``cap``.
+    """
+    check_fits(pieces, cap)
+    groups: Groups = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, micro-batch), ascending
+    for piece in longest_first(pieces):
+        at = bisect_left(rooms, (piece.tokens, -1))
+        if at == len(rooms):
+            groups.append([piece])
+            insort(rooms, (cap - piece.tokens, len(groups) - 1))
+        else:
+            room, index = rooms.pop(at)
+            groups[index].append(piece)
+            insort(rooms, (room - piece.tokens, index))
+    return groups

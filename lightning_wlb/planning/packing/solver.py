@@ -1,0 +1,146 @@
+"""Packing as an integer linear program, through PuLP: WLB-LLM Equations 1 and 2.
+
+Binary x_ij puts piece i into micro-batch j; the largest weight of a micro-batch is minimised under
+a bound on its tokens. The solver gets a limit on branch-and-bound nodes and one thread, never a
+limit on time, so that every rank of a run, and the run that resumes it, get the same answer. It
+starts from the greedy answer, which stands where the solver finds nothing better.
+
+PuLP is optional (``pip install lightning-wlb[solver]``). The optimum itself is known to be hard to
+prove: the gap is reported against the bound max(largest weight, mean weight of a micro-batch).
+
+Cost: seconds to minutes for a window of a few global batches. Not for training: it shows how far
+the greedy methods are from the optimum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = {"cbc": ("pulp",), "highs": ("pulp", "highspy")}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Pieces to put into equal bins.
+
+    Args:
+        weights: to balance, at least 0.
+        sizes: tokens.
+        bins: how many.
+        limit: most tokens of a bin.
+    """
+
+    weights: Sequence[int]
+    sizes: Sequence[int]
+    bins: int
+    limit: int
+
+    @property
+    def bound(self) -> int:
+        """No packing has a lighter heaviest bin."""
+        return max(max(self.weights, default=0), -(-sum(self.weights) // self.bins))
+
+
+def require(solver: str) -> None:
+    """Check that a solver can be called.
+
+    Raises:
+        ModuleNotFoundError: naming the missing package and how to install it.
+    """
+    for package in _PACKAGES[solver]:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(
+                f"solver={solver!r} needs {package}, which is not installed. Install it with"
+                " `pip install lightning-wlb[solver]`, or choose a packing that needs no solver"
+                " ('fixed_greedy', 'wlb').",
+                name=package,
+            )
+
+
+def solve(
+    problem: Problem, solver: str, nodes: int, start: Sequence[int] | None
+) -> list[int] | None:
+    """The bin of each item in the best packing found.
+
+    Args:
+        problem: what to pack.
+        solver: ``"cbc"`` or ``"highs"``.
+        nodes: most branch-and-bound nodes.
+        start: the bin of each item in a known packing; None: there is none.
+
+    Returns:
+        None where the solver found no packing within its nodes.
+    """
+    import pulp
+
+    items, bins = range(len(problem.weights)), range(problem.bins)
+    # Weights near 1: solvers work in floating point with absolute tolerances.
+    unit = max(sum(problem.weights) / problem.bins, 1.0)
+    model = pulp.LpProblem("packing", pulp.LpMinimize)
+    heaviest = pulp.LpVariable("heaviest", lowBound=problem.bound / unit)
+    chosen = [[pulp.LpVariable(f"x_{i}_{j}", cat=pulp.LpBinary) for j in bins] for i in items]
+    model += heaviest
+    for i in items:
+        model += pulp.lpSum(chosen[i]) == 1
+    for j in bins:
+        model += pulp.lpSum(chosen[i][j] * (problem.weights[i] / unit) for i in items) <= heaviest
+        model += pulp.lpSum(chosen[i][j] * problem.sizes[i] for i in items) <= problem.limit
+    if start is not None:
+        loads = [0] * problem.bins
+        for i in items:
+            loads[start[i]] += problem.weights[i]
+            for j in bins:
+                chosen[i][j].setInitialValue(int(start[i] == j))
+        heaviest.setInitialValue(max(loads) / unit)
+    # PuLP's HiGHS has read the values, but knows no name for the status "node limit reached".
+    with contextlib.suppress(KeyError):
+        model.solve(_command(pulp, solver, nodes, start is not None))
+    answer = []
+    for i in items:
+        # A solution may be integral up to a tolerance only; anything else is no solution.
+        values = [variable.value() or 0.0 for variable in chosen[i]]
+        if abs(max(values) - 1) > 1e-4 or abs(sum(values) - 1) > 1e-4:
+            return None
+        answer.append(values.index(max(values)))
+    filled = [0] * problem.bins
+    for i in items:
+        filled[answer[i]] += problem.sizes[i]
+    return answer if max(filled, default=0) <= problem.limit else None
+
+
+def heaviest_of(problem: Problem, answer: Sequence[int]) -> int:
+    """Weight of the heaviest bin of a packing."""
+    loads = [0] * problem.bins
+    for weight, index in zip(problem.weights, answer, strict=True):
+        loads[index] += weight
+    return max(loads)
+
+
+def report(method: str, problem: Problem, found: int | None, greedy: int) -> None:
+    """Log what the solver found, the greedy answer, and the gap to the bound."""
+    best = greedy if found is None else min(found, greedy)
+    log.info(
+        "%s: %d pieces in %d micro-batches, %s; at most %.2f %% above the optimum.",
+        method,
+        len(problem.weights),
+        problem.bins,
+        "the solver found nothing, the greedy answer stands"
+        if found is None
+        else f"the solver's heaviest is {found / greedy:.4f} of the greedy answer's",
+        100 * (best / max(problem.bound, 1) - 1),
+    )
+
+
+def _command(pulp: Any, solver: str, nodes: int, warm: bool) -> Any:
+    if solver == "cbc":
+        return pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes, warmStart=warm)
+    return pulp.HiGHS(
+        msg=False, threads=1, warmStart=warm, mip_max_nodes=nodes, parallel="off", random_seed=0
+    )
