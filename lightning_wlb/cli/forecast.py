@@ -6,7 +6,7 @@ over all steps: steps differ in tokens, so a mean of quotients misleads (docs/de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.callbacks.imbalance import Level, data_level, pipeline_level, slots
-from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
@@ -24,13 +23,13 @@ from lightning_wlb.planning.predict import Predictor, StepPrediction
 def plan_steps(
     lengths: npt.NDArray[np.int64],
     data: DataSettings,
-    work: Work,
+    work: Callable[[int], int],
     mesh: MeshSettings,
     steps: int,
     kernel_cost: SegmentCost = reference_kernel_cost,
 ) -> list[StepPlan]:
     """The first ``steps`` plans of a run; a new epoch begins where one ends."""
-    planner = Planner(lengths, data, work.total, mesh, kernel_cost=kernel_cost)
+    planner = Planner(lengths, data, work, mesh, kernel_cost=kernel_cost)
     plans: list[StepPlan] = []
     while len(plans) < steps:
         plan = planner.next_step()

@@ -136,7 +136,7 @@ class Request:
             (packing, sharding): plan_steps(
                 self.lengths,
                 self.settings(packing),
-                Work(self.config.shape),
+                Work(self.config.shape).total,
                 MeshSettings(self.mesh.data, self.mesh.context, self.mesh.tensor, sharding),
                 self.steps,
                 cost,

@@ -15,7 +15,7 @@ simulation. Plans that spread a micro-batch over several replicas (DP-Merge) are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -220,6 +220,30 @@ class Predictor:
             ),
             layer_ns=(_slowest(layer)[0] + shared[0], _slowest(layer)[1] + shared[1]),
         )
+
+    def piece_work(self, micro_batch_tokens: int) -> Callable[[int], int]:
+        """W_a + W_l of WLB-LLM Equation 2 as time: a function from a piece's tokens to ps.
+
+        Forward and backward of one layer: attention as if it were spread evenly over the context
+        ranks, the rest, communication included, per token of a micro-batch of
+        ``micro_batch_tokens``. What the paper packs by; this project's packers go by FLOPs, which
+        every cluster agrees on.
+        """
+        latency, ranks = self.latency, self.latency.mesh.context
+        rows = -(-micro_batch_tokens // ranks)
+        shared = sum(
+            latency.linear_ns(rows, backward=backward)
+            + latency.tensor_parallel_ns(rows, backward=backward)
+            + latency.context_parallel_ns((ranks - 1) * rows, rows, backward=backward)
+            for backward in (False, True)
+        )
+
+        def work(tokens: int) -> int:
+            length = np.array([tokens], dtype=np.int64)
+            attention = int(latency.segment_cost(length, length)[0]) // ranks
+            return attention + 1000 * shared * tokens // micro_batch_tokens
+
+        return work
 
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
         """Forward and backward of one micro-batch on one stage."""

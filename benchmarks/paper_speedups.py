@@ -1,0 +1,315 @@
+"""What WLB-LLM's Figures 12 to 14 become when this project predicts them.
+
+Plain-4D (original packing, per-sequence sharding), Fixed-4D (fixed-length greedy within a global
+batch, the better of per-sequence and per-document sharding) and WLB-LLM (Algorithm 1 with two
+queues, the better of both shardings for each micro-batch) on all rows of the paper's Table 1, on
+7B over context windows, and the breakdown of 7B-128K. Document lengths are those of Generator A,
+since the paper's are not published; all methods pack the same pieces, those that ``original`` cuts.
+Steps are simulated from a device profile, twice: with the communication that this project's
+executor does (nothing overlaps, sums travel in float32), and without any, which is the other end
+of what the paper's system may do. Speed-ups are of time per model FLOP over the same documents.
+
+The shapes of 550M, 30B and 70B are not published. Ours are assumptions (:data:`SHAPES`).
+
+Run ``python -m benchmarks.paper_speedups --help``. Prints tables, a sentence on every figure that
+differs from the paper's by more than 10 %, and as its last line one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.workloads import documents_for, generator_a, window_pieces
+from lightning_wlb.cli.forecast import Forecast, plan_steps
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
+from lightning_wlb.planning import DataSettings, MeshSettings
+from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.predict import Predictor, model_stages
+
+SHAPES: dict[str, ModelShape] = {
+    "550M": TransformerConfig.preset("550m").shape,
+    "7B": TransformerConfig.preset("7b").shape,
+    # LLaMA's 33B has 52 heads, which 8 tensor-parallel ranks do not divide: 30.1 billion
+    # parameters in the 7B's proportions.
+    "30B": ModelShape(
+        dim=7168, layers=48, heads=56, kv_heads=56, head_dim=128, ffn_dim=19_200, vocab_size=32_000
+    ),
+    "70B": TransformerConfig.preset("70b").shape,
+}
+
+K = 1024
+TABLE_1 = [
+    # model, window, (tensor, context, pipeline, data)
+    ("550M", 64 * K, (2, 2, 4, 2)),
+    ("550M", 128 * K, (2, 4, 4, 1)),
+    ("7B", 64 * K, (4, 2, 4, 1)),
+    ("7B", 128 * K, (8, 2, 4, 1)),
+    ("30B", 64 * K, (8, 2, 4, 1)),
+    ("30B", 128 * K, (8, 4, 4, 1)),
+    ("70B", 64 * K, (16, 4, 4, 1)),
+    ("70B", 128 * K, (16, 4, 4, 1)),
+]
+# The paper does not say on which mesh; that of 7B-128K here.
+WINDOWS = [("7B", window * K, (8, 2, 4, 1)) for window in (32, 64, 96, 128, 160)]
+
+ADAPTIVE = "adaptive"
+PAPER_SHARDINGS = ("per_sequence", "per_document")
+FIXED = "fixed_greedy"
+
+METHODS: dict[str, tuple[str, Sequence[str]]] = {
+    # name: (packing, shardings of which the better one counts)
+    "Plain-4D": ("original", ("per_sequence",)),
+    "Fixed-4D": (FIXED, PAPER_SHARDINGS),
+    "WLB-LLM": ("wlb", (ADAPTIVE,)),
+}
+BREAKDOWN: dict[str, tuple[str, Sequence[str]]] = {
+    "CP per-document": ("original", ("per_document",)),
+    "CP adaptive": ("original", (ADAPTIVE,)),
+    "packing and delay": ("wlb", ("per_sequence",)),
+    "all": ("wlb", (ADAPTIVE,)),
+}
+
+QUOTED: dict[str, float] = {
+    # What the paper's text says; its figures have no numbers.
+    "average of Fixed-4D over Plain-4D": 1.03,
+    "average of WLB-LLM over Plain-4D": 1.23,
+    "average of WLB-LLM over Fixed-4D": 1.19,
+    "average of WLB-LLM, 64K": 1.15,
+    "average of WLB-LLM, 128K": 1.30,
+    "7B-128K, CP per-document": 1.02,
+    "7B-128K, CP adaptive": 1.05,
+    "7B-128K, packing and delay": 1.28,
+    "7B-128K, all": 1.33,
+    "7B-160K, WLB-LLM": 1.40,
+}
+NOTABLE = 0.10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, window and mesh, with what is predicted for it."""
+
+    model: str
+    window: int
+    mesh: Mesh
+    profile: Profile
+
+    @property
+    def name(self) -> str:
+        """As in the paper: 7B-128K."""
+        return f"{self.model}-{self.window // K}K"
+
+    def forecasts(
+        self, methods: dict[str, tuple[str, Sequence[str]]], steps: int, seed: int
+    ) -> dict[str, Forecast]:
+        """The predicted steps of each method whose packing there is."""
+        shape = SHAPES[self.model]
+        count = self.mesh.pipeline * self.mesh.data  # the paper's global batch
+        documents = generator_a(documents_for(steps, count, self.window), self.window, seed)
+        pieces = window_pieces(documents, self.window)
+        context = int((pieces.astype(float) ** 2).sum() / pieces.sum() / 2)
+        predictor = Predictor(
+            LatencyModel(self.profile, shape, self.mesh),
+            tuple(model_stages(shape, self.mesh.pipeline, context)),
+        )
+        work = lru_cache(maxsize=None)(predictor.piece_work(self.window))
+        result = {}
+        for name, (packing, shardings) in methods.items():
+            if packing not in PACKINGS:
+                continue
+            data = DataSettings(self.window, count, packing=packing, shuffle=False)
+            mesh = MeshSettings(self.mesh.data, self.mesh.context, self.mesh.tensor, "per_sequence")
+            plans = plan_steps(pieces, data, work, mesh, steps)
+            tried = [
+                Forecast.of(
+                    packing, sharding, [sharded(p, predictor, sharding) for p in plans], predictor
+                )
+                for sharding in shardings
+            ]
+            result[name] = min(tried, key=lambda forecast: forecast.total_ns)
+        return result
+
+
+def sharded(plan: StepPlan, predictor: Predictor, sharding: str) -> StepPlan:
+    """The plan under a sharding; adaptive takes the paper's two, by predicted attention time."""
+
+    def name(replica: ReplicaPlan, group: MicroBatch) -> str:
+        if sharding != ADAPTIVE:
+            return sharding
+        pieces = replica.slices_of(group)
+        return min(
+            PAPER_SHARDINGS,
+            key=lambda each: sum(predictor.micro_batch(pieces, each).attention_ns),
+        )
+
+    def changed(replica: ReplicaPlan) -> ReplicaPlan:
+        groups = tuple(replace(group, sharding=name(replica, group)) for group in replica.forward)
+        return replace(replica, forward=groups, backward=groups)
+
+    return replace(plan, replicas=tuple(map(changed, plan.replicas)))
+
+
+def speedup(forecasts: dict[str, Forecast], method: str, baseline: str = "Plain-4D") -> float:
+    """Time per model FLOP of the baseline over that of the method."""
+    slow, fast = forecasts[baseline], forecasts[method]
+    return (slow.total_ns / slow.flops) / (fast.total_ns / fast.flops)
+
+
+def without_communication(profile: Profile) -> Profile:
+    """The same device with links that take no time."""
+    free = Link(0.0, 1e30)
+    return replace(profile, links={"node": free, "network": free})
+
+
+def figures(profile: Profile, steps: int, seed: int) -> dict[str, Any]:
+    """Everything for one profile: speed-ups by configuration, window and part."""
+    table = {}
+    for model, window, sizes in TABLE_1:
+        case = Case(model, window, mesh_of(sizes), profile)
+        methods = METHODS | (BREAKDOWN if case.name == "7B-128K" else {})
+        made = case.forecasts(methods, steps, seed)
+        table[case.name] = {name: speedup(made, name) for name in made}
+    windows = {}
+    for model, window, sizes in WINDOWS:
+        case = Case(model, window, mesh_of(sizes), profile)
+        made = case.forecasts(METHODS, steps, seed)
+        windows[case.name] = {name: speedup(made, name) for name in made}
+    return {"table_1": table, "windows": windows, "quoted": quoted(table, windows)}
+
+
+def quoted(
+    table: dict[str, dict[str, float]], windows: dict[str, dict[str, float]]
+) -> dict[str, float | None]:
+    """Ours for each figure that the paper's text quotes; None where a packing is missing."""
+
+    def mean(method: str, ending: str = "", over: str | None = None) -> float | None:
+        rows = [row for name, row in table.items() if name.endswith(ending)]
+        if any(each not in row for row in rows for each in (method, over or method)):
+            return None
+        return float(np.mean([row[method] / (row[over] if over else 1.0) for row in rows]))
+
+    ours: dict[str, float | None] = {
+        "average of Fixed-4D over Plain-4D": mean("Fixed-4D"),
+        "average of WLB-LLM over Plain-4D": mean("WLB-LLM"),
+        "average of WLB-LLM over Fixed-4D": mean("WLB-LLM", over="Fixed-4D"),
+        "average of WLB-LLM, 64K": mean("WLB-LLM", "-64K"),
+        "average of WLB-LLM, 128K": mean("WLB-LLM", "-128K"),
+        "7B-160K, WLB-LLM": windows["7B-160K"].get("WLB-LLM"),
+    }
+    for part in BREAKDOWN:
+        ours[f"7B-128K, {part}"] = table["7B-128K"].get(part)
+    return {name: ours[name] for name in QUOTED}
+
+
+def mesh_of(sizes: tuple[int, int, int, int]) -> Mesh:
+    """From the paper's order: tensor, context, pipeline, data."""
+    tensor, context, pipeline, data = sizes
+    return Mesh(data, pipeline, context, tensor)
+
+
+def sentences(with_links: dict[str, Any], without: dict[str, Any]) -> list[str]:
+    """One for every quoted figure from which both predictions differ by more than 10 %."""
+    found = []
+    for name, paper in QUOTED.items():
+        ours, free = with_links["quoted"][name], without["quoted"][name]
+        if ours is None:
+            continue
+        if all(abs(value / paper - 1) > NOTABLE for value in (ours, free)):
+            found.append(
+                f"{name}: the paper says {paper:.2f}, we predict {ours:.2f} with communication and"
+                f" {free:.2f} without, {abs(ours / paper - 1):.0%} and {abs(free / paper - 1):.0%}"
+                " off."
+            )
+        elif abs(ours / paper - 1) > NOTABLE or abs(free / paper - 1) > NOTABLE:
+            near, far = (
+                ("without", "with")
+                if abs(free / paper - 1) <= NOTABLE
+                else (
+                    "with",
+                    "without",
+                )
+            )
+            value = ours if far == "with" else free
+            found.append(
+                f"{name}: the paper's {paper:.2f} is met {near} communication, and {value:.2f}"
+                f" predicted {far} it."
+            )
+    return found
+
+
+def show(with_links: dict[str, Any], without: dict[str, Any], console: Console, note: str) -> None:
+    for key, title in (("table_1", "Figure 12: speed-up over Plain-4D"), ("windows", "Figure 14")):
+        table = Table(title=title, caption=note)
+        table.add_column("")
+        names = [name for name in METHODS if name in next(iter(with_links[key].values()))]
+        for name in names[1:]:
+            table.add_column(name, justify="right")
+            table.add_column("no communication", justify="right")
+        for case, row in with_links[key].items():
+            values = [f"{r[name]:.3f}" for name in names[1:] for r in (row, without[key][case])]
+            table.add_row(case, *values)
+        console.print(table)
+    table = Table(title="What the paper's text quotes", caption=note)
+    for heading in ("", "paper", "ours", "no communication"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, paper in QUOTED.items():
+        ours = [each["quoted"][name] for each in (with_links, without)]
+        shown = ["–" if value is None else f"{value:.3f}" for value in ours]
+        table.add_row(name, f"{paper:.2f}", *shown)
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper_speedups", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--profile", default="h100", help="shipped name or file (default h100)")
+    parser.add_argument("--steps", type=int, default=200, help="per configuration (default 200)")
+    parser.add_argument("--seed", type=int, default=1, help="of the lengths (default 1)")
+    arguments = parser.parse_args(argv)
+    profile = Profile.load(arguments.profile)
+    with_links = figures(profile, arguments.steps, arguments.seed)
+    without = figures(without_communication(profile), arguments.steps, arguments.seed)
+    console = Console(width=150)
+    show(with_links, without, console, f"Simulated. {profile.provenance}.")
+    missing = sorted({packing for packing, _ in METHODS.values() if packing not in PACKINGS})
+    if missing:
+        console.print(f"Left out, because there is no such packing yet: {', '.join(missing)}.")
+    differing = sentences(with_links, without)
+    for sentence in differing:
+        console.print(sentence, soft_wrap=True, highlight=False)
+    print(
+        json.dumps(
+            {
+                "benchmark": "paper_speedups",
+                "simulated": True,
+                "profile": profile.name,
+                "measured": profile.measured,
+                "steps": arguments.steps,
+                "seed": arguments.seed,
+                "paper": QUOTED,
+                "with_communication": with_links,
+                "without_communication": without,
+                "missing": missing,
+                "differing": differing,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
