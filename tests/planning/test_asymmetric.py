@@ -35,7 +35,7 @@ def test_backward_takes_a_piece_from_its_end():
         pieces_of([3000]), 3, 3000, LINEAR, PrefixWork(1000, 1), tile=1, least=1
     )
     assert [[part.start for part in pack] for pack in forward] == [[0], [1000, 1449], [2000, 2316]]
-    assert [pack[-1].stop for pack in backward] == [3000, 2316, 1449]
+    assert [pack[0].stop for pack in backward] == [3000, 2316, 1449]
 
 
 def test_the_same_packs_where_both_passes_cost_alike():
