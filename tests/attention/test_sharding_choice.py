@@ -167,3 +167,14 @@ def test_the_slowest_rank_counts() -> None:
 def test_one_rank_and_no_tokens_need_no_choice() -> None:
     assert choose([7, 9], 1, 4)[1].rows == 16
     assert choose([], 4, 4)[1].rows == 0
+
+
+def test_the_choice_sees_the_context_of_slices() -> None:
+    """A short slice of a long document is short only by its own tokens."""
+    lengths, contexts = [512] * 9, [60_000, *[0] * 8]
+    assert choose(lengths, 4, 1)[0] == "hybrid"
+    name, made = choose(lengths, 4, 1, contexts=contexts)
+    assert name != "hybrid"
+    # The slice is on all ranks then.
+    before = predicted_latency(layout("hybrid", lengths, 4, 1), contexts=contexts)
+    assert predicted_latency(made, contexts=contexts) < 0.6 * before

@@ -35,10 +35,22 @@ IDEAL_PERCENT = 102
 """Predicted latency at which the search ends, in percent of the ideal."""
 
 
-def predicted_latency(layout: Layout, cost: SegmentCost = reference_kernel_cost) -> int:
-    """Cost of the slowest rank's segments, in the unit of ``cost``."""
-    queries = layout.table[:, 3] - layout.table[:, 2]
-    sums = offsets(cost(queries, layout.table[:, 3]))
+def predicted_latency(
+    layout: Layout,
+    cost: SegmentCost = reference_kernel_cost,
+    contexts: Sequence[int] | None = None,
+) -> int:
+    """Cost of the slowest rank's segments, in the unit of ``cost``.
+
+    Args:
+        layout: of a micro-batch.
+        cost: of segments.
+        contexts: tokens before each of the layout's pieces that its queries see too, where those
+            are slices; None where there are none.
+    """
+    _, document, start, stop = layout.table.T
+    keys = stop if contexts is None else stop + np.array(contexts, dtype=np.int64)[document]
+    sums = offsets(cost(stop - start, keys))
     return int(np.diff(sums[layout.first]).max())
 
 
@@ -48,6 +60,7 @@ def choose(
     tensor_parallel_size: int,
     cost: SegmentCost = reference_kernel_cost,
     candidates: Sequence[str] = CANDIDATES,
+    contexts: Sequence[int] | None = None,
 ) -> tuple[str, Layout]:
     """The sharding of least predicted latency and its layout; ties go by order.
 
@@ -57,16 +70,19 @@ def choose(
         tensor_parallel_size: the padded rows are a multiple of it.
         cost: of segments, forward and backward together.
         candidates: names in :data:`.SHARDINGS`, at least one, in the order in which to try them.
+        contexts: tokens before each piece that its queries see too, where the pieces are slices.
+            No sharding knows of them, but the choice does.
 
     Raises:
         ValueError: as :func:`.layout`.
     """
     sizes = np.array(lengths, dtype=np.int64).reshape(-1)
-    ideal = int(cost(sizes, sizes).sum())
+    before = 0 if contexts is None else np.array(contexts, dtype=np.int64)
+    ideal = int(cost(sizes, sizes + before).sum())
     best: tuple[int, str, Layout] | None = None
     for name in candidates:
         made = layout(name, lengths, context_parallel_size, tensor_parallel_size)
-        latency = predicted_latency(made, cost)
+        latency = predicted_latency(made, cost, contexts)
         if best is None or latency < best[0]:
             best = latency, name, made
         if 100 * context_parallel_size * latency <= IDEAL_PERCENT * ideal:
