@@ -47,12 +47,15 @@ class WLBDataModule(L.LightningDataModule):
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
             batch is the next documents until at least N·C tokens, over all replicas.
-        packing: ``"wlb"`` or ``"original"``.
+        packing: a method of ``lightning_wlb.planning.packing.PACKINGS``: ``"wlb"``,
+            ``"original"``, ``"slim"``, ...
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
             default (C for ``original``, 1.5·C for ``wlb``).
         queues: outlier queues of ``wlb`` packing.
         thresholds: shortest length in tokens of each outlier queue, ascending; None: set from
             the distribution of lengths.
+        micro_packs: micro-batches that ``slim`` packing makes of a global batch, as a multiple
+            of N.
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
@@ -85,6 +88,7 @@ class WLBDataModule(L.LightningDataModule):
         cap: int | None = None,
         queues: int = 2,
         thresholds: Sequence[int] | None = None,
+        micro_packs: int = 4,
         long_documents: Literal["split", "truncate", "error"] = "split",
         sharding: str = ADAPTIVE,
         seed: int = 0,
@@ -105,6 +109,7 @@ class WLBDataModule(L.LightningDataModule):
             cap=cap,
             queues=queues,
             thresholds=None if thresholds is None else tuple(thresholds),
+            micro_packs=micro_packs,
             long_documents=long_documents,
             seed=seed,
             shuffle=shuffle,

@@ -23,10 +23,10 @@ for 200 pieces in 16 packs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, Piece, Slice, symmetric_backward
 from lightning_wlb.planning.slicing import LEAST_SLICE, OPEN_GAPS, TILE, PrefixWork, slice_pieces
 
 AHEAD = 128  # pieces: how far a gap's filler may be from its turn
@@ -77,39 +77,6 @@ def slice_pieces_asymmetric(
         return result
 
     return [refined(pack) for pack in made], [refined(group) for group in groups]
-
-
-def asymmetric_replica_plan(
-    forward: Sequence[Sequence[Slice]],
-    backward: Sequence[Sequence[Slice]],
-    replica: int,
-    sharding: str,
-    rows: Callable[[list[int]], int],
-) -> ReplicaPlan:
-    """The plan of a replica from packs of the same slices.
-
-    Args:
-        forward: packs in forward order.
-        backward: packs in backward order.
-        replica: its number.
-        sharding: name of the sharding of every MicroPack.
-        rows: rows per context-parallel rank from the tokens of a MicroPack's slices.
-    """
-    slices = [part for pack in forward for part in pack]
-    number = {part: index for index, part in enumerate(slices)}
-
-    def groups(packs: Sequence[Sequence[Slice]]) -> tuple[MicroBatch, ...]:
-        return tuple(
-            MicroBatch(
-                tuple(sorted(number[part] for part in pack)),
-                sharding,
-                rows([part.tokens for part in pack]),
-                (replica,),
-            )
-            for pack in packs
-        )
-
-    return ReplicaPlan(tuple(slices), groups(forward), groups(backward))
 
 
 class _Backward:

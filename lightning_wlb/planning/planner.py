@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.attention.sharding import ADAPTIVE, choose, layout
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from lightning_wlb.plan import Piece, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.packing.base import Groups, Mesh
 from lightning_wlb.planning.settings import DataSettings, MeshSettings
@@ -177,27 +177,7 @@ class Planner:
     def _plan(self, groups: Groups, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
         mesh = Mesh(self._mesh.replicas, self._mesh.pipeline_parallel_size)
-        replicas = []
-        for number, arranged in enumerate(self._packer.arrange(groups, mesh)):
-            slices: list[Slice] = []
-            forward = []
-            for group in arranged:
-                first = len(slices)
-                sharding, rows = self._sharded([piece.tokens for piece in group])
-                slices.extend(
-                    Slice(piece.document, piece.origin, piece.origin, piece.stop) for piece in group
-                )
-                forward.append(
-                    MicroBatch(
-                        slices=tuple(range(first, len(slices))),
-                        sharding=sharding,
-                        rows=rows,
-                        replicas=(number,),
-                    )
-                )
-            replicas.append(
-                ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
-            )
+        replicas = self._packer.replicas(groups, mesh, self._sharded)
         pieces = tuple(sorted(piece for group in groups for piece in group))
         return StepPlan(
             step=self._step,

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import Piece, Slice
 
 TILE = 128  # tokens; the key tile of attention kernels
 LEAST_SLICE = 512  # tokens
@@ -137,28 +137,6 @@ def slice_pieces(
     count = max(min(packs, tokens // least), -(-tokens // cap), 1)
     filler = _Filler(_descending(pieces), cap, work, tile, least)
     return [pack for pack in filler.fill(count) if pack]
-
-
-def replica_plan(
-    packs: Sequence[Sequence[Slice]], replica: int, sharding: str, rows: Callable[[list[int]], int]
-) -> ReplicaPlan:
-    """The plan of a replica that runs ``packs`` in their order, and backward symmetrically.
-
-    Args:
-        packs: the slices of each MicroPack, in forward order.
-        replica: its number.
-        sharding: name of the sharding of every MicroPack.
-        rows: rows per context-parallel rank from the tokens of a MicroPack's slices.
-    """
-    slices: list[Slice] = []
-    forward = []
-    for pack in packs:
-        numbers = tuple(range(len(slices), len(slices) + len(pack)))
-        slices += pack
-        forward.append(
-            MicroBatch(numbers, sharding, rows([part.tokens for part in pack]), (replica,))
-        )
-    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 
 def _descending(pieces: Sequence[Piece]) -> list[Piece]:

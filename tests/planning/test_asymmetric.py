@@ -2,7 +2,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Slice, StepPlan
-from lightning_wlb.planning.asymmetric import asymmetric_replica_plan, slice_pieces_asymmetric
+from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
+from lightning_wlb.planning.replicas import asymmetric_replica_plan
 from lightning_wlb.planning.slicing import PrefixWork
 from lightning_wlb.planning.units import units
 from lightning_wlb.schedule.actions import check_schedule
@@ -14,7 +15,9 @@ BACKWARD = PrefixWork.of(LLAMA2_7B_LAYER.backward)
 
 
 def plan_of(pieces, forward, backward, cap):
-    replica = asymmetric_replica_plan(forward, backward, 0, "per_document", sum)
+    replica = asymmetric_replica_plan(
+        forward, backward, 0, lambda tokens: ("per_document", sum(tokens))
+    )
     return StepPlan(0, 0, (replica,), tuple(sorted(pieces)), 0, cap, 4, 4 * cap)
 
 

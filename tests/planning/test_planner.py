@@ -90,7 +90,10 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
             assert plan.drain or not draining
             draining = plan.drain
             groups = [group for part in plan.replicas for group in part.forward]
-            assert 1 <= len(groups) <= 2 * data.micro_batches == 2 * plan.micro_batches
+            assert len(groups) >= 1
+            assert plan.micro_batches == data.micro_batches
+            if data.packing != "slim":  # it carries nothing, and makes as many as it takes
+                assert len(groups) <= 2 * data.micro_batches
             assert len(plan.replicas) == mesh.replicas
             if draining and len(plan.pieces) > 1:
                 assert plan.tokens <= data.nominal_tokens == plan.nominal_tokens

@@ -4,13 +4,8 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.plan import Piece, Slice, StepPlan
-from lightning_wlb.planning.slicing import (
-    PrefixWork,
-    deal_pieces,
-    replica_plan,
-    share_packs,
-    slice_pieces,
-)
+from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.slicing import PrefixWork, deal_pieces, share_packs, slice_pieces
 
 LLAMA2_7B_LAYER = Work(ModelShape(4096, 1, 32, 32, 128, 11008, 0))
 WORK = PrefixWork.of(LLAMA2_7B_LAYER.total)
@@ -30,7 +25,7 @@ def plan_of(pieces, packs_of_replicas, cap):
         step=0,
         epoch=0,
         replicas=tuple(
-            replica_plan(packs, number, "per_document", sum)
+            replica_plan(packs, number, lambda tokens: ("per_document", sum(tokens)))
             for number, packs in enumerate(packs_of_replicas)
         ),
         pieces=tuple(sorted(pieces)),

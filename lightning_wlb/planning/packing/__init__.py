@@ -12,6 +12,7 @@ from lightning_wlb.planning.packing.best_fit import BestFitPacker
 from lightning_wlb.planning.packing.fixed_greedy import FixedGreedyPacker
 from lightning_wlb.planning.packing.fixed_ilp import FixedIlpPacker
 from lightning_wlb.planning.packing.original import OriginalPacker
+from lightning_wlb.planning.packing.slim import SlimPacker
 from lightning_wlb.planning.packing.varlen_ilp import VarlenIlpPacker
 from lightning_wlb.planning.packing.wlb import WlbPacker
 
@@ -22,4 +23,5 @@ PACKINGS: dict[str, type[Packer]] = {
     "varlen_ilp": VarlenIlpPacker,
     "wlb": WlbPacker,
     "best_fit": BestFitPacker,
+    "slim": SlimPacker,
 }

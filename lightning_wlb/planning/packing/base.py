@@ -5,8 +5,9 @@ split in two, because a run may move to another mesh and must see the same data:
 
 * :meth:`Packer.next_step` decides which pieces enter a step (and, for methods that group before
   the mesh is known, how they are grouped). It knows the :class:`Rules` only;
-* :meth:`Packer.arrange` decides which replica runs them, in which micro-batches and in which
-  order. It knows the mesh, and may ignore the groups.
+* :meth:`Packer.replicas` decides which replica runs them, in which micro-batches and in which
+  order. It knows the mesh, and may ignore the groups. Methods that keep pieces whole say so in
+  :meth:`Packer.arrange`.
 
 The pieces that wait are the whole state, with the few integers that a method adds.
 
@@ -22,9 +23,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.plan import Piece
+from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.costs import PieceCosts
 from lightning_wlb.planning.release import oldest_first
+from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 
 Groups = list[list[Piece]]
 
@@ -41,7 +43,7 @@ class Rules:
         work: exact cost of a piece from its tokens, forward and backward.
         costs: the same scaled to 41 bits, with the forward apart.
         queues, thresholds, packing_window, delay_budget, max_age, nominal_replicas,
-            nominal_stages, solver, solver_nodes: see
+            nominal_stages, solver, solver_nodes, micro_packs: see
             :class:`~lightning_wlb.planning.settings.DataSettings`.
     """
 
@@ -60,6 +62,7 @@ class Rules:
     nominal_stages: int
     solver: str
     solver_nodes: int
+    micro_packs: int
 
     @property
     def nominal_tokens(self) -> int:
@@ -159,6 +162,13 @@ class Packer:
     def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
         """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit."""
         raise NotImplementedError
+
+    def replicas(self, groups: Groups, mesh: Mesh, shard: Shard) -> list[ReplicaPlan]:
+        """The plan of each replica; of :meth:`arrange` unless the method slices pieces."""
+        return [
+            replica_plan([[whole(piece) for piece in group] for group in arranged], number, shard)
+            for number, arranged in enumerate(self.arrange(groups, mesh))
+        ]
 
     def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
         """For each replica its micro-batches, none empty, in the order in which they run."""
