@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.attention.sharding import ADAPTIVE, choose, layout
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
-from lightning_wlb.plan import Piece, StepPlan
+from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.packing.base import Groups, Mesh
 from lightning_wlb.planning.settings import DataSettings, MeshSettings
@@ -76,7 +76,7 @@ class Planner:
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         # A piece of one token has rows under every sharding that exists: this asks for its name.
-        self._sharded([1])
+        self._sharded([Slice(0, 0, 0, 1)], 1)
         rules = data.rules(self._lengths, work, forward)
         self._packer = data.method(rules)
         self._arrivals = GlobalBatches(
@@ -193,12 +193,14 @@ class Planner:
             drain=drain,
         )
 
-    def _sharded(self, lengths: Sequence[int]) -> tuple[str, int]:
-        """The sharding of a micro-batch of these pieces, and its rows per context rank."""
+    def _sharded(self, slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
+        """The sharding of a micro-batch that replicas share, and its rows per context rank."""
         mesh = self._mesh
-        sizes = (mesh.context_parallel_size, mesh.tensor_parallel_size)
+        lengths = [part.tokens for part in slices]
+        sizes = (mesh.context_parallel_size * replicas, mesh.tensor_parallel_size)
         if mesh.sharding == ADAPTIVE:
-            name, chosen = choose(lengths, *sizes, self._kernel_cost)
+            contexts = [part.context for part in slices]
+            name, chosen = choose(lengths, *sizes, self._kernel_cost, contexts=contexts)
             return name, chosen.rows
         return mesh.sharding, layout(mesh.sharding, lengths, *sizes).rows
 

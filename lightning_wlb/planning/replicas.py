@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
 
-Shard = Callable[[Sequence[int]], tuple[str, int]]
-"""Tokens of a micro-batch's slices -> its sharding, and its rows per context-parallel rank."""
+Shard = Callable[[Sequence[Slice], int], tuple[str, int]]
+"""Slices of a micro-batch, replicas that share it -> sharding, rows per context-parallel rank."""
 
 
 def whole(piece: Piece) -> Slice:
@@ -30,7 +30,7 @@ def replica_plan(packs: Sequence[Sequence[Slice]], replica: int, shard: Shard) -
     forward = []
     for pack in packs:
         numbers = tuple(range(len(slices), len(slices) + len(pack)))
-        sharding, rows = shard([part.tokens for part in pack])
+        sharding, rows = shard(pack, 1)
         slices += pack
         forward.append(MicroBatch(numbers, sharding, rows, (replica,)))
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
@@ -57,7 +57,7 @@ def asymmetric_replica_plan(
         made = []
         for pack in packs:
             members = tuple(sorted(number[part] for part in pack))
-            sharding, rows = shard([slices[index].tokens for index in members])
+            sharding, rows = shard([slices[index] for index in members], 1)
             made.append(MicroBatch(members, sharding, rows, (replica,)))
         return tuple(made)
 

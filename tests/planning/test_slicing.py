@@ -25,7 +25,7 @@ def plan_of(pieces, packs_of_replicas, cap):
         step=0,
         epoch=0,
         replicas=tuple(
-            replica_plan(packs, number, lambda tokens: ("per_document", sum(tokens)))
+            replica_plan(packs, number, lambda slices, replicas: ("per_document", 1))
             for number, packs in enumerate(packs_of_replicas)
         ),
         pieces=tuple(sorted(pieces)),

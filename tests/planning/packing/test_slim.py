@@ -54,4 +54,4 @@ def test_a_replica_with_more_work_has_more_micro_batches_as_large_as_the_others(
     )
     first, second = loads(planner.next_step())
     assert (len(first), len(second)) == (6, 2)
-    assert max(first) < 1.2 * max(second)
+    assert max(first) < 1.5 * max(second)  # in as many micro-batches each, 4.3
