@@ -1,0 +1,41 @@
+"""The accuracy benchmark: replaying measured times, and its statistics."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.simulator import replayed_ns, summary
+from lightning_wlb.cost.communication import Mesh
+from tests.planning.test_predict import plan_of
+
+
+def test_a_pipeline_is_replayed_with_each_ranks_times() -> None:
+    plan = plan_of([[[10], [10]]])
+    first = [("0F0", 1.0), ("0F1", 1.0), ("0B0", 2.0), ("0B1", 2.0)]
+    second = [("1F0", 1.0), ("1B0", 2.0), ("1F1", 1.0), ("1B1", 3.0)]
+    # 1F0 at 1, 1B0 until 4, 1F1 until 5, 1B1 until 8, then 0B1.
+    assert replayed_ns(Mesh(pipeline=2), plan, [first, second]) == 10 * 10**9
+
+
+def test_a_context_group_is_as_slow_as_its_slowest_rank() -> None:
+    plan = plan_of([[[10]]])
+    ranks = [[("0F0", 1.0), ("0B0", 5.0)], [("0F0", 2.0), ("0B0", 4.0)]]
+    assert replayed_ns(Mesh(context=2), plan, ranks) == 7 * 10**9
+
+
+def test_replicas_wait_for_the_slowest() -> None:
+    plan = plan_of([[[10]], [[10], [10]]])
+    ranks = [
+        [("0F0", 1.0), ("0B0", 1.0)],
+        [("0F0", 1.0), ("0B0", 2.0), ("0F1", 1.0), ("0B1", 2.0)],
+    ]
+    assert replayed_ns(Mesh(data=2), plan, ranks) == 6 * 10**9
+
+
+def test_statistics() -> None:
+    judged = [{"p": value, "m": value * factor} for value, factor in ((1, 1), (2, 1), (4, 2))]
+    row = summary(judged, "p", "m")
+    assert row["plans"] == 3
+    assert row["median_error"] == 0
+    assert row["span"] == 4
+    assert row["rank_correlation"] == pytest.approx(1)
