@@ -149,10 +149,9 @@ class LatencyModel:
     def head_ns(self, rows: int, *, backward: bool) -> int:
         """The output projection and the loss of ``rows`` rows; backward makes logits again."""
         flops = head_flops(self.shape, rows) // self.mesh.tensor
-        words = self.shape.vocab_size // self.mesh.tensor
         return self._product_ns(
             self.profile.head, rows, 3 * flops if backward else flops, backward
-        ) + self._traffic_ns((28 if backward else 20) * rows * words)
+        ) + self._traffic_ns(self.head_traffic(rows, backward=backward))
 
     def action_ns(self, rows: int, *, backward: bool) -> int:
         """What a pass through a stage takes besides layers and ends."""
@@ -264,14 +263,12 @@ class LatencyModel:
 
     def _layer_ns(self, rows: int, *, backward: bool) -> int:
         flops = layer_linear_flops(self.shape, rows) // self.mesh.tensor
-        factor = 2 if backward else 1
         return self._product_ns(
-            self.profile.layer, rows, factor * flops, backward
-        ) + self._traffic_ns(factor * rows * self._element_bytes)
+            self.profile.layer, rows, (2 if backward else 1) * flops, backward
+        ) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
 
-    @property
-    def _element_bytes(self) -> int:
-        """Memory traffic per row of a layer's element-wise work, forward.
+    def layer_traffic(self, rows: int, *, backward: bool) -> int:
+        """Bytes of memory traffic of a layer's element-wise work; backward counts twice.
 
         Two norms and two residual sums on this rank's rows, the rotary embedding in float32 on
         its heads, SwiGLU on its part of the feed-forward width.
@@ -283,7 +280,11 @@ class LatencyModel:
         heads = shape.heads // size + self.rank_kv_heads
         rotary = (2 * width + 4 * wide) * heads * shape.head_dim
         gate = 5 * width * shape.ffn_dim // size
-        return residual + rotary + gate
+        return (2 if backward else 1) * rows * (residual + rotary + gate)
+
+    def head_traffic(self, rows: int, *, backward: bool) -> int:
+        """Bytes of memory traffic of the softmax over float32 logits, forward or backward."""
+        return (28 if backward else 20) * rows * self.shape.vocab_size // self.mesh.tensor
 
     def _product_ns(self, table: LinearTable, rows: int, flops: int, backward: bool) -> int:
         if rows == 0 or flops == 0:
