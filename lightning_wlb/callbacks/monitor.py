@@ -25,14 +25,18 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
+from lightning_wlb.callbacks.prediction import NOTHING, STEPS, Predictions, parted
 from lightning_wlb.callbacks.records import Records, StepRecord
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.units import units
 from lightning_wlb.strategy.collectives import gather_from_all_ranks
 from lightning_wlb.strategy.executor import Executor
@@ -55,6 +59,9 @@ class ImbalanceMonitor(L.Callback):
             ``imbalance.png`` in the logger's folder, without a logger in ``default_root_dir``.
         warm_up_steps: first steps that the measured figures of the table and of
             :meth:`summary` leave out.
+        profile: device profile to predict every step with, by name (``lightning-wlb plan --help``
+            lists them), path or object. Predicted figures then stand beside the measured ones, as
+            ``wlb/..._predicted``, and one warning says if they part by more than 20 %.
 
     Attributes:
         heat_map_path: where the heat map was written, on rank 0 once fit has ended.
@@ -64,12 +71,19 @@ class ImbalanceMonitor(L.Callback):
         ValueError: if ``warm_up_steps`` is negative.
     """
 
-    def __init__(self, heat_map: bool | str | Path = True, warm_up_steps: int = 2) -> None:
+    def __init__(
+        self,
+        heat_map: bool | str | Path = True,
+        warm_up_steps: int = 2,
+        profile: str | Path | Profile | None = None,
+    ) -> None:
         super().__init__()
         if warm_up_steps < 0:
             raise ValueError(f"warm_up_steps={warm_up_steps}, but it must be 0 or more.")
         self.heat_map = heat_map
         self.warm_up_steps = warm_up_steps
+        self.profile = profile
+        self._predictions: Predictions | None = None
         self.heat_map_path: Path | None = None
         self._records: Records | None = None
         self._drawing: HeatMap | None = None
@@ -92,6 +106,11 @@ class ImbalanceMonitor(L.Callback):
         self._records = Records(self._sizes.world_size, _peak_flops(trainer), self.warm_up_steps)
         self._drawing = HeatMap(self._sizes) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
+        self._predictions = None
+        if self.profile is not None:
+            assert isinstance(pl_module, LanguageModule)
+            pipeline = _executor(trainer).pipeline
+            self._predictions = Predictions(self.profile, pl_module, self._sizes, pipeline)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -126,6 +145,9 @@ class ImbalanceMonitor(L.Callback):
         measured = imbalance.measured_imbalance(seconds, slots)
         planned_pipeline = imbalance.pipeline_level(planned, slots)
         planned_data = imbalance.data_level(planned)
+        predicted = NOTHING
+        if self._predictions is not None:
+            predicted = self._predictions.predict(plan, slots)
         record = StepRecord(
             tokens=plan.tokens,
             target_tokens=plan.target_tokens,
@@ -144,8 +166,19 @@ class ImbalanceMonitor(L.Callback):
             pipeline_planned_even=planned_pipeline.even,
             data_planned_peak=planned_data.peak,
             data_planned_even=planned_data.even,
+            seconds_predicted=predicted.seconds,
+            pipeline_predicted_peak=predicted.pipeline.peak,
+            pipeline_predicted_even=predicted.pipeline.even,
+            data_predicted_peak=predicted.data.peak,
+            data_predicted_even=predicted.data.even,
+            context_predicted_peak=predicted.context.peak,
+            context_predicted_even=predicted.context.even,
         )
         self._records.add(record)
+        if self._predictions is not None and len(self._records) == self.warm_up_steps + STEPS:
+            warning = parted(self.summary(), self._predictions.profile)
+            if warning is not None:
+                rank_zero_warn(warning)
         if self._drawing is not None and len(self._records) > self.warm_up_steps:
             self._drawing.add(plan.step, seconds, counts, slots)
         figures = {
@@ -154,6 +187,10 @@ class ImbalanceMonitor(L.Callback):
             "imbalance_context": measured.context.degree,
             "imbalance_pipeline_planned": planned_pipeline.degree,
             "imbalance_data_planned": planned_data.degree,
+            "imbalance_pipeline_predicted": predicted.pipeline.degree,
+            "imbalance_data_predicted": predicted.data.degree,
+            "imbalance_context_predicted": predicted.context.degree,
+            "step_seconds_predicted": predicted.seconds,
             "delay_mean": record.delay_mean,
             "delay_max": record.delay_max,
             "tokens": record.tokens,
@@ -195,11 +232,13 @@ class ImbalanceMonitor(L.Callback):
             * ``seconds_per_step``, ``seconds_per_step_p99``, ``seconds_per_million_tokens``,
               ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known: of
               the timed steps, in total over total;
+            * ``seconds_per_step_predicted``, not a number without a profile;
             * ``delay_mean`` (over tokens, drain included) and ``delay_max`` in steps,
               ``drain_steps`` and, where there are any, ``delay_mean_drain`` (over their tokens);
             * ``imbalance_<level>_mean``, ``_p99`` and ``_aggregate`` for the levels ``pipeline``,
               ``data``, ``context`` (measured, timed steps), ``pipeline_planned``,
-              ``data_planned`` (FLOPs, all steps).
+              ``data_planned`` (FLOPs, all steps), and the three with ``_predicted`` (timed steps,
+              not a number without a profile).
 
             Not a number where there is nothing to divide by.
 
@@ -229,10 +268,15 @@ def summary_table(summary: dict[str, float], mesh: str) -> Table:
     for level, name in (
         ("pipeline", "imbalance, pipeline level"),
         ("pipeline_planned", "  as planned (FLOPs)"),
+        ("pipeline_predicted", "  as predicted (profile)"),
         ("data", "imbalance, data level"),
         ("data_planned", "  as planned (FLOPs)"),
+        ("data_predicted", "  as predicted (profile)"),
         ("context", "imbalance, context level"),
+        ("context_predicted", "  as predicted (profile)"),
     ):
+        if level.endswith("_predicted") and np.isnan(summary[f"imbalance_{level}_mean"]):
+            continue  # without a profile
         table.add_row(
             name,
             *(_shown(summary[f"imbalance_{level}_{how}"]) for how in ("mean", "p99", "aggregate")),
@@ -243,6 +287,8 @@ def summary_table(summary: dict[str, float], mesh: str) -> Table:
         _shown(summary["seconds_per_step"]),
         _shown(summary["seconds_per_step_p99"]),
     )
+    if not np.isnan(summary["seconds_per_step_predicted"]):
+        table.add_row("  as predicted (profile)", _shown(summary["seconds_per_step_predicted"]))
     table.add_row(
         "time per million tokens (s)", "", "", _shown(summary["seconds_per_million_tokens"])
     )

@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEVELS = ("pipeline", "data", "context", "pipeline_planned", "data_planned")
+LEVELS = (
+    "pipeline",
+    "data",
+    "context",
+    "pipeline_planned",
+    "data_planned",
+    "pipeline_predicted",
+    "data_predicted",
+    "context_predicted",
+)
 
 
 class StepRecord(NamedTuple):
@@ -30,6 +39,8 @@ class StepRecord(NamedTuple):
         pipeline_peak: with ``pipeline_even``, the measured imbalance degree's two sums, in
             seconds; so for ``data`` and ``context``.
         pipeline_planned_peak: the same from the plan, in FLOPs; so for ``data_planned``.
+        seconds_predicted: what the cost model gives for ``seconds``; NaN without a profile.
+        pipeline_predicted_peak: the same by the cost model, in seconds; so for the others.
     """
 
     tokens: float
@@ -49,6 +60,13 @@ class StepRecord(NamedTuple):
     pipeline_planned_even: float
     data_planned_peak: float
     data_planned_even: float
+    seconds_predicted: float
+    pipeline_predicted_peak: float
+    pipeline_predicted_even: float
+    data_predicted_peak: float
+    data_predicted_even: float
+    context_predicted_peak: float
+    context_predicted_even: float
 
 
 class Records:
@@ -105,6 +123,7 @@ class Records:
             "tokens_per_step": _mean(every["tokens"]),
             "seconds_per_step": _mean(timed["seconds"]),
             "seconds_per_step_p99": _p99(timed["seconds"]),
+            "seconds_per_step_predicted": _mean(timed["seconds_predicted"]),
             "seconds_per_million_tokens": _quotient(seconds, tokens) * 1e6,
             **self.rates(tokens, float(timed["flops"].sum()), seconds),
             "delay_mean": _mean(every["delay_mean"], every["tokens"]),

@@ -24,12 +24,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.attention.sharding import ADAPTIVE
-from lightning_wlb.cost.flops import ModelShape, Work, causal_pairs
+from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.planning.planner import DataSettings, Planner
+from lightning_wlb.planning.predict import mean_context_of
 
 _OTHER_NAMESPACE = (
     "A Trainer of `pytorch_lightning` belongs to another package than `lightning` and does not know"
@@ -184,11 +185,7 @@ class WLBDataModule(L.LightningDataModule):
 
         The strategy splits layers into stages by cost, and attention's part depends on it.
         """
-        lengths = np.asarray(self._stores()[0].lengths)
-        window = self.settings.context_window
-        whole, rest = np.divmod(lengths, window)
-        pairs = int(whole.sum()) * causal_pairs(window) + sum(map(causal_pairs, rest.tolist()))
-        return pairs // int(lengths.sum())
+        return mean_context_of(np.asarray(self._stores()[0].lengths), self.settings.context_window)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note whose state the next optimiser step makes that of the run."""

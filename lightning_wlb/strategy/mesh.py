@@ -12,18 +12,14 @@ from typing import Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("data", "pipeline", "context", "tensor")
+from lightning_wlb.cost.communication import AXES, Mesh
+
 Size = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
-class MeshSizes:
-    """Ranks along each axis. Their product is the world size."""
-
-    data: int = 1
-    pipeline: int = 1
-    context: int = 1
-    tensor: int = 1
+class MeshSizes(Mesh):
+    """Ranks along each axis, and the processes that they are. Their product is the world size."""
 
     @staticmethod
     def resolve(
@@ -74,7 +70,7 @@ class MeshSizes:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.data * self.pipeline * self.context * self.tensor
+        return self.devices
 
     def coordinate(self, rank: int) -> tuple[int, int, int, int]:
         """(data, pipeline, context, tensor) coordinate of a global rank."""
@@ -96,12 +92,6 @@ class MeshSizes:
         )
         data_context(mesh)
         return mesh
-
-    def __str__(self) -> str:
-        return (
-            f"data {self.data} × pipeline {self.pipeline} × context {self.context}"
-            f" × tensor {self.tensor}"
-        )
 
 
 def data_context(mesh: DeviceMesh) -> DeviceMesh:

@@ -33,13 +33,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_wlb.cost.flops import attention_flops, head_flops, layer_linear_flops
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.planning.predict import model_stages
 from lightning_wlb.schedule.actions import Channel
 from lightning_wlb.schedule.registry import make_program
-from lightning_wlb.schedule.stages import split_stages
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
@@ -191,12 +190,7 @@ class WLBStrategy(MeshStrategy):
         check_tensor_parallel(shape, sizes.tensor)
         # What a layer costs per token depends on how much a token attends to.
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
-        layer = layer_linear_flops(shape, 1) + attention_flops(shape, 1, attended) // shape.layers
-        stages = split_stages(
-            [layer] * shape.layers,
-            sizes.pipeline * self.virtual_pipeline_size,
-            head=head_flops(shape, 1),
-        )
+        stages = model_stages(shape, sizes.pipeline * self.virtual_pipeline_size, attended)
         precision = self.precision_plugin
         self._ties = parallelize(
             model,

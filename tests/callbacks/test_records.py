@@ -17,10 +17,11 @@ def record(
     delay: tuple[float, float] = (0.0, 0.0),
     drain: bool = False,
     context: tuple[float, float] = (1.0, 1.0),
+    predicted: float = math.nan,
 ) -> StepRecord:
     return StepRecord(
         tokens, tokens - 10, *delay, drain, tokens * 1e6, seconds, *pipeline,
-        3.0, 2.0, *context, 5.0, 4.0, 1.0, 1.0,
+        3.0, 2.0, *context, 5.0, 4.0, 1.0, 1.0, predicted, *(predicted, 1.0) * 3,
     )  # fmt: skip
 
 
@@ -86,3 +87,16 @@ def test_columns_are_the_fields_over_steps():
     assert tuple(columns) == StepRecord._fields
     np.testing.assert_array_equal(columns["tokens"], [1, 2, 3])
     np.testing.assert_array_equal(columns["pipeline_peak"], [2, 2, 2])
+
+
+def test_predictions_stand_beside_measurements_of_the_same_steps():
+    records = Records(devices=1, warm_up_steps=1)
+    records.add(record(predicted=100.0))
+    records.add(record(predicted=2.0))
+    records.add(record(predicted=4.0))
+    summary = records.summary()
+    assert summary["seconds_per_step_predicted"] == 3.0
+    assert summary["imbalance_context_predicted_aggregate"] == 3.0
+    without = Records(devices=1)
+    without.add(record())
+    assert math.isnan(without.summary()["seconds_per_step_predicted"])
