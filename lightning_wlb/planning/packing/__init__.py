@@ -13,6 +13,7 @@ from lightning_wlb.planning.packing.fixed_greedy import FixedGreedyPacker
 from lightning_wlb.planning.packing.fixed_ilp import FixedIlpPacker
 from lightning_wlb.planning.packing.original import OriginalPacker
 from lightning_wlb.planning.packing.slim import SlimPacker
+from lightning_wlb.planning.packing.tapered import TaperedPacker
 from lightning_wlb.planning.packing.varlen_ilp import VarlenIlpPacker
 from lightning_wlb.planning.packing.wlb import WlbPacker
 
@@ -23,5 +24,6 @@ PACKINGS: dict[str, type[Packer]] = {
     "varlen_ilp": VarlenIlpPacker,
     "wlb": WlbPacker,
     "best_fit": BestFitPacker,
+    "tapered": TaperedPacker,
     "slim": SlimPacker,
 }
