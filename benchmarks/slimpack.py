@@ -48,6 +48,7 @@ from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.simulate import simulate
 
 RANKS = 4
+SLIM = ((2, 1, 0), (2, 1.25, 0), (4, 1, 0), (2, 1.25, RANKS - 1), (4, 1, RANKS - 1))
 DELAYING = ("wlb", "balanced", "tapered")  # those of them that are registered
 UNSLICED = ("original", "best_fit", "unsliced", *DELAYING)
 TOTAL = PrefixWork.of(REFERENCE_WORK.total)
@@ -257,9 +258,13 @@ def measure(count: int, window: int, steps: int, seeds: Sequence[int]) -> dict[s
             best.append([min(step.simulate(v)[0] for step in candidates) for v in (1, 2)])
             chosen = min(candidates, key=lambda step: step.simulate()[0])
             method("unsliced").add(chosen, pieces_count, pieces_count)
-            for multiple, cap in ((2, window), (2, window * 5 // 4), (4, window)):
-                packs, seconds = timed(partial(slice_pieces, pieces, multiple * count, cap, TOTAL))
+            for multiple, cap, taper in SLIM:
+                cap = int(cap * window)
+                packs, seconds = timed(
+                    partial(slice_pieces, pieces, multiple * count, cap, TOTAL, taper=taper)
+                )
                 suffix = "" if cap == window else f", cap {cap / window:g}·C"
+                suffix += ", tapered" if taper else ""
                 method(f"slim {multiple}·N{suffix}").add(
                     Step.of(replica_plan(packs, 0, shard)),
                     pieces_count,

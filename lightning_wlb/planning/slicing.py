@@ -21,6 +21,11 @@ the root of a quadratic, in exact integers. Positions are rounded to whole kerne
 tokens) from the piece's origin, and no slice is shorter than 512 tokens, unless the token cap
 leaves no other way: each pack takes at least the tokens that would not fit the packs after it.
 
+Equal packs are the paper's. Where the pipeline has P stages, P - 1 last packs that each have 5/6 of
+the work of the one before drain it sooner, because nothing else runs beside their backwards: the
+simulated step on Generator A is 2.5 % shorter with M = 16 and P = 4, 1.19 to 1.16 times its work,
+and 3 % with M = 8. Searching all profiles of work found 0.3 % more.
+
 Cost: O(P·log P + M) for P pieces; 0.4 ms in plain Python for 270 pieces. Not for executors that
 keep no keys and values between micro-batches, nor for so many packs that their kernels no longer
 fill the device: the planner cannot see that, the simulator does.
@@ -39,6 +44,7 @@ from lightning_wlb.plan import Piece, Slice
 TILE = 128  # tokens; the key tile of attention kernels
 LEAST_SLICE = 512  # tokens
 OPEN_GAPS = 400  # a gap below target / OPEN_GAPS stays open
+TAPER = (6, 5)  # a tapered pack's work to that of the one after it
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,7 @@ def slice_pieces(
     *,
     tile: int = TILE,
     least: int = LEAST_SLICE,
+    taper: int = 0,
 ) -> list[list[Slice]]:
     """Phase 2: the MicroPacks of one replica.
 
@@ -126,6 +133,8 @@ def slice_pieces(
         work: forward and backward work of a piece's prefix.
         tile: cut positions are multiples of it from the piece's origin.
         least: tokens of the shortest slice, but for whole pieces.
+        taper: how many of the last MicroPacks each have 5/6 of the work of the one before; at
+            most a quarter of them do.
 
     Returns:
         The slices of each MicroPack in forward order, every token once, no pack empty. Slices of
@@ -136,7 +145,16 @@ def slice_pieces(
         return []
     count = max(min(packs, tokens // least), -(-tokens // cap), 1)
     filler = _Filler(_descending(pieces), cap, work, tile, least)
-    return [pack for pack in filler.fill(count) if pack]
+    return [pack for pack in filler.fill(_shares(count, taper)) if pack]
+
+
+def _shares(packs: int, taper: int) -> list[int]:
+    """Relative work of each pack."""
+    last = min(taper, packs // 4)
+    whole, part = TAPER
+    return [whole**last] * (packs - last) + [
+        part**place * whole ** (last - place) for place in range(1, last + 1)
+    ]
 
 
 def _descending(pieces: Sequence[Piece]) -> list[Piece]:
@@ -174,17 +192,21 @@ class _Filler:
         self._load = 0
         self._filled = 0
 
-    def fill(self, packs: int) -> list[list[Slice]]:
-        """So many packs, some perhaps empty."""
-        self._short = bisect_right(self._works, self._rest_work // packs)
+    def fill(self, shares: Sequence[int]) -> list[list[Slice]]:
+        """A pack of each share of the work, some perhaps empty."""
+        packs, total = len(shares), sum(shares)
+        self._short = bisect_right(self._works, self._rest_work * max(shares) // total)
         self._short_work = sum(self._works[: self._short])
         self._short_tokens = sum(self._tokens[: self._short])
-        return [self._fill(left) for left in range(packs, 0, -1)]
+        made = []
+        for number, share in enumerate(shares):
+            made.append(self._fill(packs - number, self._rest_work * share // total))
+            total -= share
+        return made
 
-    def _fill(self, left: int) -> list[Slice]:
+    def _fill(self, left: int, target: int) -> list[Slice]:
         """The next pack, where ``left`` are still to be filled, this one included."""
         self._pack, self._load, self._filled = [], 0, 0
-        target = self._rest_work // left
         slack = target // OPEN_GAPS
         self._mixed = self._short_tokens * target > self._cap * self._short_work
         if self._mixed:

@@ -135,6 +135,19 @@ def test_every_plan_is_valid(lengths, packs, replicas, cap, grain, work):
                 assert whole or part.tokens >= least
 
 
+def test_tapered_packs_at_the_end():
+    """A quarter at most, each with 5/6 of the work of the one before."""
+    lengths = [6] * 72 + [5] * 36 + [1] * 6
+    pieces = pieces_of(lengths)
+    packs = slice_pieces(pieces, 8, 10_000, LINEAR, tile=1, least=1, taper=5)
+    loads = [load(pack, LINEAR) for pack in packs]
+    total = sum(lengths)
+    whole = total * 36 / (6 * 36 + 30 + 25)
+    assert loads == pytest.approx([whole] * 6 + [whole * 5 / 6, whole * 25 / 36], abs=1.5)
+    equal = slice_pieces(pieces, 3, 10_000, LINEAR, tile=1, least=1, taper=5)
+    assert [load(pack, LINEAR) for pack in equal] == [total // 3] * 3
+
+
 def test_deterministic_whatever_the_order():
     lengths = [5000, 100, 100, 7000, 100, 2000]
     pieces = pieces_of(lengths)
