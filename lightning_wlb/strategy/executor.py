@@ -91,7 +91,7 @@ class Executor:
         """
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
-        self.model.merged_groups = self.merged.prepare(batch.units)  # type: ignore[assignment]
+        self.model.merged_groups = self.merged.prepare(batch.plan)  # type: ignore[assignment]
         fully_sharded.begin_step(self.model)
         program = self.pipeline.program(batch.units)
         if not training:

@@ -4,8 +4,10 @@ A document whose work exceeds a replica's share can be spread over the context-p
 an aligned power-of-two set of replicas, for its own micro-batch only. Parameters do not move: every
 rank of the set holds the same stage anyway, and gradients are summed over data and context alike.
 
-A set's communicator is made by its members alone, at the start of the first step that needs it.
-Members make theirs in the same order, small sets first, so nobody waits in a circle.
+Communicators are made at the start of the first step in which any replica needs one of that size:
+by every rank, for every set of that size, in one order. All ranks hold the whole plan and so agree
+on it. The members alone would not do: with NCCL a new communicator is split off the one of all
+ranks, which waits for every one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.mesh import MeshSizes
 
 
@@ -33,27 +35,32 @@ class MergedGroups:
         self._timeout = timeout
         self._groups: dict[int, dist.ProcessGroup] = {}
 
-    def prepare(self, replica: ReplicaPlan) -> dict[int, dist.ProcessGroup]:
-        """The communicators that a replica's plan needs; collective among the members of each.
+    def prepare(self, plan: StepPlan) -> dict[int, dist.ProcessGroup]:
+        """The communicators that a step needs; collective over all ranks.
 
         Returns:
             Number of replicas -> group of their context-parallel ranks on this stage, ordered by
             replica, then by context rank.
         """
-        for count in sorted({len(group.replicas) for group in replica.forward} - {1}):
-            if count not in self._groups:
-                group = dist.new_group(
-                    self._members(count), timeout=self._timeout, use_local_synchronization=True
-                )
-                assert group is not None
-                self._groups[count] = group
+        counts = {len(group.replicas) for replica in plan.replicas for group in replica.forward}
+        for count in sorted(counts - {1} - set(self._groups)):
+            for members in self._sets(count):
+                group = dist.new_group(members, timeout=self._timeout)
+                if self._rank in members:
+                    self._groups[count] = group
         return self._groups
 
-    def _members(self, count: int) -> list[int]:
-        data, place, _, tensor = self._sizes.coordinate(self._rank)
-        first = data - data % count
+    def _sets(self, count: int) -> list[list[int]]:
+        """Global ranks of every aligned set of ``count`` replicas, on every stage."""
+        sizes = self._sizes
         return [
-            self._sizes.rank(other, place, context, tensor)
-            for other in range(first, first + count)
-            for context in range(self._sizes.context)
+            [
+                sizes.rank(data, place, context, tensor)
+                for data in range(first, first + count)
+                for context in range(sizes.context)
+            ]
+            # A set that is not whole cannot be asked for.
+            for first in range(0, sizes.data - count + 1, count)
+            for place in range(sizes.pipeline)
+            for tensor in range(sizes.tensor)
         ]
