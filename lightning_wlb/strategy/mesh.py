@@ -7,10 +7,12 @@ within a node and data parallelism, which talks once a step, crosses nodes (WLB-
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_wlb.cost.communication import AXES, Mesh
 
@@ -83,14 +85,23 @@ class MeshSizes(Mesh):
         """Global rank at a coordinate: the inverse of :meth:`coordinate`."""
         return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The four-axis DeviceMesh; collective over all ranks."""
+    def device_mesh(self, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
+        """The four-axis DeviceMesh; collective over all ranks.
+
+        Args:
+            device_type: ``"cuda"`` or ``"cpu"``.
+            timeout: how long an operation on any of its axes may wait; None: torch's default.
+        """
         mesh = init_device_mesh(
             device_type,
             (self.data, self.pipeline, self.context, self.tensor),
             mesh_dim_names=AXES,
         )
-        data_context(mesh)
+        flat = data_context(mesh)
+        if timeout is not None:
+            # torch gives the axes its own default, whatever the default group was given.
+            for group in [*mesh.get_all_groups(), flat.get_group()]:
+                _set_pg_timeout(timeout, group)
         return mesh
 
 

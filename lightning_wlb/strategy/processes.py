@@ -144,7 +144,7 @@ class MeshStrategy(ParallelStrategy):
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
         if self._device_mesh is None:
-            self._device_mesh = self._sizes.device_mesh(self.root_device.type)
+            self._device_mesh = self._sizes.device_mesh(self.root_device.type, self._timeout)
         rank_zero_info(f"WLBStrategy: mesh {self._sizes}")
 
     def barrier(self, name: str | None = None) -> None:

@@ -1,6 +1,8 @@
 import itertools
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_wlb.strategy.mesh import AXES, MeshSizes, data_context
+from tests.ranks import run_ranks
 
 sizes = st.integers(1, 5)
 meshes = st.builds(MeshSizes, sizes, sizes, sizes, sizes)
@@ -92,3 +95,17 @@ def test_device_mesh_of_a_thousand_ranks_agrees_with_the_sizes(rank):
         ]
     finally:
         dist.destroy_process_group()
+
+
+def timeouts(rank: int) -> list[timedelta]:
+    mesh = MeshSizes(data=2, pipeline=2).device_mesh("cpu", timedelta(seconds=7))
+    groups = [
+        mesh["data"].get_group(),
+        mesh["pipeline"].get_group(),
+        data_context(mesh).get_group(),
+    ]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_every_axis_waits_as_long_as_it_was_told():
+    assert run_ranks(timeouts, 4) == [[timedelta(seconds=7)] * 3] * 4
