@@ -19,7 +19,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -51,9 +50,6 @@ from lightning_wlb.strategy.pipeline import Pipeline, pipeline_groups
 from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
 from lightning_wlb.strategy.processes import MeshStrategy
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
-
-# Which strategy has split a model: its next Trainer goes on from there.
-_PARALLELIZED: WeakKeyDictionary[nn.Module, WLBStrategy] = WeakKeyDictionary()
 
 
 class WLBStrategy(MeshStrategy):
@@ -148,7 +144,8 @@ class WLBStrategy(MeshStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = checked_module(self.lightning_module, trainer)
-        previous = _PARALLELIZED.get(module.model) if module.model is not None else None
+        # The model itself knows who has split it, so that both are freed together.
+        previous: WLBStrategy | None = getattr(module.model, "parallelized_by", None)
         if previous is None:
             self._parallelize(trainer, module)
         elif previous is not self:
@@ -221,7 +218,7 @@ class WLBStrategy(MeshStrategy):
             counts_loss=tensor == 0,
         )
         precision.clip = partial(self._clip, model)
-        _PARALLELIZED[model] = self
+        model.parallelized_by = self  # type: ignore[assignment]
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers over this rank's shards."""

@@ -1,6 +1,8 @@
 """What a Trainer does besides training steps: the same under WLBStrategy as in one process."""
 
 import csv
+import gc
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -336,3 +338,17 @@ def test_by_name_and_by_configuration_file(tmp_path):
     assert configured[:2] == (2, alone)
     # An untrained model of 8 words knows nothing.
     assert configured[2] == pytest.approx(np.log(8), rel=0.2)
+
+
+def what_outlives_its_trainer(rank: int) -> list[bool]:
+    model = module(CASE)
+    runner = trainer(WLBStrategy(), 1, max_steps=1)
+    runner.fit(model, data(CASE))
+    watched = [weakref.ref(each) for each in (model, model.model, runner.strategy)]
+    del model, runner
+    gc.collect()
+    return [each() is not None for each in watched]
+
+
+def test_a_model_and_its_strategy_are_freed_with_their_trainer():
+    assert run_ranks(what_outlives_its_trainer, 1, process_group=False) == [[False] * 3]
