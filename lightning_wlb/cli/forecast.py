@@ -17,7 +17,8 @@ from lightning_wlb.callbacks.imbalance import Level, data_level, pipeline_level,
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
-from lightning_wlb.planning.predict import Predictor, StepPrediction
+from lightning_wlb.planning.predict import Predictor
+from lightning_wlb.planning.prediction import StepPrediction
 
 
 def plan_steps(

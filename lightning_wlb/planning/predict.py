@@ -10,7 +10,8 @@ The prediction is of the list of actions that the executor runs, so the two comp
 action. Communication is not overlapped with computation here, because the executor overlaps none.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
-simulation. Plans that spread a micro-batch over several replicas (DP-Merge) are refused.
+simulation. Plans that spread a micro-batch over several replicas (DP-Merge) are refused; of sliced
+pieces the earlier slices' keys count in attention, but neither in messages nor in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +36,11 @@ from lightning_wlb.cost.flops import (
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel, StageParts, peak_bytes
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.planning.prediction import MicroBatchCost, StepPrediction
 from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.registry import make_programs
-from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.schedule.simulate import simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
 
 FORWARD_PASS, BACKWARD_PASS = 0, 1
@@ -73,24 +74,6 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
     pairs = int(whole.sum()) * causal_pairs(context_window)
     pairs += sum(causal_pairs(tokens) for tokens in rest.tolist())
     return pairs // max(int(lengths.sum()), 1)
-
-
-class MicroBatchCost(NamedTuple):
-    """One micro-batch on its context-parallel group; pairs are (forward, backward).
-
-    Attributes:
-        rows: of each rank, padding included.
-        keys: most that a rank's segments read.
-        attention_ns: of one layer, on the slowest rank.
-        mean_attention_ns: of one layer, mean over the ranks.
-        layer_ns: everything of one layer, on the slowest rank, communication included.
-    """
-
-    rows: int
-    keys: int
-    attention_ns: tuple[int, int]
-    mean_attention_ns: tuple[float, float]
-    layer_ns: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -376,63 +359,6 @@ class Predictor:
             (action.kind == BACKWARD, (action.stage, action.micro_batch)) for action in program
         )
         return self.state_bytes[rank] + peak_bytes(passes, sizes)
-
-
-@dataclass(frozen=True, eq=False)
-class StepPrediction:
-    """A simulated step.
-
-    Args:
-        plan: what was simulated.
-        simulations: one for each replica.
-        costs: of each replica's micro-batches, in forward order.
-        work_ns: int64 [replicas, micro-batches], forward + backward of each over all stages,
-            on its slowest context rank; 0 where a replica has fewer.
-        peak_bytes: of the fullest rank, state included.
-        flops: model FLOPs of the step, recomputation left out.
-        devices: of the mesh.
-        peak_flops: FLOP/s of one device's data sheet.
-    """
-
-    plan: StepPlan
-    simulations: tuple[Simulation, ...]
-    costs: tuple[tuple[MicroBatchCost, ...], ...]
-    work_ns: npt.NDArray[np.int64]
-    peak_bytes: int
-    flops: int
-    devices: int
-    peak_flops: float
-
-    @property
-    def total_ns(self) -> int:
-        """The step time."""
-        return self.simulations[0].total_ns
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of the step over its time, all devices together."""
-        return self.plan.tokens * 1e9 / self.total_ns
-
-    @property
-    def utilisation(self) -> float:
-        """Model FLOP utilisation."""
-        return self.flops * 1e9 / (self.total_ns * self.devices * self.peak_flops)
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of the pipeline ranks before synchronisation."""
-        ranks = [idle for simulation in self.simulations for idle in simulation.idle_ns]
-        whole = self.simulations[0].compute_ns * len(ranks)
-        return sum(ranks) / whole if whole else 0.0
-
-    @property
-    def context_ns(self) -> tuple[float, float]:
-        """Attention of all micro-batches on the slowest context rank, and on the mean rank."""
-        every = [cost for of_replica in self.costs for cost in of_replica]
-        return (
-            float(sum(sum(cost.attention_ns) for cost in every)),
-            sum(sum(cost.mean_attention_ns) for cost in every),
-        )
 
 
 def _travelling(placed: Layout) -> int:
