@@ -16,6 +16,8 @@ for each run of consecutive tokens (two for a document under context parallelism
 
 from __future__ import annotations
 
+import io
+import pickle
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -179,6 +181,13 @@ class StepBatch:
             self.last,
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # From a loader worker torch would send every tensor as shared memory, each with an open
+        # file: some hundred for a batch, and a process may have 1024.
+        buffer = io.BytesIO()
+        _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(self.__dict__)
+        return _from_values, (buffer.getvalue(),)
+
     def __repr__(self) -> str:
         rows = [each.rows for each in self.micro_batches]
         return (
@@ -187,6 +196,21 @@ class StepBatch:
             f" tokens, {self.target_tokens} targets, {len(self.plan.pieces)} pieces"
             f"{', last' if self.last else ''})"
         )
+
+
+class _ByValue(pickle.Pickler):
+    """Pickles tensors of the CPU by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return torch.from_numpy, (obj.numpy(),)
+        return NotImplemented
+
+
+def _from_values(data: bytes) -> StepBatch:
+    batch = StepBatch.__new__(StepBatch)
+    batch.__dict__.update(pickle.loads(data))
+    return batch
 
 
 def make_step_batch(

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import pickle
+import sys
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import numpy.typing as npt
@@ -290,6 +294,24 @@ def test_moving_a_batch_keeps_the_plan_and_moves_every_tensor() -> None:
         "StepBatch(step 0, epoch 0, replica 0 of 1: micro-batches of [6] rows; the step has 11"
         " tokens, 9 targets, 2 pieces, last)"
     )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts open files in /proc")
+def test_a_batch_from_a_loader_worker_opens_no_files() -> None:
+    store = store_of([8, 3])
+    (plan,) = plans_of(store, DataSettings(16, 1), MeshSettings(context_parallel_size=2))
+    batch = make_step_batch(plan, store, Coordinates(0, 1, 2), {"a": 1}, 7, True)
+    before = len(os.listdir("/proc/self/fd"))
+    sent = bytes(ForkingPickler.dumps(batch))
+    assert len(os.listdir("/proc/self/fd")) == before
+    arrived = pickle.loads(sent)
+    assert repr(arrived) == repr(batch)
+    assert (arrived.plan, arrived.units, arrived.state) == (batch.plan, batch.units, batch.state)
+    ours, theirs = batch.micro_batches[0], arrived.micro_batches[0]
+    for name in ("tokens", "labels", "positions"):
+        assert torch.equal(getattr(theirs, name), getattr(ours, name))
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "key_index"):
+        assert torch.equal(getattr(theirs.attention, name), getattr(ours.attention, name))
 
 
 @pytest.mark.gpu
