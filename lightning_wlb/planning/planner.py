@@ -176,7 +176,9 @@ class Planner:
 
     def _plan(self, groups: Groups, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
-        mesh = Mesh(self._mesh.replicas, self._mesh.pipeline_parallel_size)
+        mesh = Mesh(
+            self._mesh.replicas, self._mesh.pipeline_parallel_size, self._mesh.stages_per_rank
+        )
         replicas = self._packer.replicas(groups, mesh, self._sharded)
         pieces = tuple(sorted(piece for group in groups for piece in group))
         return StepPlan(

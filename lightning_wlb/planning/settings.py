@@ -175,6 +175,7 @@ class MeshSettings:
         sharding: name of the sharding of every micro-batch, in
             ``lightning_wlb.attention.sharding.SHARDINGS``, or ``"adaptive"``: for each micro-batch
             the one of least predicted attention latency.
+        stages_per_rank: virtual stages of each pipeline rank.
 
     Raises:
         ValueError: a size below 1.
@@ -185,10 +186,12 @@ class MeshSettings:
     tensor_parallel_size: int = 1
     sharding: str = ADAPTIVE
     pipeline_parallel_size: int = 1
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         for name in (
             "replicas", "context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size",
+            "stages_per_rank",
         ):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
 

@@ -76,10 +76,12 @@ class Mesh(NamedTuple):
     Attributes:
         replicas: data-parallel replicas.
         stages: depth of the pipeline.
+        stages_per_rank: 1, or the virtual stages of each of its ranks.
     """
 
     replicas: int
     stages: int
+    stages_per_rank: int = 1
 
 
 class Arrivals(Protocol):

@@ -36,12 +36,23 @@ class SlimPacker(Packer):
 
     def replicas(self, groups: Groups, mesh: Mesh, shard: Shard) -> list[ReplicaPlan]:
         """Pieces dealt to replicas by work, and the MicroPacks of each."""
-        rules, work = self.rules, self._prefix_work
+        work = self._prefix_work
         pieces = [piece for group in groups for piece in group]
         dealt = deal_pieces(pieces, mesh.replicas, work)
         loads = [sum(work(piece.tokens) for piece in own) for own in dealt]
-        packs = share_packs(loads, rules.micro_packs * rules.micro_batches)
         return [
-            replica_plan(slice_pieces(own, count, rules.cap, work), number, shard)
-            for number, (own, count) in enumerate(zip(dealt, packs, strict=True))
+            self.replica(own, share, number, mesh, shard)
+            for number, (own, share) in enumerate(zip(dealt, self.packs(loads), strict=True))
         ]
+
+    def packs(self, loads: list[int]) -> list[int]:
+        """MicroPacks of each replica, from its work."""
+        return share_packs(loads, self.rules.micro_packs * self.rules.micro_batches)
+
+    def replica(
+        self, pieces: list[Piece], packs: int, number: int, mesh: Mesh, shard: Shard
+    ) -> ReplicaPlan:
+        """The plan of one replica."""
+        return replica_plan(
+            slice_pieces(pieces, packs, self.rules.cap, self._prefix_work), number, shard
+        )

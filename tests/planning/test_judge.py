@@ -1,0 +1,56 @@
+from itertools import pairwise
+
+from lightning_wlb.plan import Slice
+from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning.replicas import replica_plan
+
+
+def total(tokens: int) -> int:
+    return 3 * tokens * (tokens + 1)
+
+
+def forward(tokens: int) -> int:
+    return tokens * (tokens + 1)
+
+
+def equal_packs(count: int):
+    """Slices of one piece and whole pieces, all of the same work."""
+    whole = [[Slice(number, 0, 0, 100)] for number in range(1, count)]
+    return replica_plan([[Slice(0, 0, 0, 100)], *whole], 0, lambda slices, replicas: ("", 0))
+
+
+def test_equal_micro_batches_take_the_closed_form():
+    judge = PipelineJudge(total, forward, ranks=4, overhead=7)
+    result = judge(equal_packs(6))
+    assert result.total_ns == (6 + 3) * (total(100) + 14)
+    assert result.peak_bytes == (400, 300, 200, 100)
+
+
+def test_virtual_stages_divide_the_bubble():
+    judge = PipelineJudge(total, forward, ranks=4, stages_per_rank=2)
+    assert judge(equal_packs(8)).total_ns == (2 * 8 + 3) * total(100) // 2
+
+
+def test_a_slice_costs_what_it_adds_to_its_prefix():
+    parts = [[Slice(0, 5, 5, 45)], [Slice(0, 5, 45, 105)]]
+    plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
+    judge = PipelineJudge(total, forward, ranks=1)
+    assert judge(plan).total_ns == total(100)
+    assert judge(plan).peak_bytes == (100,)
+
+
+def test_an_overhead_makes_many_micro_batches_dear():
+    free, dear = (PipelineJudge(total, forward, ranks=2, overhead=o) for o in (0, 10**6))
+
+    def sliced(count):
+        cuts = [100 * index // count for index in range(count + 1)]
+        parts = [[Slice(0, 0, a, b)] for a, b in pairwise(cuts)]
+        return replica_plan(parts, 0, lambda slices, replicas: ("", 0))
+
+    assert free(sliced(8)).total_ns < free(sliced(2)).total_ns
+    assert dear(sliced(8)).total_ns > dear(sliced(2)).total_ns
+
+
+def test_nothing_takes_no_time():
+    plan = replica_plan([], 0, lambda slices, replicas: ("", 0))
+    assert PipelineJudge(total, forward, ranks=3)(plan).total_ns == 0
