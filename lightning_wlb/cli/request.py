@@ -137,7 +137,14 @@ class Request:
                 self.lengths,
                 self.settings(packing),
                 Work(self.config.shape).total,
-                MeshSettings(self.mesh.data, self.mesh.context, self.mesh.tensor, sharding),
+                MeshSettings(
+                    self.mesh.data,
+                    self.mesh.context,
+                    self.mesh.tensor,
+                    sharding,
+                    self.mesh.pipeline,
+                    self.stages // self.mesh.pipeline,
+                ),
                 self.steps,
                 cost,
             )

@@ -55,6 +55,8 @@ class Coordinates:
         replicas: number of data-parallel replicas.
         first_stage: whether the rank holds the embedding and needs tokens.
         last_stage: whether the rank holds the head and needs labels.
+        pipeline_parallel_size: ranks of the pipeline, which micro-batches are planned for.
+        stages_per_rank: virtual stages of each of them.
 
     Raises:
         ValueError: a rank outside its group.
@@ -67,6 +69,8 @@ class Coordinates:
     replicas: int = 1
     first_stage: bool = True
     last_stage: bool = True
+    pipeline_parallel_size: int = 1
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         for name, rank, size in (

@@ -71,6 +71,8 @@ class StepDataset(IterableDataset[StepBatch]):
                 context_parallel_size=self.at.context_parallel_size,
                 tensor_parallel_size=self.at.tensor_parallel_size,
                 sharding=self.sharding,
+                pipeline_parallel_size=self.at.pipeline_parallel_size,
+                stages_per_rank=self.at.stages_per_rank,
             ),
             targets=self.store.targets,
         )

@@ -86,6 +86,7 @@ class MeshStrategy(ParallelStrategy):
             tensor_parallel_size=self.sizes.tensor,
             first_stage=pipeline == 0,
             last_stage=pipeline == self.sizes.pipeline - 1,
+            pipeline_parallel_size=self.sizes.pipeline,
         )
 
     @property

@@ -15,6 +15,7 @@ optimisation: both are refused at set-up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.predict import model_stages
@@ -108,6 +109,11 @@ class WLBStrategy(MeshStrategy):
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands, as far as its data is concerned."""
+        return replace(super().coordinates, stages_per_rank=self.virtual_pipeline_size)
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
