@@ -85,8 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("what to compare")
     how.add_argument(
         "--packing",
-        default=",".join(PACKINGS),
-        help=f"one or several of {', '.join(PACKINGS)} (default: all)",
+        default="original,wlb",
+        help=f"one or several of {', '.join(PACKINGS)} (default original,wlb); original is always"
+        " compared",
     )
     how.add_argument("--cap", type=int, help="tokens of a micro-batch (default: the packing's)")
     how.add_argument("--queues", type=int, default=2, help="outlier queues of wlb (default 2)")
