@@ -8,7 +8,7 @@ is the same on every rank and stands in ``meta.pt``, written by rank 0, readable
 ``weights_only=True``.
 
 The folder is written aside and renamed when every rank is done, so that a folder that bears the
-final name is whole.
+final name is whole. What it replaces is kept, as ``.NAME.old``, until then.
 """
 
 from __future__ import annotations
@@ -72,11 +72,7 @@ def save(
     dcp.save(state, checkpoint_id=aside)
     if leader:
         torch.save(dict(rest), aside / _METADATA_FILENAME)
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        aside.rename(path)
+        _replace(path, aside)
     _barrier()
 
 
@@ -137,6 +133,23 @@ def load(
         weights_only=True if weights_only is None else weights_only,
     )
     return rest
+
+
+def _replace(path: Path, new: Path) -> None:
+    """Rename ``new`` to ``path``, and only then delete what stood there."""
+    old = path.with_name(f".{path.name}.old")
+    _delete(old)
+    if path.exists() or path.is_symlink():
+        path.rename(old)
+    new.rename(path)
+    _delete(old)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _mentions(key: str, parameter: str) -> bool:

@@ -157,7 +157,7 @@ def _name(name: str, names: dict) -> str:
 def test_the_data_asks_for_what_resume_must_keep(folder, results):
     """Delayed documents at the untied case's checkpoint; an epoch's end at the tied case's."""
     meta = torch.load(default_name(folder / name_of((1, 2, 1, 1), UNTIED)) / "meta.pt")
-    assert any(meta["WLBDataModule"]["planner"]["queues"])
+    assert any(meta["WLBDataModule"]["planner"]["packer"]["queues"])
     plans = [StepPlan.from_json(text) for text in unbroken(TIED)["plans"]]
     assert (plans[5].epoch, plans[6].epoch) == (0, 1)
     delayed = [StepPlan.from_json(text).max_delay for text in unbroken(UNTIED)["plans"]]
