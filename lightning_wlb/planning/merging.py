@@ -1,0 +1,107 @@
+"""DP-Merge: pieces too large for one replica are spread over several (SlimPack §4.1.1).
+
+A piece whose work exceeds the share alpha of a replica's capacity (Σ work / replicas) runs on an
+aligned power-of-two set of replicas, whose context-parallel groups act as one: the smallest set on
+which each replica's part is within that share. Sets are chosen largest first, then by work, each
+where the busiest member has the least; the other pieces are then dealt one by one to the replica
+with the least work, as everywhere.
+
+Shared micro-batches come first on all their replicas, those of larger sets before those of smaller
+ones. Sets are aligned, so a set lies within every larger set that it meets, and its members list
+the same micro-batches up to its own: no two replicas wait for each other in different orders.
+
+Cost: O(P·log P + merged pieces · replicas). Not where replicas are connected worse than the ranks
+of a context-parallel group: the keys of the shared pieces then cost more than the imbalance.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lightning_wlb.plan import Piece
+
+OVERHEAD_PERCENT = 10  # more work, in all, for a piece that replicas share
+
+Members = tuple[int, ...]
+
+
+class Merged(NamedTuple):
+    """A dealing of pieces in which some are shared.
+
+    Attributes:
+        shared: pieces and the replicas that share each, in the order in which they run.
+        own: the other pieces of each replica, in descending length.
+        loads: work of each replica, its parts of shared pieces with their overhead included.
+    """
+
+    shared: list[tuple[Piece, Members]]
+    own: list[list[Piece]]
+    loads: list[int]
+
+
+def merge_pieces(
+    pieces: Sequence[Piece],
+    replicas: int,
+    work: Callable[[int], int],
+    per_capacity: int,
+    overhead_percent: int = OVERHEAD_PERCENT,
+) -> Merged:
+    """Deal pieces to replicas, and those of too much work to several at once.
+
+    Args:
+        pieces: of the step.
+        replicas: how many there are, any number; sets lie within the first ones that are whole.
+        work: cost of a piece from its tokens, an integer.
+        per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
+            0: none is.
+        overhead_percent: extra work of a shared piece.
+
+    Returns:
+        Equal pieces go by (document, origin), equal replicas and sets by number.
+    """
+    order = sorted(pieces, key=lambda piece: (-piece.tokens, piece.document, piece.origin))
+    total = sum(work(piece.tokens) for piece in order)
+    sized: list[tuple[int, Piece]] = []
+    others: list[Piece] = []
+    for piece in order:
+        size = _size(work(piece.tokens), total, replicas, per_capacity, overhead_percent)
+        if size > 1:
+            sized.append((size, piece))
+        else:
+            others.append(piece)
+    sized.sort(key=lambda entry: -entry[0])
+    loads = [0] * replicas
+    shared: list[tuple[Piece, Members]] = []
+    for size, piece in sized:
+        sets = [range(first, first + size) for first in range(0, replicas - size + 1, size)]
+        members = min(sets, key=lambda each: max(loads[replica] for replica in each))
+        part = work(piece.tokens) * (100 + overhead_percent) // (100 * size)
+        for replica in members:
+            loads[replica] += part
+        shared.append((piece, tuple(members)))
+    own: list[list[Piece]] = [[] for _ in range(replicas)]
+    heap = [(load, replica) for replica, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for piece in others:
+        load, replica = heap[0]
+        own[replica].append(piece)
+        loads[replica] = load + work(piece.tokens)
+        heapq.heapreplace(heap, (loads[replica], replica))
+    return Merged(shared, own, loads)
+
+
+def _size(
+    piece_work: int, total: int, replicas: int, per_capacity: int, overhead_percent: int
+) -> int:
+    """Replicas that share a piece: 1, or the least power of two that keeps each within alpha."""
+    if piece_work * per_capacity * replicas <= total:
+        return 1
+    size = 2
+    while (
+        2 * size <= replicas
+        and piece_work * (100 + overhead_percent) * per_capacity * replicas > 100 * size * total
+    ):
+        size *= 2
+    return size if size <= replicas else 1

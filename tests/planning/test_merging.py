@@ -1,0 +1,58 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.plan import Piece
+from lightning_wlb.planning.merging import merge_pieces
+from tests.planning.test_slicing import LINEAR, pieces_of
+
+
+def test_without_large_pieces_it_deals_longest_first():
+    merged = merge_pieces(pieces_of([10, 9, 8, 3, 2, 2]), 2, LINEAR, 1)
+    assert merged.shared == []
+    assert [[piece.tokens for piece in own] for own in merged.own] == [[10, 3, 2, 2], [9, 8]]
+    assert merged.loads == [17, 17]
+
+
+def test_a_piece_above_the_capacity_is_shared_by_as_few_as_suffice():
+    lengths = [150, 90] + [10] * 16  # capacity 100
+    merged = merge_pieces(pieces_of(lengths), 4, LINEAR, 1, overhead_percent=0)
+    assert merged.shared == [(Piece(0, 0, 150, 0), (0, 1))]
+    assert merged.loads == [105, 95, 100, 100]
+    by_four = merge_pieces(pieces_of([250] + [10] * 15), 4, LINEAR, 1, overhead_percent=0)
+    assert by_four.shared[0][1] == (0, 1, 2, 3)
+
+
+def test_a_smaller_share_merges_more_over_more():
+    pieces = pieces_of([150, 90, *[10] * 16])
+    assert merge_pieces(pieces, 4, LINEAR, 0).shared == []
+    halves = merge_pieces(pieces, 4, LINEAR, 2, overhead_percent=0).shared
+    assert [members for _, members in halves] == [(0, 1, 2, 3), (0, 1)]
+
+
+def test_the_overhead_counts():
+    merged = merge_pieces(pieces_of([150, 90, *[10] * 16]), 4, LINEAR, 1, overhead_percent=20)
+    assert sum(merged.loads) == 400 + 30
+
+
+@given(
+    st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 12), st.sampled_from([0, 1, 2, 8])
+)
+def test_sets_are_aligned_and_in_one_order(lengths, replicas, per_capacity):
+    pieces = pieces_of(lengths)
+    merged = merge_pieces(pieces, replicas, LINEAR, per_capacity)
+    dealt = [piece for piece, _ in merged.shared] + [piece for own in merged.own for piece in own]
+    assert sorted(dealt) == sorted(pieces)
+    sizes = [len(members) for _, members in merged.shared]
+    assert sizes == sorted(sizes, reverse=True)
+    for _, members in merged.shared:
+        size = len(members)
+        assert size & (size - 1) == 0
+        assert members[0] % size == 0
+        assert members[-1] < replicas
+    # What comes before a shared piece is the same for all that share it.
+    for at, (_, members) in enumerate(merged.shared):
+        before = {
+            tuple(piece for piece, other in merged.shared[:at] if replica in other)
+            for replica in members
+        }
+        assert len(before) == 1
