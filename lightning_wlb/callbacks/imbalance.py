@@ -132,14 +132,17 @@ def measured_imbalance(seconds: np.ndarray, slots: int) -> Imbalance:
 
 
 def planned_work(plan: StepPlan, work: Work) -> np.ndarray:
-    """Forward + backward FLOPs of each micro-batch: float64 [data, micro_batches]."""
+    """Forward + backward FLOPs of each micro-batch: float64 [data, micro_batches].
+
+    Replicas that share a micro-batch have an equal part of it each.
+    """
     longest = max((len(replica.forward) for replica in plan.replicas), default=0)
     result = np.zeros((len(plan.replicas), longest))
     for number, replica in enumerate(plan.replicas):
         for index, group in enumerate(replica.forward):
             result[number, index] = sum(
                 work.total(part.tokens, part.context) for part in replica.slices_of(group)
-            )
+            ) / len(group.replicas)
     return result
 
 

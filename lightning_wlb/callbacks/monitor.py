@@ -140,9 +140,11 @@ class ImbalanceMonitor(L.Callback):
         )
         seconds = imbalance.on_mesh(everyone, self._sizes)
         slots = imbalance.slots(plan)
+        # Of an asymmetric plan, units ran in place of micro-batches.
+        ran = max(plan.micro_batches, sum(counts))
         work = Work(pl_module.model_shape)  # type: ignore[arg-type]
         planned = imbalance.planned_work(plan, work)
-        measured = imbalance.measured_imbalance(seconds, slots)
+        measured = imbalance.measured_imbalance(seconds, ran)
         planned_pipeline = imbalance.pipeline_level(planned, slots)
         planned_data = imbalance.data_level(planned)
         predicted = NOTHING
@@ -180,7 +182,7 @@ class ImbalanceMonitor(L.Callback):
             if warning is not None:
                 rank_zero_warn(warning)
         if self._drawing is not None and len(self._records) > self.warm_up_steps:
-            self._drawing.add(plan.step, seconds, counts, slots)
+            self._drawing.add(plan.step, seconds, counts, ran)
         figures = {
             "imbalance_pipeline": measured.pipeline.degree,
             "imbalance_data": measured.data.degree,

@@ -67,6 +67,7 @@ class WLBDataModule(L.LightningDataModule):
         max_tokens: end the run with the step that reaches this many tokens.
         num_workers: loader worker processes; each plans every step.
         validation_documents: a document store, or how many of ``documents`` to hold out.
+        test_documents: a document store for ``trainer.test``.
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
             LightningModule.
         pin_memory: None: where the device is a CUDA GPU.
@@ -97,6 +98,7 @@ class WLBDataModule(L.LightningDataModule):
         max_tokens: int | None = None,
         num_workers: int = 0,
         validation_documents: int | DocumentStore = 0,
+        test_documents: DocumentStore | None = None,
         model_shape: ModelShape | None = None,
         pin_memory: bool | None = None,
     ) -> None:
@@ -120,6 +122,7 @@ class WLBDataModule(L.LightningDataModule):
         self.sharding = sharding
         self.num_workers = num_workers
         self.validation_documents = validation_documents
+        self.test_documents = test_documents
         self.model_shape = model_shape
         self.pin_memory = pin_memory
         self._opened: tuple[DocumentStore, DocumentStore | None] | None = None
@@ -176,6 +179,18 @@ class WLBDataModule(L.LightningDataModule):
             # the hook it warns of that instead.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
+        return self._evaluation(store)
+
+    def test_dataloader(self) -> StepLoader:
+        """The steps of one pass over the test documents, in the store's order."""
+        if self.test_documents is None:
+            raise MisconfigurationException(
+                "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...) a"
+                " document store."
+            )
+        return self._evaluation(_store(self.test_documents))
+
+    def _evaluation(self, store: DocumentStore) -> StepLoader:
         settings = replace(self.settings, shuffle=False, max_tokens=None)
         return self._loader(self._dataset(store, settings), lambda: None)
 

@@ -49,7 +49,6 @@ def shard(
         # on the root alone the layers would still average.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True)
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -58,7 +57,10 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def begin_step(model: nn.Module) -> None:
-    """Gather all parameters and let gradients accumulate unreduced until :func:`finish_step`."""
+    """Gather all parameters and let gradients accumulate unreduced until :func:`finish_step`.
+
+    What a step that was broken off has left behind is dropped.
+    """
     root = _root_state(model)
     # Forced, so that a rank that runs no forward joins the same collectives.
     root._lazy_init()
@@ -68,6 +70,9 @@ def begin_step(model: nn.Module) -> None:
         module.set_is_last_backward(False)
     for module in fsdp_modules(model):
         module.unshard()
+    for parameter in _parameters(root):
+        parameter._unsharded_param.grad = None
+        parameter.unsharded_accumulated_grad = None
 
 
 def finish_step(model: nn.Module) -> None:
@@ -81,9 +86,10 @@ def finish_step(model: nn.Module) -> None:
         module.set_is_last_backward(True)
     root = _root_state(model)
     with torch.no_grad():
-        for state in root._state_ctx.all_states:
-            for group in _parameter_groups(state):
-                group.post_backward()
+        for parameter in _parameters(root):
+            _fill(parameter)
+        for group in _groups(root):
+            group.post_backward()
         root._root_post_backward_final_callback()
 
 
@@ -98,8 +104,26 @@ def _root_state(model: nn.Module) -> Any:
     return model._get_fsdp_state()
 
 
-def _parameter_groups(state: Any) -> Any:
-    # torch 2.13 has a list of groups for each state, torch 2.11 at most one group.
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+def _groups(root: Any) -> Iterator[Any]:
+    """FSDP's units of communication: torch 2.13 has a list for each state, torch 2.11 one."""
+    for state in root._state_ctx.all_states:
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:
+            yield state._fsdp_param_group
+
+
+def _parameters(root: Any) -> Iterator[Any]:
+    return (parameter for group in _groups(root) for parameter in group.fsdp_params)
+
+
+def _fill(parameter: Any) -> None:
+    """Give a parameter without gradient a zero one, in the dtype of reduction.
+
+    FSDP leaves such a parameter out of the reduction, and a rank without micro-batches would let
+    the others wait. (torch 2.13 has set_reduce_scatter_unused_params for it, torch 2.11 not.)
+    """
+    gathered = parameter._unsharded_param
+    if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
+        gathered.grad = torch.zeros_like(gathered)
+        parameter.to_accumulated_grad_if_needed()

@@ -348,3 +348,16 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
         args=["--data.context_window=8", "--data.micro_batches=2"],
     )
     assert named.datamodule.documents == "stdlib"
+
+
+def test_test_documents_are_read_once_in_order(tmp_path: Path) -> None:
+    module = Recorder()
+    tested: list[int] = []
+    module.test_step = lambda batch, index: tested.extend(  # type: ignore[method-assign]
+        piece.document for piece in batch.plan.pieces
+    )
+    store = InMemoryDocuments([[1, 2], [3], [4, 5, 6]])
+    trainer(tmp_path).test(module, data(test_documents=store), verbose=False)
+    assert sorted(tested) == [0, 1, 2]
+    with pytest.raises(MisconfigurationException, match="no test documents"):
+        trainer(tmp_path).test(Recorder(), data())
