@@ -7,6 +7,7 @@ how the pieces of a step are grouped into micro-batches, and how these are dealt
 
 from __future__ import annotations
 
+from lightning_wlb.planning.packing.balanced import BalancedPacker
 from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.packing.best_fit import BestFitPacker
 from lightning_wlb.planning.packing.fixed_greedy import FixedGreedyPacker
@@ -24,6 +25,7 @@ PACKINGS: dict[str, type[Packer]] = {
     "varlen_ilp": VarlenIlpPacker,
     "wlb": WlbPacker,
     "best_fit": BestFitPacker,
+    "balanced": BalancedPacker,
     "tapered": TaperedPacker,
     "slim": SlimPacker,
 }

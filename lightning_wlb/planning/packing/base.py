@@ -145,7 +145,8 @@ class Packer:
     def next_step(self, arrivals: Arrivals, step: int) -> Released:
         """What enters optimiser step ``step``."""
         while (batch := arrivals.draw()) is not None:
-            admitted = self.carried + self.admit(batch, arrivals, step)
+            admitted = self.admit(batch, arrivals, step)
+            admitted = self.carried + admitted  # what `admit` has left there
             if admitted:
                 self.carried = []
                 return Released(self._group(admitted, step, self.rules.micro_batches), False)
@@ -153,7 +154,10 @@ class Packer:
         return Released(self._group(admitted, step, self.rules.micro_batches), True)
 
     def admit(self, batch: list[Piece], arrivals: Arrivals, step: int) -> list[Piece]:
-        """Let a global batch arrive; the pieces that may enter the step, carried ones left out."""
+        """Let a global batch arrive; the pieces that may enter the step, carried ones left out.
+
+        Carried pieces enter too, unless this takes them out of :attr:`carried`.
+        """
         return batch
 
     def empty(self) -> list[Piece]:

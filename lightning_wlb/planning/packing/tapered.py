@@ -39,7 +39,7 @@ from lightning_wlb.planning.packing.base import (
 from lightning_wlb.planning.release import oldest_first
 from lightning_wlb.planning.taper import Job, taper
 
-_ROUNDS = 1  # in which cheap pieces move between replicas
+_ROUNDS = 2  # in which cheap pieces move between replicas
 
 
 class _Replica(NamedTuple):
@@ -85,9 +85,10 @@ class TaperedPacker(Packer):
             return batch
         rules, total = self.rules, self.rules.costs.total
         short = [piece for piece in batch if piece.tokens <= self._long]
-        long = longest_first(
-            self._waiting + [piece for piece in batch if piece.tokens > self._long]
-        )
+        # Long pieces that did not fit the last step are held or not like any other.
+        candidates = self._waiting + self.carried + batch
+        long = longest_first([piece for piece in candidates if piece.tokens > self._long])
+        self.carried = [piece for piece in self.carried if piece.tokens <= self._long]
         entering = short + self.carried
         number = holding.hold(
             holding.Waiting(
