@@ -142,3 +142,29 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
         last = (last_of_piece[piece.document, piece.origin] for piece in replica.slices_of(group))
         needs.append(max(last, default=backward[-1]) + 1)
     return backward, needs
+
+
+def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], list[int]]]:
+    """:func:`backward_order` of every replica of a step, so that none waits for another for ever.
+
+    Replicas that share micro-batches (DP-Merge) meet in their forwards and backwards. A replica
+    whose own slices need a longer warm-up would come to its second shared forward before its
+    first shared backward, another the other way round. So each shared backward needs the most
+    forwards that any of its replicas plans before it. Shared micro-batches come first on all
+    their replicas (:mod:`~lightning_wlb.planning.merging`), so all then meet in one order, if each
+    rank has one stage: the groups of interleaved 1F1B depend on the number of micro-batches.
+
+    Raises:
+        ValueError: as :func:`backward_order`.
+    """
+    orders = [backward_order(replica) for replica in replicas]
+    planned = [planned_warm_up(needs) for _, needs in orders]
+    aligned = []
+    for replica, (backward, _), own in zip(replicas, orders, planned, strict=True):
+        needs = [
+            min(max(planned[other][place] for other in group.replicas), len(backward))
+            for place, group in enumerate(replica.backward)
+            if len(group.replicas) > 1
+        ]
+        aligned.append((backward, needs + own[len(needs) :]))
+    return aligned

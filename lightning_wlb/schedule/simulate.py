@@ -20,7 +20,7 @@ without a backward in its program (an evaluation) frees its own. A constant per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from operator import index as as_integer
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Simulation:
         self, run: _Run, constant: Sequence[int], compute_ns: int, synchronisation_ns: int
     ) -> None:
         """Made by :func:`simulate` and :func:`simulate_replicas`."""
-        self._graph, self._begin, self._end, self._opened = run
+        self._graph, self._begin, self._end, self._opened = run[:4]
         self._constant = constant
         self.compute_ns = compute_ns
         self.synchronisation_ns = synchronisation_ns
@@ -139,6 +139,7 @@ def simulate_replicas(
     opened_bytes: Callable[[int, Action], int] | None = None,
     constant_bytes: Sequence[int] | None = None,
     synchronisation_ns: int = 0,
+    shared: Callable[[int, Action], Hashable] | None = None,
 ) -> list[Simulation]:
     """Simulate the step of several replicas, which end together.
 
@@ -149,12 +150,14 @@ def simulate_replicas(
         opened_bytes: of (replica, action).
         constant_bytes: of each rank, the same for all replicas.
         synchronisation_ns: begins when the slowest replica has computed.
+        shared: of (replica, action), what the action is called on all replicas that run it
+            together (DP-Merge), and then begin it together; None for an action of one replica.
 
     Returns:
         One simulation for each replica; ``compute_ns`` and ``total_ns`` are those of the step.
 
     Raises:
-        ValueError: as :func:`simulate`.
+        ValueError: as :func:`simulate`, and if replicas wait for each other in shared actions.
         TypeError: as :func:`simulate`.
     """
     runs = []
@@ -167,6 +170,8 @@ def simulate_replicas(
                 None if opened_bytes is None else partial(opened_bytes, replica),
             )
         )
+    if shared is not None:
+        runs = _together(runs, shared)
     return _close(runs, constant_bytes, synchronisation_ns)
 
 
@@ -177,6 +182,41 @@ class _Run(NamedTuple):
     begin: list[int]
     end: list[int]
     opened: list[int]
+    transfers: list[int]
+
+
+def _together(runs: list[_Run], shared: Callable[[int, Action], Hashable]) -> list[_Run]:
+    """The same runs, in which shared actions begin when all that share them can.
+
+    Repeated until nothing moves: times only grow, and of the shared actions whose time is not
+    final yet, each round makes that of the first one so. If there are more rounds than that, the
+    replicas wait for each other.
+    """
+    names: dict[Hashable, list[tuple[int, int]]] = {}
+    for replica, run in enumerate(runs):
+        for number, action in enumerate(run.graph.actions):
+            name = shared(replica, action)
+            if name is not None:
+                names.setdefault(name, []).append((replica, number))
+    earliest = [[0] * len(run.begin) for run in runs]
+    durations = [
+        [end - begin for begin, end in zip(run.begin, run.end, strict=True)] for run in runs
+    ]
+    for _ in range(len(names) + 1):
+        moved: set[int] = set()
+        for places in names.values():
+            begin = max(runs[replica].begin[number] for replica, number in places)
+            for replica, number in places:
+                if runs[replica].begin[number] < begin:
+                    earliest[replica][number] = begin
+                    moved.add(replica)
+        if not moved:
+            return runs
+        for replica in moved:
+            run = runs[replica]
+            times = _times(run.graph, durations[replica], run.transfers, earliest[replica])
+            runs[replica] = run._replace(begin=times[0], end=times[1])
+    raise ValueError("the schedules deadlock: replicas wait for each other in shared actions.")
 
 
 def _run(
@@ -193,6 +233,15 @@ def _run(
         transfers = _integers("transfer", transfer, graph, graph.received)
     if opened_bytes is not None:
         opened = _integers("opened_bytes", opened_bytes, graph, graph.forwards)
+    begin, end = _times(graph, durations, transfers, None)
+    return _Run(graph, begin, end, opened, transfers)
+
+
+def _times(
+    graph: Graph, durations: list[int], transfers: list[int], earliest: list[int] | None
+) -> tuple[list[int], list[int]]:
+    """Begin and end of every action, by number; none begins before ``earliest``."""
+    count = len(graph.actions)
     begin = [0] * count
     end = [0] * (count + 1)  # The last entry is time 0, where NONE points.
     needed = graph.needed
@@ -202,11 +251,13 @@ def _run(
             arrival = end[needed[number]] + transfers[number]
             if arrival > now:
                 now = arrival
+            if earliest is not None and earliest[number] > now:
+                now = earliest[number]
             begin[number] = now
             now += durations[number]
             end[number] = now
     end.pop()
-    return _Run(graph, begin, end, opened)
+    return begin, end
 
 
 def _integers(

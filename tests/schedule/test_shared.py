@@ -1,0 +1,137 @@
+"""Micro-batches that replicas share: no deadlock between replicas, and the simulated wait."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.schedule.actions import check_replicas, parse_program
+from lightning_wlb.schedule.packflow import (
+    backward_order,
+    backward_orders,
+    packflow,
+    planned_warm_up,
+)
+from lightning_wlb.schedule.simulate import simulate, simulate_replicas
+
+
+def together(*names):
+    """``names[replica][micro-batch]`` is what a shared micro-batch is called; None: own."""
+
+    def shared(replica, action):
+        name = names[replica][action.micro_batch]
+        return None if name is None else (name, action.stage, action.kind)
+
+    return shared
+
+
+def one_rank(*programs):
+    return [[parse_program(program)] for program in programs]
+
+
+def test_shared_actions_begin_together():
+    """Replica 1 comes to the shared micro-batch late, and both leave it together."""
+    programs = one_rank("0F0 0B0 0F1 0B1", "0F0 0F1 0B1 0B0")
+    shared = together(["x", None], [None, "x"])
+    first, second = simulate_replicas(
+        programs, lambda replica, action: 10 if replica == 0 else 25, shared=shared
+    )
+    assert [(span.begin_ns, str(span.action)) for span in first.spans[0]] == [
+        (25, "0F0"), (50, "0B0"), (60, "0F1"), (70, "0B1"),
+    ]  # fmt: skip
+    assert [span.begin_ns for span in second.spans[0]] == [0, 25, 50, 75]
+
+
+def test_replicas_in_different_orders_deadlock():
+    programs = one_rank("0F0 0F1 0B0 0B1", "0F0 0F1 0B0 0B1")
+    shared = together(["x", "y"], ["y", "x"])
+    with pytest.raises(ValueError, match="rank 0 waits for the other replicas that run 0F0"):
+        check_replicas(programs, [2, 2], shared=shared)
+    with pytest.raises(ValueError, match="replicas wait for each other"):
+        simulate_replicas(programs, lambda replica, action: 1, shared=shared)
+
+
+def test_a_micro_batch_that_the_other_replica_never_runs():
+    programs = one_rank("0F0 0B0 0F1 0B1", "0F0 0B0")
+    shared = together(["x", "y"], ["x"])
+    check_replicas(programs, [2, 1], shared=shared)
+    shared = together(["x", None], ["y"])
+    check_replicas(programs, [2, 1], shared=shared)
+
+
+def test_without_shared_actions_nothing_changes():
+    programs = [[packflow(rank, 2, [0, 1], [1, 2]) for rank in range(2)] for _ in range(2)]
+    shared = together([None, None], [None, None])
+    both = simulate_replicas(programs, lambda replica, action: 3, shared=shared)
+    alone = simulate(programs[0], lambda action: 3)
+    assert [result.spans for result in both] == [alone.spans] * 2
+
+
+def plan_of(quads, pairs, own):
+    """Four replicas: chains that all share, micro-batches that pairs share, chains of their own."""
+    replicas = []
+    for replica in range(4):
+        slices, forward = [], []
+        everyone, pair = (0, 1, 2, 3), (0, 1) if replica < 2 else (2, 3)
+        chains = [(f"1{at}", length, everyone) for at, length in enumerate(quads)]
+        chains += [(f"2{replica // 2}{at}", 1, pair) for at in range(pairs)]
+        chains += [
+            (f"3{replica}{at}", length, (replica,)) for at, length in enumerate(own[replica])
+        ]
+        for document, length, members in chains:
+            for part in range(length):
+                forward.append(MicroBatch((len(slices),), "per_document", 1, members))
+                slices.append(Slice(int(document), 0, part, part + 1))
+        replicas.append(
+            ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+        )
+    return replicas
+
+
+def names_of(replicas):
+    return [
+        [replica.slices_of(group) if len(group.replicas) > 1 else None for group in replica.forward]
+        for replica in replicas
+    ]
+
+
+def test_a_longer_warm_up_of_one_replica_needs_aligned_orders():
+    replicas = plan_of([1], 1, [[], [], [], [2]])
+    shared = together(*names_of(replicas))
+    counts = [len(replica.forward) for replica in replicas]
+    alone = [[packflow(0, 1, *backward_order(replica))] for replica in replicas]
+    with pytest.raises(ValueError, match="rank 2 waits for the other replicas that run 0B0"):
+        check_replicas(alone, counts, shared=shared)
+    check_replicas([[packflow(0, 1, *order)] for order in backward_orders(replicas)], counts)
+
+
+@given(
+    st.lists(st.integers(1, 3), max_size=3),
+    st.integers(0, 2),
+    st.lists(st.lists(st.integers(1, 4), max_size=4), min_size=4, max_size=4),
+    st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_shared_first_never_deadlocks(quads, pairs, own, ranks):
+    replicas = plan_of(quads, pairs, own)
+    programs = [
+        [packflow(rank, ranks, *order) for rank in range(ranks)]
+        for order in backward_orders(replicas)
+    ]
+    shared = together(*names_of(replicas))
+    check_replicas(programs, [len(replica.forward) for replica in replicas], shared=shared)
+    results = simulate_replicas(programs, lambda replica, action: 1 + replica, shared=shared)
+    begins = {}
+    for replica, result in enumerate(results):
+        for span in (span for rank in result.spans for span in rank):
+            name = shared(replica, span.action)
+            if name is not None:
+                assert begins.setdefault(name, span.begin_ns) == span.begin_ns
+
+
+def test_without_shared_micro_batches_orders_are_those_of_each_replica():
+    replicas = plan_of([], 0, [[3, 1], [1], [], [2, 2]])
+    for (backward, needs), replica in zip(backward_orders(replicas), replicas, strict=True):
+        alone, least = backward_order(replica)
+        assert backward == alone
+        assert needs == planned_warm_up(least)
