@@ -7,6 +7,7 @@ how the pieces of a step are grouped into micro-batches, and how these are dealt
 
 from __future__ import annotations
 
+from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.balanced import BalancedPacker
 from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.packing.best_fit import BestFitPacker
@@ -28,4 +29,5 @@ PACKINGS: dict[str, type[Packer]] = {
     "balanced": BalancedPacker,
     "tapered": TaperedPacker,
     "slim": SlimPacker,
+    "auto": AutoPacker,
 }
