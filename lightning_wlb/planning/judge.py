@@ -11,13 +11,14 @@ device; with a profile, judge by :mod:`~lightning_wlb.planning.predict`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD
-from lightning_wlb.schedule.packflow import backward_order, packflow
-from lightning_wlb.schedule.simulate import Simulation, simulate
+from lightning_wlb.planning.merging import shared_work
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
+from lightning_wlb.schedule.packflow import backward_orders, packflow
+from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,50 @@ class PipelineJudge:
     stages_per_rank: int = 1
     overhead: int = 0
 
-    def __call__(self, replica: ReplicaPlan) -> Simulation:
+    def __call__(self, replicas: Sequence[ReplicaPlan]) -> list[Simulation]:
         """The step, in the time that a rank takes for ``total`` (as if it had all layers).
 
         ``peak_bytes`` counts tokens of open micro-batches instead, once for each stage.
+
+        Args:
+            replicas: all of a step, or one that shares no micro-batch; micro-batches that they
+                share must come first on all that share them.
         """
-        order, needs = backward_order(replica)
-        passes: dict[str, list[int]] = {FORWARD: [], BACKWARD: []}
-        tokens: list[int] = []
+        passes = [self._passes(replica) for replica in replicas]
+        groups = [replica.forward for replica in replicas]
+        programs = [
+            [packflow(rank, self.ranks, *order, self.stages_per_rank) for rank in range(self.ranks)]
+            for order in backward_orders(replicas)
+        ]
+
+        def shared(replica: int, action: Action) -> tuple[object, ...] | None:
+            group = groups[replica][action.micro_batch]
+            if len(group.replicas) == 1:
+                return None
+            # Micro-batches that are shared have the same place on all their replicas.
+            return group.replicas, action
+
+        any_shared = any(len(group.replicas) > 1 for each in groups for group in each)
+        return simulate_replicas(
+            programs,
+            lambda replica, action: passes[replica][action.kind][action.micro_batch],
+            opened_bytes=lambda replica, action: passes[replica]["tokens"][action.micro_batch],
+            shared=shared if any_shared else None,
+        )
+
+    def _passes(self, replica: ReplicaPlan) -> dict[str, list[int]]:
+        """Of each micro-batch the length of either pass, and the tokens on one replica."""
+        passes: dict[str, list[int]] = {FORWARD: [], BACKWARD: [], "tokens": []}
         for group in replica.forward:
             total = first = 0
             for part in replica.slices_of(group):
                 begin, end = part.context, part.stop - part.origin
                 total += self.total(end) - (self.total(begin) if begin else 0)
                 first += self.forward(end) - (self.forward(begin) if begin else 0)
+            members = len(group.replicas)
+            if members > 1:
+                total, first = shared_work(total, members), shared_work(first, members)
             passes[FORWARD].append(first // self.stages_per_rank + self.overhead)
             passes[BACKWARD].append((total - first) // self.stages_per_rank + self.overhead)
-            tokens.append(replica.tokens_of(group))
-        programs = [
-            packflow(rank, self.ranks, order, needs, self.stages_per_rank)
-            for rank in range(self.ranks)
-        ]
-        return simulate(
-            programs,
-            lambda action: passes[action.kind][action.micro_batch],
-            opened_bytes=lambda action: tokens[action.micro_batch],
-        )
+            passes["tokens"].append(-(-replica.tokens_of(group) // members))
+        return passes

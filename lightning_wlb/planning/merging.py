@@ -77,7 +77,7 @@ def merge_pieces(
     for size, piece in sized:
         sets = [range(first, first + size) for first in range(0, replicas - size + 1, size)]
         members = min(sets, key=lambda each: max(loads[replica] for replica in each))
-        part = work(piece.tokens) * (100 + overhead_percent) // (100 * size)
+        part = shared_work(work(piece.tokens), size, overhead_percent)
         for replica in members:
             loads[replica] += part
         shared.append((piece, tuple(members)))
@@ -90,6 +90,11 @@ def merge_pieces(
         loads[replica] = load + work(piece.tokens)
         heapq.heapreplace(heap, (loads[replica], replica))
     return Merged(shared, own, loads)
+
+
+def shared_work(work: int, members: int, overhead_percent: int = OVERHEAD_PERCENT) -> int:
+    """What each of the replicas that share a piece has to do for it."""
+    return work * (100 + overhead_percent) // (100 * members)
 
 
 def _size(

@@ -12,28 +12,54 @@ from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_
 Shard = Callable[[Sequence[Slice], int], tuple[str, int]]
 """Slices of a micro-batch, replicas that share it -> sharding, rows per context-parallel rank."""
 
+Shared = tuple[Sequence[Slice], tuple[int, ...]]
+"""Slices of a micro-batch, and the replicas that share it."""
+
 
 def whole(piece: Piece) -> Slice:
     """The slice that is all of a piece."""
     return Slice(piece.document, piece.origin, piece.origin, piece.stop)
 
 
-def replica_plan(packs: Sequence[Sequence[Slice]], replica: int, shard: Shard) -> ReplicaPlan:
+def replica_plan(
+    packs: Sequence[Sequence[Slice]], replica: int, shard: Shard, shared: Sequence[Shared] = ()
+) -> ReplicaPlan:
     """The plan of a replica that runs micro-batches in their order, and backward symmetrically.
 
     Args:
         packs: the slices of each micro-batch, in forward order.
         replica: its number.
         shard: how a micro-batch is laid out.
+        shared: micro-batches of this and other replicas, which come first on all of them.
     """
     slices: list[Slice] = []
     forward = []
-    for pack in packs:
+    for pack, members in [*shared, *((pack, (replica,)) for pack in packs)]:
         numbers = tuple(range(len(slices), len(slices) + len(pack)))
-        sharding, rows = shard(pack, 1)
+        sharding, rows = shard(pack, len(members))
         slices += pack
-        forward.append(MicroBatch(numbers, sharding, rows, (replica,)))
+        forward.append(MicroBatch(numbers, sharding, rows, members))
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+
+
+def unsharded(slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
+    """In place of a :data:`Shard`, where the plan is only simulated: choosing one takes longer."""
+    return "", 0
+
+
+def sharded(replica: ReplicaPlan, shard: Shard) -> ReplicaPlan:
+    """The symmetric plan with every micro-batch laid out by ``shard``."""
+    made = {
+        group.slices: MicroBatch(
+            group.slices, *shard(replica.slices_of(group), len(group.replicas)), group.replicas
+        )
+        for group in replica.forward
+    }
+    return ReplicaPlan(
+        replica.slices,
+        tuple(made[group.slices] for group in replica.forward),
+        tuple(made[group.slices] for group in replica.backward),
+    )
 
 
 def asymmetric_replica_plan(

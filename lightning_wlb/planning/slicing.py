@@ -104,12 +104,17 @@ def deal_pieces(
     return dealt
 
 
-def share_packs(loads: Sequence[int], packs: int) -> list[int]:
-    """M of each replica: ``packs`` over all replicas, by work, at least one where there is any.
+def share_packs(loads: Sequence[int], packs: int, total: int | None = None) -> list[int]:
+    """M of each replica, by its work, at least one where there is any.
 
     Rounded half up, so the sum may differ from ``packs``.
+
+    Args:
+        loads: work of each replica.
+        packs: what ``total`` is divided into.
+        total: work; None: the sum of the loads.
     """
-    total = max(sum(loads), 1)
+    total = max(sum(loads) if total is None else total, 1)
     return [max((2 * packs * load + total) // (2 * total), 1) if load else 0 for load in loads]
 
 

@@ -93,7 +93,7 @@ class Executor:
         self._check_agreement(batch.plan)
         self.model.merged_groups = self.merged.prepare(batch.plan)  # type: ignore[assignment]
         fully_sharded.begin_step(self.model)
-        program = self.pipeline.program(batch.units)
+        program = self.pipeline.program(batch.plan, batch.replica, batch.units)
         if not training:
             program = [action for action in program if action.kind == FORWARD]
         step = _Step(self.model, self.pipeline, batch, denominator, self.stopwatch)

@@ -21,22 +21,22 @@ def equal_packs(count: int):
 
 def test_equal_micro_batches_take_the_closed_form():
     judge = PipelineJudge(total, forward, ranks=4, overhead=7)
-    result = judge(equal_packs(6))
+    result = judge([equal_packs(6)])[0]
     assert result.total_ns == (6 + 3) * (total(100) + 14)
     assert result.peak_bytes == (400, 300, 200, 100)
 
 
 def test_virtual_stages_divide_the_bubble():
     judge = PipelineJudge(total, forward, ranks=4, stages_per_rank=2)
-    assert judge(equal_packs(8)).total_ns == (2 * 8 + 3) * total(100) // 2
+    assert judge([equal_packs(8)])[0].total_ns == (2 * 8 + 3) * total(100) // 2
 
 
 def test_a_slice_costs_what_it_adds_to_its_prefix():
     parts = [[Slice(0, 5, 5, 45)], [Slice(0, 5, 45, 105)]]
     plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
     judge = PipelineJudge(total, forward, ranks=1)
-    assert judge(plan).total_ns == total(100)
-    assert judge(plan).peak_bytes == (100,)
+    assert judge([plan])[0].total_ns == total(100)
+    assert judge([plan])[0].peak_bytes == (100,)
 
 
 def test_an_overhead_makes_many_micro_batches_dear():
@@ -47,10 +47,25 @@ def test_an_overhead_makes_many_micro_batches_dear():
         parts = [[Slice(0, 0, a, b)] for a, b in pairwise(cuts)]
         return replica_plan(parts, 0, lambda slices, replicas: ("", 0))
 
-    assert free(sliced(8)).total_ns < free(sliced(2)).total_ns
-    assert dear(sliced(8)).total_ns > dear(sliced(2)).total_ns
+    assert free([sliced(8)])[0].total_ns < free([sliced(2)])[0].total_ns
+    assert dear([sliced(8)])[0].total_ns > dear([sliced(2)])[0].total_ns
 
 
 def test_nothing_takes_no_time():
     plan = replica_plan([], 0, lambda slices, replicas: ("", 0))
-    assert PipelineJudge(total, forward, ranks=3)(plan).total_ns == 0
+    assert PipelineJudge(total, forward, ranks=3)([plan])[0].total_ns == 0
+
+
+def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():
+    part, own = [Slice(0, 0, 0, 100)], [Slice(1, 0, 0, 100)]
+    shared = [(part, (0, 1))]
+    plans = [
+        replica_plan([own], 0, lambda slices, replicas: ("", 0), shared),
+        replica_plan([], 1, lambda slices, replicas: ("", 0), shared),
+    ]
+    first, second = PipelineJudge(total, forward, ranks=1)(plans)
+    assert first.busy_ns == (total(100) * 110 // 200 + total(100),)
+    assert second.busy_ns == (total(100) * 110 // 200,)
+    assert second.peak_bytes == (50,)
+    ends = [{str(span.action): span.end_ns for span in each.spans[0]} for each in (first, second)]
+    assert ends[0]["0B0"] == ends[1]["0B0"]

@@ -109,6 +109,43 @@ def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
     return replace(plan, replicas=tuple(replicas)).validate()
 
 
+def sliced_and_merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+    """As :func:`merged`, with every piece cut in up to three consecutive micro-batches."""
+    generator = random.Random(plan.step)
+    plan = merged(plan, at, sharding)
+    cuts: dict[Slice, list[Slice]] = {}
+    replicas = []
+    for number, replica in enumerate(plan.replicas):
+        slices: list[Slice] = []
+        forward = []
+        # Own micro-batches are only cut where the replica is odd, so that warm-ups differ.
+        for group in replica.forward:
+            (*rest, last) = replica.slices_of(group)
+            parts = [*rest, last]
+            groups = [parts]
+            if (len(group.replicas) > 1 or number % 2) and last.tokens >= 3:
+                if last not in cuts:
+                    at_token = sorted(generator.sample(range(last.start + 1, last.stop), 2))
+                    edges = [last.start, *at_token, last.stop]
+                    cuts[last] = [last._replace(start=a, stop=b) for a, b in pairwise(edges)]
+                first, *others = cuts[last]
+                groups = [[*rest, first], *([other] for other in others)]
+            for parts in groups:
+                arrangement = layout(
+                    sharding,
+                    [part.tokens for part in parts],
+                    at.context_parallel_size * len(group.replicas),
+                    at.tensor_parallel_size,
+                )
+                indices = tuple(range(len(slices), len(slices) + len(parts)))
+                forward.append(MicroBatch(indices, sharding, arrangement.rows, group.replicas))
+                slices += parts
+        replicas.append(
+            ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+        )
+    return replace(plan, replicas=tuple(replicas)).validate()
+
+
 class ChangingPlanner:
     """A planner whose plans are rewritten."""
 
@@ -138,6 +175,13 @@ class AsymmetricDataset(StepDataset):
 class MergingDataset(StepDataset):
     def planner(self) -> Any:
         return ChangingPlanner(super().planner(), lambda plan: merged(plan, self.at, self.sharding))
+
+
+class SlicingAndMergingDataset(StepDataset):
+    def planner(self) -> Any:
+        return ChangingPlanner(
+            super().planner(), lambda plan: sliced_and_merged(plan, self.at, self.sharding)
+        )
 
 
 def sharding_of(case: Case) -> str:
@@ -266,5 +310,27 @@ def test_asymmetric_plans_give_the_same_gradients(ranks, runs):
 )
 def test_replicas_that_share_a_micro_batch_give_the_same_gradients(ranks, runs):
     results = run_ranks(run_changed, ranks, runs, MergingDataset, process_group=False)
+    for index, (_, _, case) in enumerate(runs):
+        check_equal([rank[index] for rank in results], case)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs"),
+    [
+        (2, (((2, 1, 1, 1), "1f1b", CASES[0]), ((2, 1, 1, 1), "1f1b", CASES[3]))),
+        (
+            4,
+            (
+                ((4, 1, 1, 1), "1f1b", CASES[1]),
+                ((2, 2, 1, 1), "1f1b", CASES[2]),
+                ((2, 2, 1, 1), "1f1b", CASES[0]),
+                ((2, 1, 2, 1), "1f1b", CASES[4]),
+            ),
+        ),
+    ],
+)
+def test_shared_slices_give_the_same_gradients(ranks, runs):
+    """Slices whose keys are kept over several replicas, beside slices of one replica alone."""
+    results = run_ranks(run_changed, ranks, runs, SlicingAndMergingDataset, process_group=False)
     for index, (_, _, case) in enumerate(runs):
         check_equal([rank[index] for rank in results], case)

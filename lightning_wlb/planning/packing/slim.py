@@ -2,8 +2,10 @@
 
 Nothing waits: every global batch is a step. Its pieces are dealt to the replicas by work, and each
 replica's are cut into MicroPacks (:mod:`~lightning_wlb.planning.slicing`), ``micro_packs`` times N
-over all replicas. On Generator A with four pipeline stages and N = 4 the simulated step is as
-long as 1.19 times its work (1.76 for ``wlb``, 2.04 for ``original``), without delay.
+over all replicas. A piece with more work than a replica's capacity is shared by several
+(:mod:`~lightning_wlb.planning.merging`). On Generator A with four pipeline stages and N = 4 the
+simulated step is as long as 1.19 times its work (1.76 for ``wlb``, 2.04 for ``original``), without
+delay.
 
 The price: keys and values of cut pieces are kept until their last slice has run backward, and
 micro-batches are smaller, which a device may run less efficiently.
@@ -16,9 +18,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_wlb.plan import Piece, ReplicaPlan
+from lightning_wlb.planning.merging import Merged, merge_pieces, shared_work
 from lightning_wlb.planning.packing.base import Groups, Mesh, Packer, Rules
-from lightning_wlb.planning.replicas import Shard, replica_plan
-from lightning_wlb.planning.slicing import PrefixWork, deal_pieces, share_packs, slice_pieces
+from lightning_wlb.planning.replicas import Shard, Shared, replica_plan
+from lightning_wlb.planning.slicing import PrefixWork, share_packs, slice_pieces
 
 
 class SlimPacker(Packer):
@@ -36,23 +39,42 @@ class SlimPacker(Packer):
 
     def replicas(self, groups: Groups, mesh: Mesh, shard: Shard) -> list[ReplicaPlan]:
         """Pieces dealt to replicas by work, and the MicroPacks of each."""
-        work = self._prefix_work
         pieces = [piece for group in groups for piece in group]
-        dealt = deal_pieces(pieces, mesh.replicas, work)
-        loads = [sum(work(piece.tokens) for piece in own) for own in dealt]
+        # A piece above a replica's capacity is shared; virtual stages cannot.
+        per_capacity = 1 if mesh.stages_per_rank == 1 else 0
+        merged = merge_pieces(pieces, mesh.replicas, self._prefix_work, per_capacity)
+        return self.divide(merged, self.rules.micro_packs, mesh, shard)
+
+    def divide(
+        self, merged: Merged, micro_packs: int, mesh: Mesh, shard: Shard
+    ) -> list[ReplicaPlan]:
+        """MicroPacks of pieces that are dealt, shared ones first."""
+        work, cap = self._prefix_work, self.rules.cap
+        total = sum(merged.loads)
+        packs = micro_packs * self.rules.micro_batches
+        shared: list[Shared] = []
+        for piece, members in merged.shared:
+            part = shared_work(work(piece.tokens), len(members))
+            (count,) = share_packs([part], packs, total)
+            shared += [(pack, members) for pack in slice_pieces([piece], count, cap, work)]
+        own = [sum(work(piece.tokens) for piece in pieces) for pieces in merged.own]
+        counts = share_packs(own, packs, total)
         return [
-            self.replica(own, share, number, mesh, shard)
-            for number, (own, share) in enumerate(zip(dealt, self.packs(loads), strict=True))
+            self.replica(
+                pieces, count, number, mesh, shard, [each for each in shared if number in each[1]]
+            )
+            for number, (pieces, count) in enumerate(zip(merged.own, counts, strict=True))
         ]
 
-    def packs(self, loads: list[int]) -> list[int]:
-        """MicroPacks of each replica, from its work."""
-        return share_packs(loads, self.rules.micro_packs * self.rules.micro_batches)
-
     def replica(
-        self, pieces: list[Piece], packs: int, number: int, mesh: Mesh, shard: Shard
+        self,
+        pieces: list[Piece],
+        packs: int,
+        number: int,
+        mesh: Mesh,
+        shard: Shard,
+        shared: list[Shared],
     ) -> ReplicaPlan:
-        """The plan of one replica."""
-        return replica_plan(
-            slice_pieces(pieces, packs, self.rules.cap, self._prefix_work), number, shard
-        )
+        """The plan of one replica: what it shares, and ``packs`` MicroPacks of its own pieces."""
+        made = slice_pieces(pieces, packs, self.rules.cap, self._prefix_work)
+        return replica_plan(made, number, shard, shared)

@@ -44,14 +44,30 @@ def test_micro_packs_are_a_multiple_of_n():
         assert max(work) * 8 < sum(work) * 1.012
 
 
-def test_a_replica_with_more_work_has_more_micro_batches_as_large_as_the_others():
-    """One document above a replica's share stays on one replica."""
+def above_the_capacity(**mesh):
+    """One document has more work than half of the step."""
     planner = Planner(
         [WINDOW, *[2000] * 60],
         DataSettings(WINDOW, 2, packing="slim", shuffle=False),
         LLAMA2_7B_LAYER.total,
-        MeshSettings(replicas=2),
+        MeshSettings(replicas=2, **mesh),
     )
-    first, second = loads(planner.next_step())
+    return planner.next_step()
+
+
+def test_a_piece_above_the_capacity_is_shared_in_slices():
+    plan = above_the_capacity()
+    assert [len(replica.forward) for replica in plan.replicas] == [4, 4]
+    for replica in plan.replicas:
+        shared = [group for group in replica.forward if group.replicas == (0, 1)]
+        assert list(replica.forward[: len(shared)]) == shared
+        assert sum(map(replica.tokens_of, shared)) == WINDOW
+        own = [group for group in replica.forward if len(group.replicas) == 1]
+        assert sum(map(replica.tokens_of, own)) == 60_000
+
+
+def test_virtual_stages_cannot_share():
+    """The piece stays on one replica, which has more micro-batches nearly as large."""
+    first, second = loads(above_the_capacity(stages_per_rank=2))
     assert (len(first), len(second)) == (6, 2)
     assert max(first) < 1.5 * max(second)  # in as many micro-batches each, 4.3
