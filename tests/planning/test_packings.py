@@ -1,0 +1,201 @@
+"""Every registered packing method keeps the promises, also on streams made to break it.
+
+Nothing is lost, the cap holds, runs are deterministic and resume exactly from any step, pieces do
+not wait for ever, and no stream crashes or starves a method.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning.packing import PACKINGS
+
+SOLVED = ("fixed_ilp", "varlen_ilp")  # each step starts a solver
+METHODS = sorted(PACKINGS)
+
+
+def work(tokens: int) -> int:
+    return 100 * tokens + 7 * tokens * (tokens + 1) // 2
+
+
+def forward(tokens: int) -> int:
+    return 33 * tokens + 2 * tokens * (tokens + 1) // 2
+
+
+def planner(lengths, data: DataSettings, mesh: MeshSettings | None = None) -> Planner:
+    return Planner(lengths, data, work, mesh or MeshSettings(), forward=forward)
+
+
+def epoch(planner: Planner, most: int = 3000) -> list[StepPlan]:
+    plans = []
+    while (plan := planner.next_step()) is not None:
+        plans.append(plan)
+        assert len(plans) < most, "an epoch that does not end"
+    return plans
+
+
+def check_epoch(lengths, plans: list[StepPlan], data: DataSettings) -> None:
+    """Conservation and cap; StepPlan.validate has checked that slices cover the pieces."""
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for plan in plans:
+        assert plan.validate() is plan
+        assert plan.tokens > 0
+        for replica in plan.replicas:
+            for group in replica.forward:
+                assert group.slices
+                assert replica.tokens_of(group) <= data.token_cap
+        for piece in plan.pieces:
+            assert piece.tokens <= data.context_window
+            covered.setdefault(piece.document, []).append((piece.origin, piece.stop))
+    for document, length in enumerate(lengths):
+        at = 0
+        for origin, stop in sorted(covered.get(document, [])):
+            assert origin == at
+            at = stop
+        assert at == length
+
+
+WINDOW = 64
+STREAMS = {
+    "all at the cap": [WINDOW] * 40,
+    "just above half the cap": [49] * 60,  # cap 96: two do not fit
+    "all one token": [1] * 1500,
+    "one giant among dust": [1] * 700 + [WINDOW] + [1] * 700,
+    "alternating": [WINDOW, 1] * 40,
+    "alternating thirds": [22, 43] * 40,
+    "long ones last": [2] * 400 + [WINDOW] * 12,
+    "empty global batches": [WINDOW * 30, 3, WINDOW * 25 + 1] + [5] * 50,
+    "fewer documents than micro-batches": [7, 3],
+    "one document": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("method", METHODS)
+def test_adversarial_streams(method, name) -> None:
+    lengths = STREAMS[name]
+    count = 4
+    data = DataSettings(
+        WINDOW, count, packing=method, shuffle=False, packing_window=2, solver_nodes=5
+    )
+    mesh = MeshSettings(replicas=2, pipeline_parallel_size=3)
+    if method in SOLVED and len(lengths) > 100:
+        lengths = lengths[:100]
+    plans = epoch(planner(lengths, data, mesh))
+    check_epoch(lengths, plans, data)
+    # A document of many global batches takes as many steps; everything else goes within its age.
+    burst = math.ceil(max(lengths) / data.nominal_tokens)
+    age = data.max_age + data.packing_window + 2 * burst
+    assert max(plan.max_delay for plan in plans) <= age
+    # Not starved: a step has its share of tokens on average, but for what cannot be shared out.
+    assert len(plans) <= 3 * math.ceil(sum(lengths) / data.nominal_tokens) + data.max_age
+
+
+@st.composite
+def cases(draw):
+    window = draw(st.integers(1, 40))
+    method = draw(st.sampled_from([name for name in METHODS if name not in SOLVED]))
+    data = DataSettings(
+        context_window=window,
+        micro_batches=draw(st.integers(1, 5)),
+        packing=method,
+        cap=draw(st.none() | st.integers(window, 2 * window + 1)),
+        queues=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 3)),
+        packing_window=draw(st.integers(1, 4)),
+        delay_budget=draw(st.sampled_from([0, 0.05, 0.25, 2.0])),
+        max_age=draw(st.integers(1, 12)),
+        nominal_replicas=draw(st.integers(1, 3)),
+        nominal_stages=draw(st.integers(1, 5)),
+    )
+    mesh = MeshSettings(
+        replicas=draw(st.integers(1, 4)), pipeline_parallel_size=draw(st.integers(1, 5))
+    )
+    lengths = draw(st.lists(st.integers(1, 3 * window), min_size=1, max_size=60))
+    return lengths, data, mesh
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases(), stop=st.integers(0, 12))
+def test_conservation_determinism_and_resume(case, stop) -> None:
+    lengths, data, mesh = case
+    whole = planner(lengths, data, mesh)
+    again = planner(lengths, data, mesh)
+    for number in range(2):
+        plans = epoch(whole)
+        check_epoch(lengths, plans, data)
+        assert not whole.held
+        states = [json.loads(json.dumps(again.state_dict()))]
+        for plan in plans:
+            assert again.next_step() == plan
+            states.append(json.loads(json.dumps(again.state_dict())))
+        assert again.next_step() is None
+        if number:
+            continue
+        # From this step on, also on another mesh: the same pieces, and on this one the same plans.
+        resumed = planner(lengths, data, mesh)
+        moved = planner(lengths, data, MeshSettings(replicas=3))
+        at = min(stop, len(plans))
+        for other in (resumed, moved):
+            other.load_state_dict(states[at])
+        for plan in plans[at:]:
+            assert resumed.next_step() == plan
+            assert moved.next_step().pieces == plan.pieces
+        assert resumed.next_step() is moved.next_step() is None
+        assert resumed.state_dict() == moved.state_dict() == again.state_dict()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resume_from_every_step(method) -> None:
+    generator = np.random.default_rng(5)
+    lengths = np.minimum(generator.lognormal(2.5, 1.2, 150).astype(int) + 1, 100).tolist()
+    data = DataSettings(WINDOW, 3, packing=method, packing_window=2, solver_nodes=3, max_age=5)
+    whole = planner(lengths, data)
+    states = [json.loads(json.dumps(whole.state_dict()))]
+    plans = []
+    while (plan := whole.next_step()) is not None:
+        plans.append(plan)
+        states.append(json.loads(json.dumps(whole.state_dict())))
+    check_epoch(lengths, plans, data)
+    assert len(plans) > 6
+    every = range(len(plans)) if method not in SOLVED else range(0, len(plans), 4)
+    for at in every:
+        resumed = planner(lengths, data)
+        resumed.load_state_dict(states[at])
+        assert resumed.next_step() == plans[at], f"resumed at step {at}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_order_of_documents_that_do_not_wait(method) -> None:
+    """Steps take documents in the epoch's order: none overtakes by more than may wait."""
+    lengths = [20] * 60  # all alike, all below the share that waits
+    data = DataSettings(
+        200, 2, packing=method, shuffle=False, thresholds=(150,), packing_window=1, solver_nodes=3
+    )
+    plans = epoch(planner(lengths, data))
+    for before, after in pairwise(plans):
+        assert max(piece.document for piece in before.pieces) <= min(
+            piece.document for piece in after.pieces
+        )
+        assert max(piece.stop for piece in before.pieces) <= 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_of_a_replica_are_counted_by_the_mesh(method) -> None:
+    """More replicas than pieces: some have nothing to do, and nothing is doubled."""
+    data = DataSettings(WINDOW, 2, packing=method, solver_nodes=3)
+    mesh = MeshSettings(replicas=8, pipeline_parallel_size=2)
+    plans = epoch(planner([50, 40, 3], data, mesh))
+    check_epoch([50, 40, 3], plans, data)
+    pieces = Counter(piece[:3] for plan in plans for piece in plan.pieces)
+    assert set(pieces.values()) == {1}
