@@ -174,27 +174,31 @@ class LatencyModel:
             passes = 3
         return passes * (gather + scatter)
 
-    def context_parallel_ns(self, rows: int, keys: int, *, backward: bool) -> int:
+    def context_parallel_ns(
+        self, rows: int, keys: int, *, backward: bool, replicas: int = 1
+    ) -> int:
         """Keys and values of one layer: forward fetches them, backward sums their gradients.
 
         Args:
             rows: that the group's busiest rank receives, or sends, of other ranks' keys.
             keys: that this rank's segments read, put in their order after they have arrived.
             backward: sums travel wide; recomputation fetches again.
+            replicas: whose context-parallel groups act as one (DP-Merge).
         """
-        ranks = self.mesh.context
+        ranks = self.mesh.context * replicas
         if ranks == 1:
             return 0
+        axis = "context" if replicas == 1 else "data"
         width = DTYPE_BYTES[self.profile.dtype]
         elements = 2 * self.rank_kv_heads * self.shape.head_dim
         forward = self.communication.exchange_ns(
-            "context", ranks, rows * elements * width
+            axis, ranks, rows * elements * width
         ) + self._traffic_ns(keys * self._copied_bytes(backward=False))
         if not backward:
             return forward
         wide = max(width, 4)
         result = self.communication.exchange_ns(
-            "context", ranks, rows * elements * wide
+            axis, ranks, rows * elements * wide
         ) + self._traffic_ns(keys * self._copied_bytes(backward=True))
         return result + (forward if self.activation_checkpointing == "full" else 0)
 

@@ -122,6 +122,16 @@ class MemoryModel:
             result += residual  # what was sent on, held until its gradient comes
         return result
 
+    def kept_keys_bytes(self, parts: StageParts, rows: int) -> int:
+        """Beyond :meth:`micro_batch_bytes`, of a micro-batch whose keys later slices read.
+
+        Their gradients, in at least float32, from the last slice's backward to its own; and where
+        everything else is computed again, the keys and values themselves.
+        """
+        width = DTYPE_BYTES[self.dtype]
+        each = max(width, 4) + (width if self.activation_checkpointing == "full" else 0)
+        return parts.layers * 2 * rows * self._kv_heads * self.shape.head_dim * each
+
     def transient_bytes(self, parts: StageParts, rows: int, keys: int) -> int:
         """Most that lives only inside one pass of such a micro-batch."""
         width, size, shape = DTYPE_BYTES[self.dtype], self.mesh.tensor, self.shape

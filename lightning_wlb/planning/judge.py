@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.planning.merging import shared_work
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_orders, packflow
+from lightning_wlb.schedule.programs import meetings_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 
 
@@ -49,25 +50,15 @@ class PipelineJudge:
                 share must come first on all that share them.
         """
         passes = [self._passes(replica) for replica in replicas]
-        groups = [replica.forward for replica in replicas]
         programs = [
             [packflow(rank, self.ranks, *order, self.stages_per_rank) for rank in range(self.ranks)]
             for order in backward_orders(replicas)
         ]
-
-        def shared(replica: int, action: Action) -> tuple[object, ...] | None:
-            group = groups[replica][action.micro_batch]
-            if len(group.replicas) == 1:
-                return None
-            # Micro-batches that are shared have the same place on all their replicas.
-            return group.replicas, action
-
-        any_shared = any(len(group.replicas) > 1 for each in groups for group in each)
         return simulate_replicas(
             programs,
             lambda replica, action: passes[replica][action.kind][action.micro_batch],
             opened_bytes=lambda replica, action: passes[replica]["tokens"][action.micro_batch],
-            shared=shared if any_shared else None,
+            shared=meetings_of(replicas),
         )
 
     def _passes(self, replica: ReplicaPlan) -> dict[str, list[int]]:

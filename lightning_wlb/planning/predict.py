@@ -10,8 +10,9 @@ The prediction is of the list of actions that the executor runs, so the two comp
 action. Communication is not overlapped with computation here, because the executor overlaps none.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
-simulation. Plans that spread a micro-batch over several replicas (DP-Merge) are refused; of sliced
-pieces the earlier slices' keys count in attention, but neither in messages nor in memory.
+simulation. Of sliced pieces the earlier slices' keys count in attention and in memory, but not in
+messages. A micro-batch of several replicas (DP-Merge) begins when all of them can, and its keys
+travel over the links of the data-parallel axis.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from lightning_wlb.cost.flops import (
 )
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel, StageParts, peak_bytes
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning.prediction import MicroBatchCost, StepPrediction
+from lightning_wlb.planning.units import units
 from lightning_wlb.schedule.actions import BACKWARD, Action
-from lightning_wlb.schedule.packflow import backward_order, packflow
+from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.registry import make_programs
 from lightning_wlb.schedule.simulate import simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
@@ -163,10 +165,20 @@ class Predictor:
             )
         return min(limits)
 
-    def micro_batch(self, pieces: Sequence[Slice], sharding: str) -> MicroBatchCost:
-        """The cost of a micro-batch of slices under a sharding of the registry."""
+    def micro_batch(
+        self, pieces: Sequence[Slice], sharding: str, *, replicas: int = 1, kept: bool = False
+    ) -> MicroBatchCost:
+        """The cost of a micro-batch of slices under a sharding of the registry.
+
+        Args:
+            pieces: its slices.
+            sharding: name of it.
+            replicas: that share the micro-batch.
+            kept: whether a later micro-batch reads its keys.
+        """
         latency, mesh = self.latency, self.latency.mesh
-        placed = layout(sharding, [piece.tokens for piece in pieces], mesh.context, mesh.tensor)
+        lengths = [piece.tokens for piece in pieces]
+        placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
         before = np.array([piece.context for piece in pieces], dtype=np.int64)
         attention: list[tuple[int, int]] = []
         layer: list[tuple[int, int]] = []
@@ -184,7 +196,7 @@ class Predictor:
             ]
             attention.append((passes[0], passes[1]))
             gather = [
-                latency.context_parallel_ns(travelling, read, backward=backward)
+                latency.context_parallel_ns(travelling, read, backward=backward, replicas=replicas)
                 for backward in (False, True)
             ]
             layer.append((passes[0] + gather[0], passes[1] + gather[1]))
@@ -196,6 +208,8 @@ class Predictor:
         return MicroBatchCost(
             rows=placed.rows,
             keys=most_keys,
+            saved_keys=placed.rows if kept or before.any() else most_keys,
+            kept_rows=placed.rows if kept else 0,
             attention_ns=_slowest(attention),
             mean_attention_ns=(
                 sum(forward for forward, _ in attention) / len(attention),
@@ -246,24 +260,23 @@ class Predictor:
         """The simulated step.
 
         Raises:
-            ValueError: a replica count that is not the mesh's, or a micro-batch that several
-                replicas share.
+            ValueError: a replica count that is not the mesh's, or shared micro-batches with
+                virtual stages.
         """
-        self._check(plan)
-        costs = [self._costs(replica) for replica in plan.replicas]
+        mesh = self.latency.mesh
+        if len(plan.replicas) != mesh.data:
+            raise ValueError(
+                f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
+            )
+        replicas = [units(replica, mesh.context, mesh.tensor) for replica in plan.replicas]
+        costs = [self._costs(replica) for replica in replicas]
         times = [
             [[self.action_ns(stage, cost) for cost in of_replica] for of_replica in costs]
             for stage in range(len(self.stages))
         ]
-        programs = [self._programs_of(replica) for replica in plan.replicas]
+        programs = self._programs_of(replicas)
         saved = [
-            [
-                [
-                    self.memory.micro_batch_bytes(self.parts(stage), cost.rows, cost.keys)
-                    for cost in of_replica
-                ]
-                for of_replica in costs
-            ]
+            [[self._saved(stage, cost) for cost in of_replica] for of_replica in costs]
             for stage in range(len(self.stages))
         ]
 
@@ -280,6 +293,7 @@ class Predictor:
             opened_bytes=lambda replica, action: saved[action.stage][replica][action.micro_batch],
             constant_bytes=self.state_bytes,
             synchronisation_ns=self.synchronisation_ns,
+            shared=meetings_of(replicas),
         )
         work = np.zeros((len(costs), max(map(len, costs), default=0)), dtype=np.int64)
         for number, of_replica in enumerate(costs):
@@ -303,39 +317,42 @@ class Predictor:
             peak_flops=self.latency.profile.peak_flops,
         )
 
-    def _check(self, plan: StepPlan) -> None:
-        if len(plan.replicas) != self.latency.mesh.data:
-            raise ValueError(
-                f"the plan is for {len(plan.replicas)} replicas, the mesh {self.latency.mesh} has"
-                f" {self.latency.mesh.data}."
-            )
-        for number, replica in enumerate(plan.replicas):
-            for group in replica.forward:
-                if len(group.replicas) > 1:
-                    raise ValueError(
-                        f"step {plan.step}: replica {number} shares a micro-batch with replicas"
-                        f" {group.replicas}; shared micro-batches cannot be predicted yet."
-                    )
+    def _saved(self, stage: int, cost: MicroBatchCost) -> int:
+        """What a forward opens until its backward has run."""
+        parts = self.parts(stage)
+        return self.memory.micro_batch_bytes(
+            parts, cost.rows, cost.saved_keys
+        ) + self.memory.kept_keys_bytes(parts, cost.kept_rows)
 
     def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        def cost(group: MicroBatch) -> MicroBatchCost:
-            return self.micro_batch(replica.slices_of(group), group.sharding)
-
-        return [cost(group) for group in replica.forward]
+        last = {
+            (part.document, part.origin): at
+            for at, group in enumerate(replica.forward)
+            for part in replica.slices_of(group)
+        }
+        return [
+            self.micro_batch(
+                (parts := replica.slices_of(group)),
+                group.sharding,
+                replicas=len(group.replicas),
+                kept=any(last[part.document, part.origin] > at for part in parts),
+            )
+            for at, group in enumerate(replica.forward)
+        ]
 
     def _programs(self, micro_batches: int) -> list[list[Action]]:
         ranks = self.latency.mesh.pipeline
         return make_programs(self.schedule, ranks, micro_batches, len(self.stages) // ranks)
 
-    def _programs_of(self, replica: ReplicaPlan) -> list[list[Action]]:
-        """PackFlow where pieces are sliced over micro-batches, else the schedule."""
-        if not any(part.context for part in replica.slices):
-            return self._programs(len(replica.forward))
+    def _programs_of(self, replicas: Sequence[ReplicaPlan]) -> list[list[list[Action]]]:
         ranks = self.latency.mesh.pipeline
-        backward, needs = backward_order(replica)
+        per_rank = len(self.stages) // ranks
         return [
-            packflow(rank, ranks, backward, needs, len(self.stages) // ranks)
-            for rank in range(ranks)
+            [
+                program_of(self.schedule, rank, ranks, per_rank, replicas, number)
+                for rank in range(ranks)
+            ]
+            for number in range(len(replicas))
         ]
 
     def _peak(

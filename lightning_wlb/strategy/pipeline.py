@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action, Channel
-from lightning_wlb.schedule.packflow import backward_order, backward_orders, packflow
-from lightning_wlb.schedule.registry import make_program
+from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.strategy.mesh import MeshSizes
 
 
@@ -52,41 +51,16 @@ class Pipeline:
         return (len(self.stages) - 1) % len(self.ranks) == self.rank
 
     def program(self, plan: StepPlan, number: int, replica: ReplicaPlan) -> list[Action]:
-        """What this rank does in a step.
-
-        A replica whose pieces are sliced runs PackFlow, whatever its micro-batches need; so does
-        one that shares micro-batches with sliced replicas. Others run the schedule.
+        """What this rank does in a step, see :func:`~lightning_wlb.schedule.programs.program_of`.
 
         Args:
             plan: of the step, on all replicas.
             number: this replica's.
             replica: its plan as it is executed (``planning.units``).
-
-        Raises:
-            ValueError: for sliced pieces with a schedule that is no 1F1B, or micro-batches of
-                several replicas with virtual stages.
         """
         ranks = len(self.ranks)
         per_rank = len(self.stages) // ranks
-        merged = any(len(group.replicas) > 1 for group in replica.forward)
-        if merged and per_rank > 1:
-            raise ValueError(
-                f"replica {number} shares micro-batches with others, which needs one stage per"
-                f" pipeline rank, not {per_rank}: replicas with unlike numbers of micro-batches"
-                " would meet in different orders. Use schedule='1f1b', or a packing that does not"
-                " merge replicas."
-            )
-        sliced = plan.replicas if merged else [replica]
-        if not any(part.context for each in sliced for part in each.slices):
-            return make_program(self.schedule, self.rank, ranks, len(replica.forward), per_rank)
-        if self.schedule not in ("1f1b", "interleaved"):
-            raise ValueError(
-                f"the plan slices pieces over micro-batches, which schedule={self.schedule!r}"
-                " does not run: their backward has another order. Use schedule='1f1b' or"
-                " 'interleaved', or a packing that keeps pieces whole."
-            )
-        order = backward_orders(plan.replicas)[number] if merged else backward_order(replica)
-        return packflow(self.rank, ranks, *order, per_rank)
+        return program_of(self.schedule, self.rank, ranks, per_rank, plan.replicas, number, replica)
 
 
 def pipeline_groups(

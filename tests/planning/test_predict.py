@@ -219,14 +219,52 @@ def test_stages_carry_the_head_and_contexts_count() -> None:
     assert mean_context_of(np.array([1000] * 5), 1000) == 500
 
 
+def shared_plan(tokens: int) -> StepPlan:
+    """One document, shared by two replicas of which the second also has one of its own."""
+    shared = MicroBatch((0,), "per_sequence", tokens // 2, (0, 1))
+    own = MicroBatch((1,), "per_sequence", 512, (1,))
+    document = Slice(0, 0, 0, tokens)
+    first = ReplicaPlan((document,), (shared,), (shared,))
+    second = ReplicaPlan((document, Slice(1, 0, 0, 512)), (shared, own), (shared, own))
+    return replace(plan_of([[[tokens]], [[512]]]), replicas=(first, second)).validate()
+
+
+def test_replicas_that_share_a_micro_batch_are_one_context_group() -> None:
+    model = predictor(Mesh(data=2))
+    prediction = model.predict(shared_plan(8192))
+    cost = prediction.costs[0][0]
+    assert cost == prediction.costs[1][0]
+    by_context = predictor(Mesh(context=2)).micro_batch([Slice(0, 0, 0, 8192)], "per_sequence")
+    assert cost.rows == by_context.rows == 4096
+    assert cost.attention_ns == by_context.attention_ns
+    first, second = prediction.simulations
+    assert first.spans[0] == second.spans[0][:2]
+    with pytest.raises(ValueError, match="one stage per pipeline rank, not 2"):
+        predictor(Mesh(data=2, pipeline=2), stages=4, schedule="interleaved").predict(
+            shared_plan(64)
+        )
+
+
+def test_slices_keep_their_own_keys_and_the_gradients_of_what_later_slices_read() -> None:
+    model = predictor(Mesh())
+    parts = (Slice(0, 0, 0, 1000), Slice(0, 0, 1000, 3000))
+    groups = tuple(
+        MicroBatch((at,), "per_sequence", part.tokens, (0,)) for at, part in enumerate(parts)
+    )
+    replica = ReplicaPlan(parts, groups, groups[::-1])
+    plan = replace(plan_of([[[3000]]]), replicas=(replica,)).validate()
+    first, second = model.predict(plan).costs[0]
+    assert (first.keys, first.saved_keys, first.kept_rows) == (1000, 1000, 1000)
+    assert (second.keys, second.saved_keys, second.kept_rows) == (3000, 2000, 0)
+    opened = model.predict(plan).simulations[0].memory[0][1][1] - model.state_bytes[0]
+    memory, all_parts = model.memory, model.parts(0)
+    key_values = 8 * 2 * 1000 * 4 * 64  # layers, keys and values, rows, heads, width of a head
+    assert opened == memory.micro_batch_bytes(all_parts, 1000, 1000) + 4 * key_values
+
+
 def test_what_cannot_be_predicted_is_refused() -> None:
     with pytest.raises(ValueError, match="plan is for 1 replicas, the mesh data 2"):
         predictor(Mesh(data=2)).predict(plan_of([[[10]]]))
-    shared = MicroBatch((0,), "per_sequence", 10, (0, 1))
-    copy = ReplicaPlan((Slice(0, 0, 0, 10),), (shared,), (shared,))
-    plan = replace(plan_of([[[10]], []]), replicas=(copy, copy))
-    with pytest.raises(ValueError, match=r"shares a micro-batch with replicas \(0, 1\)"):
-        predictor(Mesh(data=2)).predict(plan)
     with pytest.raises(ValueError, match="3 stages cannot be dealt evenly to pipeline=2"):
         predictor(Mesh(pipeline=2), stages=3)
     with pytest.raises(ValueError, match="one stage per rank"):
