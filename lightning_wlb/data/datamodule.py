@@ -57,6 +57,9 @@ class WLBDataModule(L.LightningDataModule):
             the distribution of lengths.
         micro_packs: micro-batches that ``slim`` packing makes of a global batch, as a multiple
             of N.
+        packing_window: global batches that the fixed-length packings pack together.
+        delay_budget: mean delay of tokens in steps that ``balanced`` and ``tapered`` packing may
+            cost; 0: none.
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
@@ -91,6 +94,8 @@ class WLBDataModule(L.LightningDataModule):
         queues: int = 2,
         thresholds: Sequence[int] | None = None,
         micro_packs: int = 4,
+        packing_window: int = 1,
+        delay_budget: float = 0.25,
         long_documents: Literal["split", "truncate", "error"] = "split",
         sharding: str = ADAPTIVE,
         seed: int = 0,
@@ -113,6 +118,8 @@ class WLBDataModule(L.LightningDataModule):
             queues=queues,
             thresholds=None if thresholds is None else tuple(thresholds),
             micro_packs=micro_packs,
+            packing_window=packing_window,
+            delay_budget=delay_budget,
             long_documents=long_documents,
             seed=seed,
             shuffle=shuffle,
@@ -274,7 +281,10 @@ class WLBDataModule(L.LightningDataModule):
                 f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
-        return StepDataset(store, settings, Work(shape).total, _place(trainer), self.sharding)
+        work = Work(shape)
+        return StepDataset(
+            store, settings, work.total, _place(trainer), self.sharding, forward=work.forward
+        )
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]

@@ -42,6 +42,7 @@ class StepDataset(IterableDataset[StepBatch]):
             ``"adaptive"``.
         state: where to begin (a batch's ``state``); None: the first step of the first epoch.
             Set it between iterations to begin elsewhere.
+        forward: the forward part of ``work``; None: a third of it.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class StepDataset(IterableDataset[StepBatch]):
         at: Coordinates | None = None,
         sharding: str = ADAPTIVE,
         state: dict[str, Any] | None = None,
+        forward: Callable[[int], int] | None = None,
     ) -> None:
         self.store = store
         self.data = data
         self.work = work
+        self.forward = forward
         self.at = at or Coordinates()
         self.sharding = sharding
         self.state = state
@@ -75,6 +78,7 @@ class StepDataset(IterableDataset[StepBatch]):
                 stages_per_rank=self.at.stages_per_rank,
             ),
             targets=self.store.targets,
+            forward=self.forward,
         )
         if self.state is not None:
             planner.load_state_dict(self.state)
