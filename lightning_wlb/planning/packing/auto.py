@@ -17,8 +17,9 @@ measured to gain nothing with slices (Generator A, N = 4, four stages: 1.182 tim
 without delay, 1.186 at a mean delay of 0.25 steps), so there is no delay to budget.
 
 On a pipeline of one stage it packs whole pieces, as few micro-batches as the cap allows: there is
-no bubble to fill. Cost: up to 16 simulations per replica and step, 15 ms for 16 micro-batches on
-four stages.
+no bubble to fill. Cost: up to 18 simulations per replica and step, of which those with the most
+micro-batches take longest: 25 ms on four stages for N = 4 on one replica, 100 ms for N = 16 on
+four. The data loader plans ahead of the step.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ from lightning_wlb.plan import Piece, ReplicaPlan, Slice
 from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.merging import Merged, merge_pieces
 from lightning_wlb.planning.packing.base import Groups, Mesh
-from lightning_wlb.planning.packing.slim import SlimPacker
+from lightning_wlb.planning.packing.slim import SlimPacker, plans_of
 from lightning_wlb.planning.packing.wlb import pack
 from lightning_wlb.planning.replicas import (
     Shard,
-    Shared,
     replica_plan,
     sharded,
     unsharded,
@@ -41,6 +41,7 @@ from lightning_wlb.planning.replicas import (
 )
 from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
 
+SHARED = (2, 4, 8)  # MicroPacks of shared pieces are as long as so many times N over the step
 HALVES = (2, 3, 4, 6, 8, 12, 16)  # MicroPacks in halves of the nominal number
 UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
 OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD tokens
@@ -55,33 +56,35 @@ class AutoPacker(SlimPacker):
         pieces = [piece for group in groups for piece in group]
         best: int | None = None
         chosen: list[ReplicaPlan] = []
+        count = self.rules.micro_batches
         for merged in self._dealings(pieces, mesh, work):
-            plans = self.divide(merged, 1, mesh, unsharded)
-            longest = max(step.total_ns for step in judge(plans))
-            if best is None or longest < best:
-                best, chosen = longest, plans
+            own = [
+                self._fastest(dealt, nominal, mesh)
+                for dealt, nominal in zip(merged.own, self._counts(merged, count), strict=True)
+            ]
+            for multiple in SHARED if merged.shared else SHARED[:1]:
+                plans = plans_of(own, self._shared(merged, multiple * count), unsharded)
+                longest = max(step.total_ns for step in judge(plans))
+                if best is None or longest < best:
+                    best, chosen = longest, plans
         return [sharded(replica, shard) for replica in chosen]
 
-    def replica(
-        self,
-        pieces: list[Piece],
-        packs: int,
-        number: int,
-        mesh: Mesh,
-        shard: Shard,
-        shared: list[Shared],
-    ) -> ReplicaPlan:
-        """The plan of one replica, judged without what it shares: that is the same in all."""
+    def _fastest(self, pieces: list[Piece], nominal: int, mesh: Mesh) -> list[list[Slice]]:
+        """The micro-batches of one replica's own pieces.
+
+        They are judged without those that it shares with others, which are the same whatever
+        becomes of its own.
+        """
         judge = self._judge(mesh)
         most = mesh.stages * mesh.stages_per_rank * self.rules.cap
         best: tuple[bool, int] | None = None
         chosen: list[list[Slice]] = []
-        for made in self._candidates(pieces, packs, mesh):
-            (step,) = judge([replica_plan(made, number, shard)])
+        for made in self._candidates(pieces, nominal, mesh):
+            (step,) = judge([replica_plan(made, 0, unsharded)])
             score = max(step.peak_bytes, default=0) > most, step.total_ns
             if best is None or score < best:
                 best, chosen = score, made
-        return replica_plan(chosen, number, shard, shared)
+        return chosen
 
     def _judge(self, mesh: Mesh) -> PipelineJudge:
         costs = self.rules.costs
