@@ -8,11 +8,12 @@ time of 1 % of C tokens of matrix products to every action on every stage. "Inte
 stages per rank. "Open" are the tokens of micro-batches between forward and backward on the
 fullest rank.
 
-``unsliced`` is the best of many whole-piece plans, step by step: longest first into M
-micro-batches, every M from N to 4·N at a cap of C and of 1.5·C. ``slim M·N`` has M MicroPacks for
-each of the N micro-batches. The asymmetric rows balance forward and backward apart, in three
-executions: packs that run whole in both passes (no executor does; a bound), units with a graph
-each, and forward recomputed inside backward.
+``wlb``, ``balanced``, ``tapered`` and ``auto`` are the planner's packings. ``unsliced`` is the best
+of many whole-piece plans, step by step: longest first into M micro-batches, every M from N to 4·N
+at a cap of C and of 1.5·C. ``slim M·N`` has M MicroPacks for each of the N micro-batches. The
+asymmetric rows balance forward and backward apart, in three executions: packs that run whole in
+both passes (no executor does; a bound), units with a graph each, and forward recomputed inside
+backward.
 
 Run ``python -m benchmarks.slimpack --help``. Prints tables and then, as its last line, one JSON
 object.
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -34,10 +36,11 @@ from rich.table import Table
 
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, window_pieces
 from lightning_wlb.cost.flops import linear_flops
-from lightning_wlb.plan import Piece, ReplicaPlan, Slice
+from lightning_wlb.plan import Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
-from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning.merging import merge_pieces
 from lightning_wlb.planning.packing.best_fit import pack as best_fit
 from lightning_wlb.planning.packing.wlb import pack as longest_first
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan, whole
@@ -49,8 +52,8 @@ from lightning_wlb.schedule.simulate import simulate
 
 RANKS = 4
 SLIM = ((2, 1, 0), (2, 1.25, 0), (4, 1, 0), (2, 1.25, RANKS - 1), (4, 1, RANKS - 1))
-DELAYING = ("wlb", "balanced", "tapered")  # those of them that are registered
-UNSLICED = ("original", "best_fit", "unsliced", *DELAYING)
+PLANNED = {"wlb": 1.5, "balanced": 1.5, "tapered": 1, "auto": 1}  # packing: cap over C
+UNSLICED = ("original", "best_fit", "unsliced", "wlb", "balanced", "tapered")
 TOTAL = PrefixWork.of(REFERENCE_WORK.total)
 PASSES = (PrefixWork.of(REFERENCE_WORK.forward), PrefixWork.of(REFERENCE_WORK.backward))
 TARGETS = {
@@ -282,9 +285,8 @@ def measure(count: int, window: int, steps: int, seeds: Sequence[int]) -> dict[s
                 method(f"{name}, recomputed").add(recomputed(step, again), pieces_count, slices)
                 in_units = units(asymmetric_replica_plan(forward, backward, 0, shard), 1, 1)
                 method(f"{name}, units").add(Step.of(in_units), pieces_count, slices)
-        for name in DELAYING:
-            if name in PACKINGS:
-                delaying(method(name), name, stream, count, window, steps)
+        for name, cap in PLANNED.items():
+            planned(method(name), name, cap, stream, count, steps)
     # Each schedule has its own best plan.
     unsliced_steps = methods["unsliced"].steps
     for row, (_, interleaved) in zip(unsliced_steps, best, strict=True):
@@ -292,21 +294,84 @@ def measure(count: int, window: int, steps: int, seeds: Sequence[int]) -> dict[s
     return methods
 
 
-def delaying(
-    method: Method, name: str, stream: np.ndarray, count: int, window: int, steps: int
+def planned(
+    method: Method, name: str, cap: float, stream: np.ndarray, count: int, steps: int
 ) -> None:
-    """A packing that lets pieces wait: its steps hold other tokens."""
-    data = DataSettings(window, count, packing=name, cap=window * 3 // 2, shuffle=False)
-    mesh = MeshSettings(pipeline_parallel_size=RANKS)
+    """A packing of the planner's; those that delay have steps of other tokens.
+
+    It is told the schedule: what its interleaved steps take comes from a planner of its own.
+    """
+    window = method.window
+    data = DataSettings(window, count, packing=name, cap=int(cap * window), shuffle=False)
+    plans = []
+    for per_rank in (1, 2):
+        planner = Planner(
+            stream,
+            data,
+            REFERENCE_WORK.total,
+            MeshSettings(pipeline_parallel_size=RANKS, stages_per_rank=per_rank),
+            forward=REFERENCE_WORK.forward,
+        )
+        begin = time.process_time()
+        plans.append(list(takewhile(_in_epoch, (planner.next_step() for _ in range(steps)))))
+        if per_rank == 1:
+            method.milliseconds.append(1e3 * (time.process_time() - begin) / len(plans[0]))
+    for plan, interleaved in zip(*plans, strict=True):
+        replica = plan.replicas[0]
+        method.add(Step.of(replica), len(plan.pieces), len(replica.slices))
+        method.steps[-1][2] = Step.of(interleaved.replicas[0]).simulate(2)[0]
+    method.delay = float(np.mean([plan.delay for plan in plans[0]]))
+
+
+def _in_epoch(plan: StepPlan | None) -> bool:
+    return plan is not None and not plan.drain
+
+
+def merges(window: int, steps: int, seed: int, count: int = 4, over: int = 8) -> dict[str, Any]:
+    """DP-Merge, documents up to ``window`` tokens on ``over`` replicas: balance and step time.
+
+    Balance is the busiest replica's work over Σ work / DP of a step; step time is T·DP/S of the
+    plans that ``auto`` chooses and, at the same number of MicroPacks, of those without merges.
+    """
+    stream = window_pieces(generator_a(documents_for(steps, count, window), window, seed), window)
+    batches = steps_of(stream, count * window, steps)
+    result: dict[str, Any] = {"window": window, "N": count, "replicas": over, "steps": steps}
+    for percent in (0, 10):
+        degrees = np.array(
+            [
+                [
+                    max(merge_pieces(pieces, over, TOTAL, per_capacity, percent).loads)
+                    * over
+                    / sum(TOTAL(piece.tokens) for piece in pieces)
+                    for per_capacity in (0, 1, 2, 4, 8)
+                ]
+                for pieces in batches
+            ]
+        )
+        result[f"balance, {percent} % overhead"] = {
+            "not merged": float(degrees[:, 0].mean()),
+            **{f"alpha 1/{k}": float(degrees[:, i + 1].mean()) for i, k in enumerate((1, 2, 4, 8))},
+            "best alpha of each step": float(degrees.min(axis=1).mean()),
+        }
+    mesh = MeshSettings(replicas=over, pipeline_parallel_size=RANKS)
+    data = DataSettings(window, count, packing="auto", shuffle=False)
     planner = Planner(stream, data, REFERENCE_WORK.total, mesh, forward=REFERENCE_WORK.forward)
-    delays = []
-    for _ in range(steps):
+    judge = PipelineJudge(REFERENCE_WORK.total, REFERENCE_WORK.forward, RANKS)
+    times: dict[str, list[float]] = {"auto": [], "not merged": []}
+    for pieces in batches[: max(steps // 4, 1)]:
         plan = planner.next_step()
-        if plan is None or plan.drain:
-            break
-        method.add(Step.of(plan.replicas[0]), len(plan.pieces), len(plan.pieces))
-        delays.append(plan.delay)
-    method.delay = float(np.mean(delays))
+        assert plan is not None
+        alone = merge_pieces(pieces, over, TOTAL, 0)
+        packs = share_packs(alone.loads, max(sum(len(r.forward) for r in plan.replicas), 4 * count))
+        whole_plan = [
+            replica_plan(slice_pieces(own, m, window, TOTAL), number, shard)
+            for number, (own, m) in enumerate(zip(alone.own, packs, strict=True))
+        ]
+        ideal = sum(alone.loads) / over
+        for name, made in (("auto", plan.replicas), ("not merged", whole_plan)):
+            times[name].append(max(step.total_ns for step in judge(made)) / ideal)
+    result["T·DP/S"] = {name: float(np.mean(values)) for name, values in times.items()}
+    return result
 
 
 def replicas(window: int, steps: int, seed: int, counts: Sequence[int]) -> dict[str, float]:
@@ -405,6 +470,8 @@ def main(argv: list[str] | None = None) -> None:
         arguments.window, arguments.steps, arguments.seeds[0], arguments.replicas
     )
     console.print("T·DP/S of slim 4·N by replicas:", by_replicas)
+    merged = merges(8 * arguments.window, max(arguments.steps // 4, 1), arguments.seeds[0])
+    console.print("DP-Merge:", merged)
     missed = misses(rows)
     console.print("targets missed:", missed or "none")
     print(
@@ -415,6 +482,7 @@ def main(argv: list[str] | None = None) -> None:
                 "rows": rows,
                 "slim 4·N over the best unsliced": ratios,
                 "by_replicas": by_replicas,
+                "merges": merged,
                 "missed": missed,
             }
         )

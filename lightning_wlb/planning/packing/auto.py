@@ -2,10 +2,10 @@
 
 Nothing waits, so every step holds its own global batch. Each replica is planned in several ways:
 whole pieces in as few micro-batches as it has by tokens and in twice as many, and slices in M
-MicroPacks, equal and tapered, for M at logarithmic distances from the nominal number to eight
-times it (SlimPack §5.1). The plan whose simulated step is shortest is taken, if no rank has more
-tokens open than 1F1B with full micro-batches would have; the first such plan among equals, and
-whole pieces come first.
+MicroPacks, equal and tapered, for M at logarithmic distances from the nominal number (or the number
+of stages, if that is more) to eight times it (SlimPack §5.1). The plan whose simulated step is
+shortest is taken, if no rank has more tokens open than 1F1B with full micro-batches would have; the
+first such plan among equals, and whole pieces come first.
 
 Where dealing whole pieces to the replicas leaves one with 2 % more work than the mean, pieces may
 be shared by several (:mod:`~lightning_wlb.planning.merging`): those above a replica's capacity, or
@@ -56,7 +56,8 @@ class AutoPacker(SlimPacker):
         pieces = [piece for group in groups for piece in group]
         best: int | None = None
         chosen: list[ReplicaPlan] = []
-        count = self.rules.micro_batches
+        # A replica without a micro-batch for each stage cannot fill its pipeline.
+        count = max(self.rules.micro_batches, mesh.stages * mesh.replicas)
         for merged in self._dealings(pieces, mesh, work):
             own = [
                 self._fastest(dealt, nominal, mesh)
