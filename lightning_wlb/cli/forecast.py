@@ -17,6 +17,7 @@ from lightning_wlb.callbacks.imbalance import Level, data_level, pipeline_level,
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.planning.prediction import StepPrediction
 
@@ -28,9 +29,10 @@ def plan_steps(
     mesh: MeshSettings,
     steps: int,
     kernel_cost: SegmentCost = reference_kernel_cost,
+    judge: Judge | None = None,
 ) -> list[StepPlan]:
     """The first ``steps`` plans of a run; a new epoch begins where one ends."""
-    planner = Planner(lengths, data, work, mesh, kernel_cost=kernel_cost)
+    planner = Planner(lengths, data, work, mesh, kernel_cost=kernel_cost, judge=judge)
     plans: list[StepPlan] = []
     while len(plans) < steps:
         plan = planner.next_step()

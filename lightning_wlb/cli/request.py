@@ -18,6 +18,7 @@ from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.planning import DataSettings, MeshSettings
+from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
 
@@ -147,6 +148,7 @@ class Request:
                 ),
                 self.steps,
                 cost,
+                PredictedJudge(self.predictor(modes[0])),
             )
             for packing, sharding in self.candidates
         }

@@ -6,20 +6,42 @@ stage costs beside the arithmetic, and what smaller kernels lose. Without it the
 micro-batches would always win.
 
 Cost: 1 µs for each action in plain Python, so 1 ms for 64 micro-batches on 4 stages. Blind to the
-device; with a profile, judge by :mod:`~lightning_wlb.planning.predict`.
+device; with a profile, :class:`PredictedJudge` knows what its kernels and links make of small
+micro-batches, at ten times the cost.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
+from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.planning.merging import shared_work
+from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_orders, packflow
 from lightning_wlb.schedule.programs import meetings_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+
+
+class Judge(Protocol):
+    """Simulates replicas of a step, and says how much a rank may hold.
+
+    Attributes:
+        sees_sharding: whether the shardings of the replicas' micro-batches matter.
+    """
+
+    sees_sharding: ClassVar[bool]
+
+    @property
+    def limit(self) -> int:
+        """Most that ``peak_bytes`` of a simulation may be."""
+
+    def __call__(self, replicas: Sequence[ReplicaPlan]) -> list[Simulation]:
+        """The step of all replicas, or of one that shares no micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +54,17 @@ class PipelineJudge:
         ranks: of the pipeline, P.
         stages_per_rank: V.
         overhead: of each action, in the unit of ``total``.
+        limit: tokens that a rank may have open, counted once for each of its stages.
     """
+
+    sees_sharding: ClassVar[bool] = False
 
     total: Callable[[int], int]
     forward: Callable[[int], int]
     ranks: int
     stages_per_rank: int = 1
     overhead: int = 0
+    limit: int = sys.maxsize
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> list[Simulation]:
         """The step, in the time that a rank takes for ``total`` (as if it had all layers).
@@ -77,3 +103,25 @@ class PipelineJudge:
             passes[BACKWARD].append((total - first) // self.stages_per_rank + self.overhead)
             passes["tokens"].append(-(-replica.tokens_of(group) // members))
         return passes
+
+
+@dataclass(frozen=True)
+class PredictedJudge:
+    """Predicts replicas from a device profile, under the device's memory.
+
+    Args:
+        predictor: of the model on the mesh.
+    """
+
+    predictor: Predictor
+
+    sees_sharding: ClassVar[bool] = True
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device that may be filled."""
+        return self.predictor.latency.profile.memory_bytes * USABLE_PERCENT // 100
+
+    def __call__(self, replicas: Sequence[ReplicaPlan]) -> list[Simulation]:
+        """The step in ns."""
+        return list(self.predictor.simulate(replicas).simulations)

@@ -26,6 +26,7 @@ from lightning_wlb.attention.sharding import ADAPTIVE, choose, layout
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
+from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.packing.base import Groups, Mesh
 from lightning_wlb.planning.settings import DataSettings, MeshSettings
 
@@ -49,6 +50,8 @@ class Planner:
             an adaptive sharding goes by.
         forward: cost of a piece's forward alone, in the unit of ``work``, which the order of
             micro-batches in a pipeline goes by; None: a third of ``work``.
+        judge: what methods that try several plans of a step choose by, such as
+            ``planning.judge.PredictedJudge``; None: simulations of ``work``.
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
@@ -64,11 +67,13 @@ class Planner:
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         forward: Callable[[int], int] | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._data = data
         self._mesh = mesh or MeshSettings()
         self._work = work
         self._kernel_cost = kernel_cost
+        self._judge = judge
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -177,7 +182,10 @@ class Planner:
     def _plan(self, groups: Groups, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
         mesh = Mesh(
-            self._mesh.replicas, self._mesh.pipeline_parallel_size, self._mesh.stages_per_rank
+            self._mesh.replicas,
+            self._mesh.pipeline_parallel_size,
+            self._mesh.stages_per_rank,
+            self._judge,
         )
         replicas = self._packer.replicas(groups, mesh, self._sharded)
         pieces = tuple(sorted(piece for group in groups for piece in group))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,7 @@ from lightning_wlb.planning.units import units
 from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.registry import make_programs
-from lightning_wlb.schedule.simulate import simulate_replicas
+from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
 
 FORWARD_PASS, BACKWARD_PASS = 0, 1
@@ -76,6 +77,24 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
     pairs = int(whole.sum()) * causal_pairs(context_window)
     pairs += sum(causal_pairs(tokens) for tokens in rest.tolist())
     return pairs // max(int(lengths.sum()), 1)
+
+
+class SimulatedReplicas(NamedTuple):
+    """The steps of some replicas.
+
+    Attributes:
+        costs: of each replica's micro-batches.
+        times: forward and backward, in ns, by stage, replica and micro-batch.
+        saved: bytes from forward to backward, likewise.
+        programs: of each replica's ranks.
+        simulations: one for each replica.
+    """
+
+    costs: list[list[MicroBatchCost]]
+    times: list[list[list[tuple[int, int]]]]
+    saved: list[list[list[int]]]
+    programs: list[list[list[Action]]]
+    simulations: list[Simulation]
 
 
 @dataclass(frozen=True)
@@ -268,7 +287,33 @@ class Predictor:
             raise ValueError(
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
             )
-        replicas = [units(replica, mesh.context, mesh.tensor) for replica in plan.replicas]
+        step = self.simulate(plan.replicas)
+        work = np.zeros((len(step.costs), max(map(len, step.costs), default=0)), dtype=np.int64)
+        for number, of_replica in enumerate(step.costs):
+            for index in range(len(of_replica)):
+                work[number, index] = sum(sum(stage[number][index]) for stage in step.times)
+        return StepPrediction(
+            plan=plan,
+            simulations=tuple(step.simulations),
+            costs=tuple(map(tuple, step.costs)),
+            work_ns=work,
+            peak_bytes=max(
+                (
+                    self._peak(rank, program, step.saved, step.costs[number], number)
+                    for number, of_replica in enumerate(step.programs)
+                    for rank, program in enumerate(of_replica)
+                ),
+                default=0,
+            ),
+            flops=sum(Work(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
+            devices=self.latency.mesh.devices,
+            peak_flops=self.latency.profile.peak_flops,
+        )
+
+    def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
+        """The step of replicas that share micro-batches with each other only."""
+        mesh = self.latency.mesh
+        replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         costs = [self._costs(replica) for replica in replicas]
         times = [
             [[self.action_ns(stage, cost) for cost in of_replica] for of_replica in costs]
@@ -295,27 +340,7 @@ class Predictor:
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
-        work = np.zeros((len(costs), max(map(len, costs), default=0)), dtype=np.int64)
-        for number, of_replica in enumerate(costs):
-            for index in range(len(of_replica)):
-                work[number, index] = sum(sum(stage[number][index]) for stage in times)
-        return StepPrediction(
-            plan=plan,
-            simulations=tuple(simulations),
-            costs=tuple(map(tuple, costs)),
-            work_ns=work,
-            peak_bytes=max(
-                (
-                    self._peak(rank, program, saved, costs[number], number)
-                    for number, of_replica in enumerate(programs)
-                    for rank, program in enumerate(of_replica)
-                ),
-                default=0,
-            ),
-            flops=sum(Work(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
-            devices=self.latency.mesh.devices,
-            peak_flops=self.latency.profile.peak_flops,
-        )
+        return SimulatedReplicas(costs, times, saved, programs, simulations)
 
     def _saved(self, stage: int, cost: MicroBatchCost) -> int:
         """What a forward opens until its backward has run."""

@@ -1,7 +1,13 @@
 from itertools import pairwise
 
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
+from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.planning.replicas import replica_plan
 
 
@@ -69,3 +75,25 @@ def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():
     assert second.peak_bytes == (50,)
     ends = [{str(span.action): span.end_ns for span in each.spans[0]} for each in (first, second)]
     assert ends[0]["0B0"] == ends[1]["0B0"]
+
+
+def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
+    """On an H100 the shortest step of a small pipeline has fewer micro-batches than by work."""
+    shape = ModelShape(1024, 8, 16, 4, 64, 2816, 32000)
+    latency = LatencyModel(Profile.load("h100"), shape, Mesh(pipeline=2))
+    judge = PredictedJudge(Predictor(latency, (range(4), range(4, 8))))
+    assert judge.limit < latency.profile.memory_bytes
+    counts = {}
+    for name, chosen in (("work", None), ("profile", judge)):
+        planner = Planner(
+            [900, 500, 300] * 8,
+            DataSettings(4096, 2, packing="auto"),
+            Work(shape).total,
+            MeshSettings(pipeline_parallel_size=2),
+            judge=chosen,
+        )
+        plan = planner.next_step()
+        counts[name] = len(plan.replicas[0].forward)
+        for group in plan.replicas[0].forward:
+            assert group.rows == plan.replicas[0].tokens_of(group)
+    assert counts["profile"] < counts["work"]

@@ -4,15 +4,17 @@ Nothing waits, so every step holds its own global batch. Each replica is planned
 whole pieces in as few micro-batches as it has by tokens and in twice as many, and slices in M
 MicroPacks, equal and tapered, for M at logarithmic distances from the nominal number (or the number
 of stages, if that is more) to eight times it (SlimPack §5.1). The plan whose simulated step is
-shortest is taken, if no rank has more tokens open than 1F1B with full micro-batches would have; the
-first such plan among equals, and whole pieces come first.
+shortest is taken, if it fits: in the device's memory where that is known, else with no more tokens
+open than 1F1B has with full micro-batches. Among equals the first is taken, and whole pieces come
+first.
 
 Where dealing whole pieces to the replicas leaves one with 2 % more work than the mean, pieces may
 be shared by several (:mod:`~lightning_wlb.planning.merging`): those above a replica's capacity, or
 above a half, a quarter or an eighth of it, whatever the simulator finds fastest, or none.
 
-An action's overhead is what bounds M: without a device profile, the forward time of 1 % of a
-context window of short documents. Holding long pieces back, which pays for whole pieces, was
+Times are predicted from a device profile if the planner has one (``Planner(judge=...)``); else they
+are exact work, and an action's overhead, which is what bounds M, is the forward of 1 % of a context
+window of short documents. Holding long pieces back, which pays for whole pieces, was
 measured to gain nothing with slices (Generator A, N = 4, four stages: 1.182 times the step's work
 without delay, 1.186 at a mean delay of 0.25 steps), so there is no delay to budget.
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
-from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.merging import Merged, merge_pieces
 from lightning_wlb.planning.packing.base import Groups, Mesh
 from lightning_wlb.planning.packing.slim import SlimPacker, plans_of
@@ -60,34 +62,38 @@ class AutoPacker(SlimPacker):
         count = max(self.rules.micro_batches, mesh.stages * mesh.replicas)
         for merged in self._dealings(pieces, mesh, work):
             own = [
-                self._fastest(dealt, nominal, mesh)
+                self._fastest(dealt, nominal, mesh, judge, shard)
                 for dealt, nominal in zip(merged.own, self._counts(merged, count), strict=True)
             ]
             for multiple in SHARED if merged.shared else SHARED[:1]:
-                plans = plans_of(own, self._shared(merged, multiple * count), unsharded)
+                shared = self._shared(merged, multiple * count)
+                plans = plans_of(own, shared, shard if judge.sees_sharding else unsharded)
                 longest = max(step.total_ns for step in judge(plans))
                 if best is None or longest < best:
                     best, chosen = longest, plans
-        return [sharded(replica, shard) for replica in chosen]
+        return chosen if judge.sees_sharding else [sharded(each, shard) for each in chosen]
 
-    def _fastest(self, pieces: list[Piece], nominal: int, mesh: Mesh) -> list[list[Slice]]:
+    def _fastest(
+        self, pieces: list[Piece], nominal: int, mesh: Mesh, judge: Judge, shard: Shard
+    ) -> list[list[Slice]]:
         """The micro-batches of one replica's own pieces.
 
         They are judged without those that it shares with others, which are the same whatever
         becomes of its own.
         """
-        judge = self._judge(mesh)
-        most = mesh.stages * mesh.stages_per_rank * self.rules.cap
         best: tuple[bool, int] | None = None
         chosen: list[list[Slice]] = []
         for made in self._candidates(pieces, nominal, mesh):
-            (step,) = judge([replica_plan(made, 0, unsharded)])
-            score = max(step.peak_bytes, default=0) > most, step.total_ns
+            plan = replica_plan(made, 0, shard if judge.sees_sharding else unsharded)
+            (step,) = judge([plan])
+            score = max(step.peak_bytes, default=0) > judge.limit, step.total_ns
             if best is None or score < best:
                 best, chosen = score, made
         return chosen
 
-    def _judge(self, mesh: Mesh) -> PipelineJudge:
+    def _judge(self, mesh: Mesh) -> Judge:
+        if mesh.judge is not None:
+            return mesh.judge
         costs = self.rules.costs
         return PipelineJudge(
             costs.total,
@@ -95,6 +101,7 @@ class AutoPacker(SlimPacker):
             mesh.stages,
             mesh.stages_per_rank,
             costs.forward(max(self.rules.window // OVERHEAD, 1)),
+            mesh.stages * mesh.stages_per_rank * self.rules.cap,
         )
 
     def _dealings(self, pieces: list[Piece], mesh: Mesh, work: PrefixWork) -> Iterator[Merged]:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.costs import PieceCosts
+from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.release import oldest_first
 from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 
@@ -77,11 +78,13 @@ class Mesh(NamedTuple):
         replicas: data-parallel replicas.
         stages: depth of the pipeline.
         stages_per_rank: 1, or the virtual stages of each of its ranks.
+        judge: what methods that try several plans choose by; None: exact work, see there.
     """
 
     replicas: int
     stages: int
     stages_per_rank: int = 1
+    judge: Judge | None = None
 
 
 class Arrivals(Protocol):
