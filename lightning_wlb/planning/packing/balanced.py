@@ -51,7 +51,7 @@ class BalancedPacker(Packer):
         self._budget = int(rules.delay_budget * rules.nominal_tokens)
         self._waiting: list[Piece] = []  # longest first
         # Where the budget's controller begins.
-        self._price = max(holding.UNIT // rules.micro_batches, 1)
+        self._price = max(holding.UNIT // (2 * rules.micro_batches), 1)
         self._work = 0  # of the steps of the epoch, and their number: what a share is
         self._steps = 0
 

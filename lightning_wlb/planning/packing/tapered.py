@@ -61,7 +61,8 @@ class TaperedPacker(Packer):
         self._budget = int(rules.delay_budget * rules.nominal_tokens)
         self._least_tokens = rules.nominal_tokens * holding.LEAST_TOKENS // 100
         self._waiting: list[Piece] = []  # longest first
-        self._price = holding.UNIT
+        # Where the budget's controller begins: what pays depends on the pieces of a replica.
+        self._price = 2 * holding.UNIT * rules.nominal_replicas // rules.micro_batches
 
     @property
     def held(self) -> list[Piece]:
