@@ -10,9 +10,10 @@ The prediction is of the list of actions that the executor runs, so the two comp
 action. Communication is not overlapped with computation here, because the executor overlaps none.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
-simulation. Of sliced pieces the earlier slices' keys count in attention and in memory, but not in
-messages. A micro-batch of several replicas (DP-Merge) begins when all of them can, and its keys
-travel over the links of the data-parallel axis.
+simulation. Of slices, earlier keys are attended to, gathered with their own keys, and gathered
+again in backward; what putting them in order takes on a single rank is left out. A micro-batch of
+several replicas (DP-Merge) begins when all of them can, and its keys travel over the links of the
+data-parallel axis.
 """
 
 from __future__ import annotations
@@ -202,7 +203,12 @@ class Predictor:
         attention: list[tuple[int, int]] = []
         layer: list[tuple[int, int]] = []
         most_keys = 0
-        travelling = _travelling(placed)
+        sliced = kept or bool(before.any())
+        # Every rank contributes the rows of earlier keys that it holds.
+        travelling = _travelling(placed) + (placed.ranks - 1) * -(
+            -int(before.sum()) // placed.ranks
+        )
+        again = sliced and latency.activation_checkpointing != "full"  # which counts it anyway
         _, document, start, stop = placed.table.T
         for first, end in pairwise(placed.first.tolist()):
             own = slice(first, end)
@@ -218,6 +224,8 @@ class Predictor:
                 latency.context_parallel_ns(travelling, read, backward=backward, replicas=replicas)
                 for backward in (False, True)
             ]
+            if again:
+                gather[1] += gather[0]
             layer.append((passes[0] + gather[0], passes[1] + gather[1]))
         shared = [
             latency.linear_ns(placed.rows, backward=backward)
@@ -227,7 +235,7 @@ class Predictor:
         return MicroBatchCost(
             rows=placed.rows,
             keys=most_keys,
-            saved_keys=placed.rows if kept or before.any() else most_keys,
+            saved_keys=placed.rows if sliced else most_keys,
             kept_rows=placed.rows if kept else 0,
             attention_ns=_slowest(attention),
             mean_attention_ns=(

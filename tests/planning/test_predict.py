@@ -219,6 +219,25 @@ def test_stages_carry_the_head_and_contexts_count() -> None:
     assert mean_context_of(np.array([1000] * 5), 1000) == 500
 
 
+def test_earlier_keys_travel_in_both_passes() -> None:
+    model = predictor(Mesh(context=2))
+    whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_document_contiguous")
+    later = model.micro_batch([Slice(0, 0, 3000, 4024)], "per_document_contiguous")
+    latency = model.latency
+
+    def gather(rows: int, keys: int, backward: bool) -> int:
+        return latency.context_parallel_ns(rows, keys, backward=backward)
+
+    for backward in (False, True):
+        expected = whole.layer_ns[backward] - whole.attention_ns[backward]
+        expected += later.attention_ns[backward]
+        expected += gather(512 + 1500, later.keys, backward) - gather(512, whole.keys, backward)
+        if backward:
+            expected += gather(512 + 1500, later.keys, False)
+        # The slowest rank may be the one that reads fewer keys.
+        assert later.layer_ns[backward] == pytest.approx(expected, rel=0.005)
+
+
 def shared_plan(tokens: int) -> StepPlan:
     """One document, shared by two replicas of which the second also has one of its own."""
     shared = MicroBatch((0,), "per_sequence", tokens // 2, (0, 1))
