@@ -1,0 +1,23 @@
+"""The plan of one optimiser step: which tokens run when, on which replica, in which group.
+
+Everything between the document lengths and the gradients speaks this language. A planner
+writes a :class:`StepPlan`; the data loader turns it into tensors, a schedule turns it into
+actions, the simulator predicts it and the executor runs it. A plan holds plain integers and
+strings only, is the same object on every rank, and can be printed, validated, compared by
+digest and sent through JSON.
+
+Vocabulary (docs/design.md):
+
+* a *document* is an entry of the document store, by number;
+* a *piece* is the part of a document that attends only to itself: a whole document, or what
+  the context window (or ``original`` packing) cut from one. Positions start at its origin;
+* a *slice* is the part of a piece that runs in one micro-batch. A piece in one slice is the
+  usual case; a piece in several is SlimPack.
+
+Cost: validation is linear in the number of slices.
+"""
+
+from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan.step import StepPlan
+
+__all__ = ["MicroBatch", "Piece", "ReplicaPlan", "Slice", "StepPlan", "symmetric_backward"]

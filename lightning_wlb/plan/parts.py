@@ -1,0 +1,127 @@
+"""What a step plan is made of: pieces, slices, micro-batches, and a replica's grouping of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """Tokens ``[origin, stop)`` of a document, which attend to each other and nothing else.
+
+    ``arrival`` is the optimiser step whose global batch brought the piece (0-based); a piece
+    released at step s was delayed by ``s - arrival`` steps.
+    """
+
+    document: int
+    origin: int
+    stop: int
+    arrival: int
+
+    @property
+    def tokens(self) -> int:
+        """Length in tokens."""
+        return self.stop - self.origin
+
+
+class Slice(NamedTuple):
+    """Tokens ``[start, stop)`` of a document, whose attention and positions begin at ``origin``.
+
+    ``origin <= start < stop``; all in tokens from the start of the store's document.
+    """
+
+    document: int
+    origin: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        """Length in tokens."""
+        return self.stop - self.start
+
+    @property
+    def context(self) -> int:
+        """Tokens of the same piece that the slice attends to before its own first token."""
+        return self.start - self.origin
+
+    def __str__(self) -> str:
+        piece = f"{self.document}" if self.origin == 0 else f"{self.document}@{self.origin}"
+        return f"{piece}[{self.start}:{self.stop})"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Slices that go through the pipeline as one unit.
+
+    Args:
+        slices: indices into the replica's ``slices``, in the order in which their tokens are
+            laid out. Empty for a micro-batch without tokens.
+        sharding: name of the sharding that spreads the tokens over the context-parallel group
+            (``lightning_wlb.attention.sharding.SHARDINGS``).
+        rows: rows per context-parallel rank after padding, so that every rank knows the size
+            of every message without asking.
+        replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge
+            an aligned power-of-two group, all of which list it.
+    """
+
+    slices: tuple[int, ...]
+    sharding: str
+    rows: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """What one data-parallel replica does in a step.
+
+    Args:
+        slices: the common refinement of every cut, forward and backward.
+        forward: micro-batches in the order in which their forward runs.
+        backward: micro-batches in the order in which their backward runs. Unless the plan is
+            asymmetric these are the same groups, see :func:`symmetric_backward`.
+    """
+
+    slices: tuple[Slice, ...]
+    forward: tuple[MicroBatch, ...]
+    backward: tuple[MicroBatch, ...]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the replica in this step."""
+        return sum(piece.tokens for piece in self.slices)
+
+    def slices_of(self, micro_batch: MicroBatch) -> tuple[Slice, ...]:
+        """The slices of a micro-batch, in layout order."""
+        return tuple(self.slices[index] for index in micro_batch.slices)
+
+    def tokens_of(self, micro_batch: MicroBatch) -> int:
+        """New tokens of a micro-batch, over its whole context-parallel group."""
+        return sum(self.slices[index].tokens for index in micro_batch.slices)
+
+
+def symmetric_backward(
+    slices: Sequence[Slice], forward: Sequence[MicroBatch]
+) -> tuple[MicroBatch, ...]:
+    """The backward order that mirrors ``forward``: first in, first out, but for shared pieces.
+
+    Micro-batches that share a piece form a chain, whose backward runs in reverse order, because
+    a slice's keys and values receive gradients from every later slice (SlimPack §4.1). Without
+    slicing every chain has one link and backward runs in the order of forward.
+    """
+    last_of_piece: dict[tuple[int, int], int] = {}
+    for index, group in enumerate(forward):
+        for number in group.slices:
+            last_of_piece[slices[number].document, slices[number].origin] = index
+    order: list[MicroBatch] = []
+    chain: list[MicroBatch] = []
+    end = -1
+    for index, group in enumerate(forward):
+        chain.append(group)
+        for number in group.slices:
+            end = max(end, last_of_piece[slices[number].document, slices[number].origin])
+        if index >= end:
+            order.extend(reversed(chain))
+            chain = []
+    return tuple(order)

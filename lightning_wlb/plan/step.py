@@ -1,0 +1,126 @@
+"""The plan of one optimiser step, its JSON and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan.validation import check
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything that one optimiser step does, on all replicas.
+
+    Args:
+        step: optimiser step, 0-based, counted over the whole run.
+        epoch: pass over the document store, 0-based.
+        replicas: one plan for each data-parallel replica.
+        pieces: the pieces released in this step, in a canonical order.
+        target_tokens: tokens with a next-token target, over all replicas: the loss divides by it.
+        cap: most new tokens of a micro-batch over its context-parallel group.
+        micro_batches: N, the configured number of micro-batches of a global batch. A step may run
+            fewer (empty ones are left out), and then N counts them in every imbalance degree; or
+            more, where the packing chooses their number.
+        nominal_tokens: the configured tokens of a global batch, N times the context window.
+        drain: whether the step empties queues after the epoch's last arrival.
+    """
+
+    step: int
+    epoch: int
+    replicas: tuple[ReplicaPlan, ...]
+    pieces: tuple[Piece, ...]
+    target_tokens: int
+    cap: int
+    micro_batches: int
+    nominal_tokens: int
+    drain: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the step, over all replicas."""
+        return sum(piece.tokens for piece in self.pieces)
+
+    @property
+    def delay(self) -> float:
+        """Mean delay of the step's tokens in steps (docs/design.md, "delay")."""
+        held = sum(piece.tokens * (self.step - piece.arrival) for piece in self.pieces)
+        return held / max(self.tokens, 1)
+
+    @property
+    def max_delay(self) -> int:
+        """Largest delay of a piece in steps."""
+        return max((self.step - piece.arrival for piece in self.pieces), default=0)
+
+    def validate(self) -> StepPlan:
+        """Return the plan itself if it is one that can run.
+
+        Raises:
+            ValueError: naming the document and range, micro-batch or replica that is wrong.
+        """
+        check(self)
+        return self
+
+    def to_json(self) -> str:
+        """The plan as one line of canonical JSON; :meth:`from_json` is its inverse."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> StepPlan:
+        """Read what :meth:`to_json` wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        fields["pieces"] = tuple(Piece(*piece) for piece in fields["pieces"])
+        fields["replicas"] = tuple(
+            ReplicaPlan(
+                slices=tuple(Slice(*piece) for piece in replica["slices"]),
+                forward=_groups_from_json(replica["forward"]),
+                backward=_groups_from_json(replica["backward"]),
+            )
+            for replica in fields["replicas"]
+        )
+        return StepPlan(**fields)
+
+    @cached_property
+    def digest(self) -> int:
+        """63-bit fingerprint: equal on two ranks if and only if they hold the same plan."""
+        sha = hashlib.sha256(self.to_json().encode()).digest()
+        return int.from_bytes(sha[:8], "big") >> 1
+
+    def __str__(self) -> str:
+        lines = [
+            f"step {self.step} (epoch {self.epoch}{', drain' if self.drain else ''}):"
+            f" {self.tokens} tokens, {self.target_tokens} targets, cap {self.cap},"
+            f" delay mean {self.delay:.2f} max {self.max_delay}"
+        ]
+        for number, replica in enumerate(self.replicas):
+            for pass_name, groups in (("forward", replica.forward), ("backward", replica.backward)):
+                if pass_name == "backward" and groups == symmetric_backward(
+                    replica.slices, replica.forward
+                ):
+                    continue
+                for index, group in enumerate(groups):
+                    shown = " ".join(str(piece) for piece in replica.slices_of(group))
+                    shared = "" if len(group.replicas) == 1 else f" shared by {group.replicas}"
+                    lines.append(
+                        f"  replica {number} {pass_name} {index}:"
+                        f" {replica.tokens_of(group)} tokens, {group.sharding},"
+                        f" {group.rows} rows per rank{shared}: {shown}"
+                    )
+        return "\n".join(lines)
+
+
+def _groups_from_json(groups: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
+    return tuple(
+        MicroBatch(
+            slices=tuple(group["slices"]),
+            sharding=group["sharding"],
+            rows=group["rows"],
+            replicas=tuple(group["replicas"]),
+        )
+        for group in groups
+    )
