@@ -54,6 +54,11 @@ class KeyValueCache:
             if tensor is not None
         )
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those that have come back and not been taken."""
+        return [entry.gradient for entry in self._entries.values() if entry.gradient is not None]
+
     def put(self, layer: int, micro_batch: int, both: Tensor) -> None:
         """Keep [rows, 2, kv_heads, head_dim]. A layer that runs again keeps its first ones."""
         self._entries.setdefault((layer, micro_batch), _Entry(both))

@@ -29,6 +29,7 @@ from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import FORWARD, Action, channel_of
 from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.collectives import gather_from_all_ranks
 from lightning_wlb.strategy.merged import MergedGroups
 from lightning_wlb.strategy.pipeline import Pipeline
@@ -58,6 +59,7 @@ class Executor:
         self.merged = merged
         self.counts_loss = counts_loss
         self.stopwatch: Stopwatch | None = None
+        self.activations: ActivationCount | None = None
         self._agreed: int | None = None
 
     def measure(self) -> Stopwatch:
@@ -72,6 +74,20 @@ class Executor:
     def timings(self) -> list[Timing]:
         """Timings of the last step; empty unless :meth:`measure` was called before it."""
         return self.stopwatch.timings() if self.stopwatch is not None else []
+
+    def count_activations(self) -> ActivationCount:
+        """Count what is held between forward and backward from the next step on.
+
+        Slows every operation down: not in steps whose times matter.
+        """
+        if self.activations is None:
+            self.activations = ActivationCount()
+        return self.activations
+
+    @property
+    def peak_activation_bytes(self) -> int:
+        """Of this rank's last step; 0 unless :meth:`count_activations` was called before it."""
+        return 0 if self.activations is None else self.activations.peak_bytes
 
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
@@ -96,12 +112,18 @@ class Executor:
         program = self.pipeline.program(batch.plan, batch.replica, batch.units)
         if not training:
             program = [action for action in program if action.kind == FORWARD]
-        step = _Step(self.model, self.pipeline, batch, denominator, self.stopwatch)
+        step = _Step(
+            self.model, self.pipeline, batch, denominator, self.stopwatch, self.activations
+        )
         if self.stopwatch is not None:
             self.stopwatch.begin_step()
+        if self.activations is not None:
+            self.activations.begin_step()
         for action in program:
             step.run(action)
         step.finish()
+        if self.activations is not None:
+            self.activations.sample()
         if not training:
             fully_sharded.reshard(self.model)
         return self._total_loss(step.loss, batch, denominator)
@@ -163,6 +185,7 @@ class _Step:
         batch: StepBatch,
         denominator: int,
         stopwatch: Stopwatch | None,
+        activations: ActivationCount | None,
     ) -> None:
         self.model = model
         self.pipeline = pipeline
@@ -171,6 +194,7 @@ class _Step:
         batch.share_keys(self.cache)
         self.denominator = denominator
         self.stopwatch = stopwatch
+        self.activations = activations
         self.last_stage = len(pipeline.stages) - 1
         wide = torch.float64 if pipeline.dtype == torch.float64 else torch.float32
         self.loss = torch.zeros((), dtype=wide, device=pipeline.device)
@@ -183,9 +207,15 @@ class _Step:
     def run(self, action: Action) -> None:
         """Run one action, its receive before it and its send after it."""
         if action.kind == FORWARD:
-            self._forward(action)
+            with self.activations or nullcontext():
+                self._forward(action)
         else:
             self._backward(action)
+        if self.activations is not None:
+            # What a backward leaves for others: sent gradients, those of earlier slices' keys.
+            self.activations.add(tensor for _, tensor in self.sends.values())
+            self.activations.add([*self.local.values(), *self.cache.gradients])
+            self.activations.sample()
 
     def finish(self) -> None:
         """Wait for what has been sent and not been answered."""
