@@ -336,9 +336,10 @@ def _hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStor
             f" number from 0 to {documents - 1}."
         )
     # Python's own generator: its samples are the same on every version.
-    held_out = set(random.Random(seed).sample(range(documents), count))
-    kept = [number for number in range(documents) if number not in held_out]
-    return DocumentSubset(store, kept), DocumentSubset(store, sorted(held_out))
+    held_out = np.zeros(documents, bool)
+    held_out[random.Random(seed).sample(range(documents), count)] = True
+    kept, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    return DocumentSubset(store, kept), DocumentSubset(store, chosen)
 
 
 def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:

@@ -142,34 +142,53 @@ class DocumentSubset:
         store: the store that holds the tokens.
         numbers: documents of ``store``.
 
+    Cost: 16 bytes for each document of the subset.
+
     Raises:
-        ValueError: no documents.
+        ValueError: no documents, or numbers that the store does not have.
     """
 
-    def __init__(self, store: DocumentStore, numbers: Sequence[int]) -> None:
+    def __init__(self, store: DocumentStore, numbers: Sequence[int] | npt.NDArray[Any]) -> None:
         self.store = store
-        self.numbers = [int(number) for number in numbers]
+        self.numbers = _document_numbers(numbers, len(store.lengths))
         self.lengths: npt.NDArray[np.int64] = np.asarray(store.lengths)[self.numbers]
         check_lengths(self.lengths, "DocumentSubset")
         self.vocab_size = store.vocab_size
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
-        return self.store.read(self.numbers[document], start, stop)
+        return self.store.read(int(self.numbers[document]), start, stop)
 
     def targets(self, document: int, start: int, stop: int) -> int:
         """How many tokens of ``[start, stop)`` have a target."""
-        return self.store.targets(self.numbers[document], start, stop)
+        return self.store.targets(int(self.numbers[document]), start, stop)
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target."""
-        return self.store.mask(self.numbers[document], start, stop)
+        return self.store.mask(int(self.numbers[document]), start, stop)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __repr__(self) -> str:
         return f"DocumentSubset({len(self)} documents of {self.store!r})"
+
+
+def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
+    array = np.asarray(numbers)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(
+            f"DocumentSubset: numbers is an array of {array.dtype} with shape {array.shape}. Give a"
+            " flat sequence of document numbers; np.flatnonzero makes them from a selection."
+        )
+    # A negative number would count from the end, and read another document than its length's.
+    outside = array[(array < 0) | (array >= documents)]
+    if len(outside):
+        raise ValueError(
+            f"DocumentSubset: document {int(outside[0])} is not in the store, whose documents are 0"
+            f" to {documents - 1}. Choose from these."
+        )
+    return array.astype(np.int64)
 
 
 def _tokens(number: int, sequence: Any) -> npt.NDArray[np.int64]:

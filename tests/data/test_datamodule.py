@@ -224,7 +224,7 @@ def test_held_out_documents_are_chosen_by_the_seed() -> None:
         kept, validation = data(documents=store, seed=seed, validation_documents=10)._stores()
         assert validation is not None
         assert sorted([*kept.numbers, *validation.numbers]) == list(range(40))  # type: ignore[attr-defined]
-        return validation.numbers  # type: ignore[attr-defined,no-any-return]
+        return list(validation.numbers)  # type: ignore[attr-defined]
 
     assert len(held_out(5)) == 10
     assert held_out(5) == held_out(5) != held_out(6)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_wlb.data.datamodule import _hold_out
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 
 
@@ -60,6 +63,45 @@ def test_a_subset_renumbers() -> None:
     assert mask.tolist() == [True, False]
     with pytest.raises(ValueError, match="no documents"):
         DocumentSubset(whole, [])
+    for numbers, message in (
+        ([0, 3], "document 3 is not in the store, whose documents are 0 to 2"),
+        ([-1], "document -1 is not in the store"),
+        ([True, False, True], "numbers is an array of bool .* np.flatnonzero"),
+        ([0.0], "numbers is an array of float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DocumentSubset(whole, numbers)
+
+
+class Lengths:
+    """A store of many documents that exist by their lengths only."""
+
+    vocab_size = 2
+
+    def __init__(self, documents: int) -> None:
+        self.lengths = np.ones(documents, np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return np.zeros(stop - start, np.int64)
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        return 0
+
+    def mask(self, document: int, start: int, stop: int) -> None:
+        return None
+
+
+def test_holding_out_of_many_documents_takes_16_bytes_each() -> None:
+    documents, count = 1_000_000, 100
+    store = Lengths(documents)
+    tracemalloc.start()
+    kept, held_out = _hold_out(store, count, seed=0)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept) == documents - count
+    assert len(held_out) == count
+    # Numbers and lengths, 8 bytes each, and no more than twice that on the way.
+    assert most < 2 * 16 * documents
 
 
 @pytest.mark.parametrize(
