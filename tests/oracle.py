@@ -6,7 +6,7 @@ but the model and ``attention/reference.py``. Each piece runs alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -99,6 +99,6 @@ class _Positions:
         return self
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, metadata: Any) -> Tensor:
+def _attend(queries: Callable[[], Tensor], k: Tensor, v: Tensor, metadata: Any) -> Tensor:
     positions = metadata.positions
-    return dense_attention(q, k, v, torch.zeros_like(positions), positions)
+    return dense_attention(queries(), k, v, torch.zeros_like(positions), positions)

@@ -8,6 +8,11 @@ what this rank's queries see in document order, both prefixes of a document at o
 kernel call does the work. Backward scatter-adds the gradients of these rows and sends them back
 the same way, to be summed by their owners.
 
+The queries are computed while the keys travel, and since autograd runs backward in the reverse
+order of forward, the queries' own backward runs while the gradients travel back. Nothing else
+overlaps: attention over the pieces that lie whole on the rank could, but would be a second kernel
+call, and holds too little of the work (docs/design.md).
+
 Sums over ranks and over segments are taken in float32 for half types and in the type itself
 otherwise, so a gradient does not depend on the number of ranks beyond rounding.
 
@@ -85,7 +90,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def context_parallel_attention(
-    q: Tensor,
+    queries: Callable[[], Tensor],
     k: Tensor,
     v: Tensor,
     metadata: AttentionMetadata,
@@ -96,7 +101,9 @@ def context_parallel_attention(
     """Attention of this rank's queries over the keys of the whole context-parallel group.
 
     Args:
-        q: [rows, heads, head_dim], local rows including padding.
+        queries: gives [rows, heads, head_dim], local rows including padding. Called once, while
+            keys and values travel: what it computes hides the exchange, and its backward hides
+            that of the gradients.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
         metadata: this rank's segments and key index, on the same device.
@@ -111,11 +118,7 @@ def context_parallel_attention(
         ValueError: if rows, metadata and group do not fit each other.
     """
     size = 1 if group is None else dist.get_world_size(group)
-    if q.shape[0] != metadata.rows or k.shape[0] != metadata.rows:
-        raise ValueError(
-            f"q has {q.shape[0]} and k {k.shape[0]} rows, but the metadata describes"
-            f" {metadata.rows} rows, padding included."
-        )
+    _check(k.shape[0], "k", metadata)
     if (metadata.key_index is None) != (size == 1):
         raise ValueError(
             f"the context-parallel group has {size} rank(s), but the metadata was made"
@@ -123,20 +126,39 @@ def context_parallel_attention(
             " context_parallel_size for the strategy and the data."
         )
     if metadata.key_index is None or metadata.rows == 0:
+        q = queries()
         keys, values = k[: metadata.queries], v[: metadata.queries]
     else:
-        keys, values = _exchange_keys(k, v, metadata, group)
+        exchange = _Exchange(metadata, group)
+        sent = _send(k, v, exchange)
+        q = queries()
+        keys, values = _receive(sent, exchange)
+    _check(q.shape[0], "q", metadata)
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
         return attention(q[: metadata.queries], keys, values, metadata, scale)
 
-    if size > 1 and torch.is_grad_enabled() and not metadata.recomputed:
+    if size > 1 and metadata.rows and torch.is_grad_enabled() and not metadata.recomputed:
         held = k.detach(), v.detach()
-        out = attend_reading_again(attend, keys, values, lambda: _read(*held, metadata, group))
+
+        def read_again() -> tuple[Tensor, Tensor]:
+            exchange = _Exchange(metadata, group)
+            exchange.send(*held)
+            return exchange.receive()
+
+        out = attend_reading_again(attend, keys, values, read_again)
     else:
         out = attend(keys, values)
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+
+
+def _check(rows: int, name: str, metadata: AttentionMetadata) -> None:
+    if rows != metadata.rows:
+        raise ValueError(
+            f"{name} has {rows} rows, but the metadata describes {metadata.rows} rows, padding"
+            " included."
+        )
 
 
 def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
@@ -188,64 +210,118 @@ class _ScatterRows(torch.autograd.Function):
         return gathered(gradient, ctx.group), None
 
 
-class _ExchangeKeys(torch.autograd.Function):
-    """Exchange keys and values and pick the rows that this rank's segments read, in their order.
+class _Exchange:
+    """Keys and values on their way between the ranks, and in backward their gradients.
 
-    One node and not an exchange followed by an index: its backward adds up the gradients of a row
-    that several segments read, and of all ranks, before it rounds them to a half type.
+    Collective: every rank of the group sends, then receives.
+    """
+
+    def __init__(self, metadata: AttentionMetadata, group: ProcessGroup | None) -> None:
+        self.metadata = metadata
+        self.group = group
+        self._buffer: Tensor | None = None
+        self._shares: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def send(self, k: Tensor, v: Tensor) -> None:
+        """Post [rows, kv_heads, head_dim] of this rank; returns before they have travelled."""
+        metadata, rows = self.metadata, k.shape[0]
+        self._buffer = buffer = k.new_empty(self._arriving + rows, 2, *k.shape[1:])
+        arriving, local = buffer[: self._arriving], buffer[self._arriving :]
+        torch.stack((k, v), dim=1, out=local)
+        if metadata.gathered:
+            sent = local[: metadata.gathered]
+            self._work = _all_gather(arriving, sent, group=self.group, async_op=True)
+        elif metadata.send_index is not None:
+            sent = local.index_select(0, metadata.send_index)
+            counts = metadata.receive_counts, metadata.send_counts
+            self._work = _all_to_all(arriving, sent, *counts, self.group)
+
+    def receive(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the segments in their order, [keys, kv_heads, head_dim] each."""
+        assert self._buffer is not None
+        assert self.metadata.key_index is not None
+        self._wait()
+        both = self._buffer.index_select(0, self.metadata.key_index)
+        self._buffer = None
+        return both[:, 0], both[:, 1]
+
+    def send_back(self, grad_keys: Tensor, grad_values: Tensor) -> None:
+        """Add up the gradients of each row that was read and post them to the rows' owners."""
+        metadata = self.metadata
+        assert metadata.key_index is not None
+        self._buffer = total = grad_keys.new_zeros(
+            self._arriving + metadata.rows, 2, *grad_keys.shape[1:], dtype=wide(grad_keys.dtype)
+        )
+        total[:, 0].index_add_(0, metadata.key_index, grad_keys.to(total.dtype))
+        total[:, 1].index_add_(0, metadata.key_index, grad_values.to(total.dtype))
+        arriving = total[: self._arriving]
+        if metadata.gathered:
+            self._shares = total.new_empty(metadata.gathered, *total.shape[1:])
+            self._work = _reduce_scatter(self._shares, arriving, group=self.group, async_op=True)
+        elif metadata.send_index is not None:
+            self._shares = total.new_empty(len(metadata.send_index), *total.shape[1:])
+            counts = metadata.send_counts, metadata.receive_counts
+            self._work = _all_to_all(self._shares, arriving, *counts, self.group)
+
+    def receive_back(self) -> Tensor:
+        """The gradient of this rank's own rows over all ranks, [rows, 2, kv_heads, head_dim]."""
+        assert self._buffer is not None
+        self._wait()
+        local, shares = self._buffer[self._arriving :], self._shares
+        if shares is not None and self.metadata.send_index is not None:
+            local.index_add_(0, self.metadata.send_index, shares)
+        elif shares is not None:
+            local[: len(shares)] += shares
+        self._buffer = self._shares = None
+        return local
+
+    @property
+    def _arriving(self) -> int:
+        """Rows that arrive from the group, own ones of an all-gather included."""
+        gathered = self.metadata.gathered
+        return dist.get_world_size(self.group) * gathered + sum(self.metadata.receive_counts)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class _Send(torch.autograd.Function):
+    """Posts keys and values; backward waits for their gradients.
+
+    Returns an empty tensor that ties :class:`_Receive` to it. The gradients themselves stay in
+    the exchange: as gradients of a half-type tensor autograd would round them before they are
+    added up, over the segments and ranks that read a row.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, metadata: AttentionMetadata, group: ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        ctx.exchange, ctx.group = metadata, group
-        return _read(k, v, metadata, group)
+    def forward(ctx: Any, k: Tensor, v: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange, ctx.dtype = exchange, k.dtype
+        exchange.send(k, v)
+        return k.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nothing: Tensor) -> tuple[Any, ...]:
+        both = ctx.exchange.receive_back().to(ctx.dtype)
+        return both[:, 0], both[:, 1], None
+
+
+class _Receive(torch.autograd.Function):
+    """Waits for keys and values and puts them in order; backward posts their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        return exchange.receive()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_keys: Tensor, grad_values: Tensor) -> tuple[Any, ...]:
-        metadata, group = ctx.exchange, ctx.group
-        dtype, rows = grad_keys.dtype, metadata.rows
-        total = grad_keys.new_zeros(
-            _arriving(metadata, group) + rows, 2, *grad_keys.shape[1:], dtype=wide(dtype)
-        )
-        total[:, 0].index_add_(0, metadata.key_index, grad_keys.to(total.dtype))
-        total[:, 1].index_add_(0, metadata.key_index, grad_values.to(total.dtype))
-        arriving, local = total[:-rows], total[-rows:]
-        if metadata.gathered:
-            local[: metadata.gathered] += summed(arriving, group, total.dtype)
-        elif metadata.send_index is not None:
-            shares = total.new_empty(len(metadata.send_index), *total.shape[1:])
-            _all_to_all(shares, arriving, metadata.send_counts, metadata.receive_counts, group)
-            local.index_add_(0, metadata.send_index, shares)
-        local = local.to(dtype)
-        return local[:, 0], local[:, 1], None, None
-
-
-def _read(
-    k: Tensor, v: Tensor, metadata: AttentionMetadata, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of the segments in their order, outside of autograd. Collective."""
-    assert metadata.key_index is not None
-    rows = k.shape[0]
-    if rows == 0:
-        return k, v
-    buffer = k.new_empty(_arriving(metadata, group) + rows, 2, *k.shape[1:])
-    arriving, local = buffer[:-rows], buffer[-rows:]
-    torch.stack((k, v), dim=1, out=local)
-    if metadata.gathered:
-        _all_gather(arriving, local[: metadata.gathered], group=group)
-    elif metadata.send_index is not None:
-        sent = local.index_select(0, metadata.send_index)
-        _all_to_all(arriving, sent, metadata.receive_counts, metadata.send_counts, group)
-    both = buffer.index_select(0, metadata.key_index)
-    return both[:, 0], both[:, 1]
-
-
-def _arriving(metadata: AttentionMetadata, group: ProcessGroup | None) -> int:
-    """Rows that arrive from the group, own ones of an all-gather included."""
-    return dist.get_world_size(group) * metadata.gathered + sum(metadata.receive_counts)
+        ctx.exchange.send_back(grad_keys, grad_values)
+        return grad_keys.new_empty(0), None
 
 
 def _all_to_all(
@@ -254,10 +330,14 @@ def _all_to_all(
     receive_counts: Sequence[int],
     send_counts: Sequence[int],
     group: ProcessGroup | None,
-) -> None:
-    dist.all_to_all_single(out, x, list(receive_counts), list(send_counts), group=group)
+) -> dist.Work | None:
+    work: dist.Work | None = dist.all_to_all_single(
+        out, x, list(receive_counts), list(send_counts), group=group, async_op=True
+    )
+    return work
 
 
 _gather_rows: Callable[..., Tensor] = _GatherRows.apply
 _scatter_rows: Callable[..., Tensor] = _ScatterRows.apply
-_exchange_keys: Callable[..., tuple[Tensor, Tensor]] = _ExchangeKeys.apply
+_send: Callable[..., Tensor] = _Send.apply
+_receive: Callable[..., tuple[Tensor, Tensor]] = _Receive.apply

@@ -44,8 +44,10 @@ from lightning_wlb.models.loss import token_loss
 from lightning_wlb.models.tensor_parallel import local
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""(q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], metadata) -> like q."""
+Queries = Tensor | Callable[[], Tensor]
+"""[rows, heads, head_dim], or what computes it: called once, while keys and values travel."""
+Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata], Tensor]
+"""(queries, k and v [rows, kv_heads, head_dim], metadata) -> [rows, heads, head_dim]."""
 
 
 class Transformer(nn.Module):
@@ -138,13 +140,16 @@ class Transformer(nn.Module):
             hidden = self.head(hidden, micro_batch.labels)
         return hidden
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, q: Queries, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Causal attention within each piece, over the context-parallel group."""
-        run = context_parallel_attention if metadata.slices is None else sliced_attention
+        queries = q if callable(q) else lambda: q
         group = self.context_group
         if metadata.replicas > 1:
             group = self.merged_groups[metadata.replicas]
-        return run(q, k, v, metadata, self.attention_kernel, group)
+        kernel = self.attention_kernel
+        if metadata.slices is not None:
+            return sliced_attention(queries(), k, v, metadata, kernel, group)
+        return context_parallel_attention(queries, k, v, metadata, kernel, group)
 
     def set_parallel_groups(
         self, context: ProcessGroup | None, tensor: ProcessGroup | None
@@ -282,10 +287,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
         hidden = gather_rows(hidden, self.tensor_group)
-        q = self._heads(hidden, local(self.wq))
-        k = self._heads(hidden, self._of_own_heads(self.wk))
+        k = rotate(self._heads(hidden, self._of_own_heads(self.wk)), turns)
         v = self._heads(hidden, self._of_own_heads(self.wv))
-        out = attend(rotate(q, turns), rotate(k, turns), v, metadata)
+
+        def queries() -> Tensor:
+            return rotate(self._heads(hidden, local(self.wq)), turns)
+
+        out = attend(queries, k, v, metadata)
         return scatter_rows(F.linear(out.flatten(-2), local(self.wo)), self.tensor_group)
 
     def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 import math
 from functools import cache
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,7 +96,8 @@ def check_micro_batch(
     attention = VarlenAttention("cpu")
     attention.timer = Counter()
     leaves = [local(x).requires_grad_() for x in inputs[:3]]
-    out = context_parallel_attention(*leaves, metadata, attention, group)
+    q, k, v = leaves
+    out = context_parallel_attention(lambda: q, k, v, metadata, attention, group)
     got = [out.detach(), *torch.autograd.grad(out, leaves, local(inputs[3]))]
     kernels = int(metadata.queries > 0)
     assert (attention.timer.starts, attention.timer.stops) == (2 * kernels, 2 * kernels)
@@ -123,6 +126,20 @@ def check_all(rank: int, size: int, sharding: str) -> float:
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_dense_attention(sharding: str, size: int) -> None:
     assert max(run_ranks(check_all, size, size, sharding)) <= 1e-12
+
+
+def check_eight(rank: int) -> float:
+    group = dist.group.WORLD
+    return max(
+        error
+        for sharding in SHARDINGS
+        for lengths in ([3, 7, 5, 1, 13], [97, 1, 31, 128, 2, 64, 11])
+        for error in check_micro_batch(rank, group, 8, sharding, lengths, 1)
+    )
+
+
+def test_eight_ranks_equal_dense_attention() -> None:
+    assert max(run_ranks(check_eight, 8)) <= 1e-12
 
 
 def check_tiles(rank: int, size: int) -> float:
@@ -310,7 +327,7 @@ def key_gradient(rank: int) -> float:
     q, k = torch.zeros(2, 1, 1, dtype=torch.bfloat16), torch.zeros(2, 1, 1, dtype=torch.bfloat16)
     v = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     attention = VarlenAttention("cpu")
-    out = context_parallel_attention(q, k, v, metadata, attention, dist.group.WORLD)
+    out = context_parallel_attention(lambda: q, k, v, metadata, attention, dist.group.WORLD)
     share = [[256.0, 1.0], [1.0, 0.0]][rank]
     (gradient,) = torch.autograd.grad(out, v, torch.tensor(share).reshape(2, 1, 1).bfloat16())
     return float(gradient[0])
@@ -336,10 +353,11 @@ def kept_keys(rank: int, recomputed: bool) -> list[bool]:
     attention = Attention("cpu")
     events: list[str] = []
     attention.timer = Recorder(events)
-    out = context_parallel_attention(*inputs, metadata, attention, dist.group.WORLD)
+    q, k, v = inputs
+    out = context_parallel_attention(lambda: q, k, v, metadata, attention, dist.group.WORLD)
     kept = [not torch.UntypedStorage._expired(each) for each in storages]
     gather = context_parallel._all_gather
-    context_parallel._all_gather = lambda *a, **k: (events.append("gather"), gather(*a, **k))
+    context_parallel._all_gather = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
     out.sum().backward()
     context_parallel._all_gather = gather
     # Keys travel before attention is timed.
@@ -358,13 +376,81 @@ def test_gathered_keys_are_not_kept_for_backward(recomputed: bool) -> None:
     assert run_ranks(kept_keys, 2, recomputed) == [[recomputed] * 2] * 2
 
 
+def order_of(rank: int, lengths: list[int], sharding: str) -> list[str]:
+    """What happens in which order, forward and backward; without what the kernel does."""
+    made = layout(sharding, lengths, 2, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
+    metadata = metadata.for_layer(0, recomputed=True)
+    events: list[str] = []
+
+    class Work:
+        def __init__(self, work: dist.Work) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            events.append("wait")
+            self.work.wait()
+
+    def logged(holder: Any, name: str) -> Any:
+        collective = getattr(holder, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            assert named["async_op"]
+            events.append(name.strip("_"))
+            return Work(collective(*arguments, **named))
+
+        return mock.patch.object(holder, name, call)
+
+    class Project(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            events.append("queries")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            events.append("queries")
+            return 2 * gradient
+
+    hidden, k, v = (torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3))
+    with (
+        logged(context_parallel, "_all_gather"),
+        logged(context_parallel, "_reduce_scatter"),
+        logged(dist, "all_to_all_single"),
+    ):
+        out = context_parallel_attention(
+            lambda: Project.apply(hidden), k, v, metadata, VarlenAttention("cpu"), dist.group.WORLD
+        )
+        events.append("|")
+        out.sum().backward()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sharding", "posted"),
+    [
+        ([64, 40], "per_document", ("all_gather", "reduce_scatter")),
+        ([64, 40], "per_sequence", ("all_to_all_single", "all_to_all_single")),
+        ([128] * 4, "hybrid", None),  # every piece whole on a rank
+    ],
+)
+def test_queries_are_computed_while_keys_travel(
+    lengths: list[int], sharding: str, posted: tuple[str, str] | None
+) -> None:
+    forward, backward = (
+        [["queries"]] * 2 if posted is None else [[post, "queries", "wait"] for post in posted]
+    )
+    assert run_ranks(order_of, 2, lengths, sharding) == [[*forward, "|", *backward]] * 2
+
+
 def mismatch(rank: int) -> None:
     q = torch.zeros(4, 1, 2)
     metadata = AttentionMetadata.from_indices(
         rank_indices(layout("per_document", [4], 1, 1), 0), 4, 1
     )
+    attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 2 rank\(s\).*made without context parallelism"):
-        context_parallel_attention(q, q, q, metadata, VarlenAttention("cpu"), dist.group.WORLD)
+        context_parallel_attention(lambda: q, q, q, metadata, attention, dist.group.WORLD)
 
 
 def test_metadata_of_another_mesh_is_refused() -> None:
@@ -374,8 +460,10 @@ def test_metadata_of_another_mesh_is_refused() -> None:
     metadata = AttentionMetadata.from_indices(rank_indices(made, 0), made.rows, 2)
     attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 1 rank\(s\).*made for context parallelism"):
-        context_parallel_attention(q, q, q, metadata, attention, None)
-    with pytest.raises(ValueError, match=r"q has 5 and k 5 rows.*describes 4 rows"):
-        context_parallel_attention(
-            *(torch.zeros(5, 1, 2) for _ in range(3)), metadata, attention, None
-        )
+        context_parallel_attention(lambda: q, q, q, metadata, attention, None)
+    with pytest.raises(ValueError, match=r"k has 5 rows.*describes 4 rows"):
+        context_parallel_attention(lambda: q, q.repeat(5, 1, 1)[:5], q, metadata, attention, None)
+    alone = layout("per_document", [4], 1, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(alone, 0), 4, 1)
+    with pytest.raises(ValueError, match=r"q has 3 rows.*describes 4 rows"):
+        context_parallel_attention(lambda: q[:3], q, q, metadata, attention, None)
