@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
+from lightning_wlb.arguments import flag, whole
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.prediction import NOTHING, STEPS, Predictions, parted
@@ -78,11 +79,12 @@ class ImbalanceMonitor(L.Callback):
         profile: str | Path | Profile | None = None,
     ) -> None:
         super().__init__()
-        if warm_up_steps < 0:
-            raise ValueError(f"warm_up_steps={warm_up_steps}, but it must be 0 or more.")
-        self.heat_map = heat_map
-        self.warm_up_steps = warm_up_steps
+        is_path = isinstance(heat_map, str | Path)
+        self.heat_map = heat_map if is_path else flag("heat_map", heat_map)
+        self.warm_up_steps = whole("warm_up_steps", warm_up_steps, 0)
         self.profile = profile
+        if profile is not None and not isinstance(profile, Profile):
+            self.profile = Profile.load(profile)
         self._predictions: Predictions | None = None
         self.heat_map_path: Path | None = None
         self._records: Records | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from lightning_wlb.arguments import whole
 from lightning_wlb.attention.sharding import ADAPTIVE, SHARDINGS
 from lightning_wlb.cli.arguments import mesh_of, model_config, names_of
 from lightning_wlb.cli.forecast import Forecast, plan_steps
@@ -62,8 +63,10 @@ class Request:
         compute, rest = PRECISIONS[precision]
         profile.check(device_type=arguments.device, dtype=compute)
         check_tensor_parallel(config, mesh.tensor)
-        if arguments.steps < 1:
-            raise ValueError(f"--steps {arguments.steps}: plan at least 1 step.")
+        for option in ("steps", "micro_batches", "virtual_stages"):
+            given = getattr(arguments, option)
+            if given is not None:
+                whole(f"--{option.replace('_', '-')}", given, 1)
         count = arguments.micro_batches or mesh.data * mesh.pipeline
         arguments.micro_batches = count
         packings = names_of("--packing", arguments.packing, list(PACKINGS))

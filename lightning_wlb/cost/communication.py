@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.arguments import whole
 from lightning_wlb.cost.profile import Link, Profile
 
 AXES = ("data", "pipeline", "context", "tensor")
@@ -41,10 +42,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"mesh: {field.name}={getattr(self, field.name)}, but it must be at least 1."
-                )
+            size = whole(f"mesh: {field.name}", getattr(self, field.name), 1)
+            object.__setattr__(self, field.name, size)
 
     @property
     def devices(self) -> int:

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_wlb.arguments import whole
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -33,8 +35,8 @@ class ModelShape:
         vocab_size: rows of the output projection; 0 leaves the output projection out.
 
     Raises:
-        ValueError: a size below 1 (``vocab_size`` below 0), or ``heads`` not a multiple of
-            ``kv_heads``.
+        ValueError: a size that is no whole number, or below 1 (``vocab_size`` below 0), or
+            ``heads`` not a multiple of ``kv_heads``.
     """
 
     dim: int
@@ -48,11 +50,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in fields(self):
             least = 0 if field.name == "vocab_size" else 1
-            if getattr(self, field.name) < least:
-                raise ValueError(
-                    f"ModelShape: {field.name}={getattr(self, field.name)}, but it must be at"
-                    f" least {least}."
-                )
+            size = whole(f"ModelShape: {field.name}", getattr(self, field.name), least)
+            object.__setattr__(self, field.name, size)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"ModelShape: heads={self.heads} is not a multiple of kv_heads={self.kv_heads};"

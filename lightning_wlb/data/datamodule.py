@@ -23,7 +23,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.attention.sharding import ADAPTIVE
+from lightning_wlb.arguments import choice, flag, whole
+from lightning_wlb.attention.sharding import ADAPTIVE, SHARDINGS
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
@@ -116,7 +117,7 @@ class WLBDataModule(L.LightningDataModule):
             packing=packing,
             cap=cap,
             queues=queues,
-            thresholds=None if thresholds is None else tuple(thresholds),
+            thresholds=thresholds,  # type: ignore[arg-type]  # any sequence becomes a tuple there
             micro_packs=micro_packs,
             packing_window=packing_window,
             delay_budget=delay_budget,
@@ -125,13 +126,25 @@ class WLBDataModule(L.LightningDataModule):
             shuffle=shuffle,
             max_tokens=max_tokens,
         )
+        _check_documents("documents", documents)
+        if _is_documents(validation_documents):
+            _check_documents("validation_documents", validation_documents)
+        else:
+            validation_documents = whole("validation_documents", validation_documents, 0)
+        if test_documents is not None:
+            _check_documents("test_documents", test_documents)
+        if model_shape is not None and not isinstance(model_shape, ModelShape):
+            raise MisconfigurationException(
+                f"model_shape={model_shape!r} is of type {type(model_shape).__name__}. Give a"
+                " lightning_wlb.cost.flops.ModelShape, or None for that of the LightningModule."
+            )
         self.documents = documents
-        self.sharding = sharding
-        self.num_workers = num_workers
+        self.sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
+        self.num_workers = whole("num_workers", num_workers, 0)
         self.validation_documents = validation_documents
         self.test_documents = test_documents
         self.model_shape = model_shape
-        self.pin_memory = pin_memory
+        self.pin_memory = None if pin_memory is None else flag("pin_memory", pin_memory)
         self._opened: tuple[DocumentStore, DocumentStore | None] | None = None
         self._described = False
 
@@ -310,6 +323,25 @@ def _place(trainer: L.Trainer) -> Coordinates:
     )
 
 
+def _is_documents(documents: Any) -> bool:
+    return isinstance(documents, DocumentStore | Sequence)
+
+
+def _check_documents(name: str, documents: Any) -> None:
+    """Refuse what :func:`_store` could not open, without opening anything."""
+    if isinstance(documents, str) and documents != "stdlib":
+        raise MisconfigurationException(
+            f"{name}={documents!r}: the only store with a name is 'stdlib'. Pass a document"
+            " store or sequences of token numbers for anything else."
+        )
+    if not _is_documents(documents):
+        raise MisconfigurationException(
+            f"{name} of type {type(documents).__name__} are no document store: it needs lengths,"
+            " vocab_size, read, targets and mask (lightning_wlb.data.documents.DocumentStore)."
+            " Give one, or sequences of token numbers."
+        )
+
+
 def _store(documents: Any) -> DocumentStore:
     if isinstance(documents, str):
         if documents != "stdlib":
@@ -320,12 +352,7 @@ def _store(documents: Any) -> DocumentStore:
         return StdlibDocuments()
     if isinstance(documents, DocumentStore):
         return documents
-    if isinstance(documents, Sequence):
-        return InMemoryDocuments(documents)
-    raise MisconfigurationException(
-        f"documents of type {type(documents).__name__} are no document store: it needs lengths,"
-        " vocab_size, read, targets and mask (lightning_wlb.data.documents.DocumentStore)."
-    )
+    return InMemoryDocuments(documents)
 
 
 def _hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore, DocumentStore]:

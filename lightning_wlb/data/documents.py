@@ -18,6 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.arguments import whole
+
 
 @runtime_checkable
 class DocumentStore(Protocol):
@@ -92,7 +94,7 @@ class InMemoryDocuments:
         self._tokens = np.concatenate(arrays)
         self._starts = np.concatenate(([0], np.cumsum(self.lengths)))
         largest = int(self._tokens.max())
-        self.vocab_size = largest + 1 if vocab_size is None else vocab_size
+        self.vocab_size = largest + 1 if vocab_size is None else whole("vocab_size", vocab_size, 1)
         if int(self._tokens.min()) < 0 or largest >= self.vocab_size:
             raise ValueError(
                 f"InMemoryDocuments: tokens range from {int(self._tokens.min())} to {largest},"

@@ -35,6 +35,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from platformdirs import user_cache_dir
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lightning_wlb.arguments import choice, whole
 from lightning_wlb.data.documents import check_lengths
 
 _CACHE_VERSION = 1
@@ -70,8 +71,10 @@ class StdlibDocuments:
         vocab_size: int | None = None,
         directory: str | Path | None = None,
     ) -> None:
-        self.unit = _known("unit", unit, ("definition", "file"))
-        self.tokenizer = _known("tokenizer", tokenizer, ("bytes", "bpe"))
+        self.unit = choice("StdlibDocuments: unit", unit, ("definition", "file"))
+        self.tokenizer = choice("StdlibDocuments: tokenizer", tokenizer, ("bytes", "bpe"))
+        if vocab_size is not None:
+            vocab_size = whole("StdlibDocuments: vocab_size", vocab_size, 1)
         if tokenizer == "bytes" and vocab_size not in (None, 256):
             raise ValueError(
                 f"StdlibDocuments: vocab_size={vocab_size} with tokenizer='bytes', which has 256"
@@ -135,12 +138,6 @@ class StdlibDocuments:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
-
-
-def _known(name: str, value: str, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"StdlibDocuments: {name}={value!r}. Choose one of {list(allowed)}.")
-    return value
 
 
 def _cached(directory: Path, unit: str, tokenizer: str, vocab_size: int) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_wlb.arguments import flag, number, whole
 from lightning_wlb.cost.flops import ModelShape
 
 
@@ -25,7 +27,7 @@ class TransformerConfig:
         tied_embeddings: the output matrix is the embedding table.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: a value of another type or out of range, or sizes that do not fit each other.
     """
 
     dim: int = 64
@@ -40,14 +42,13 @@ class TransformerConfig:
     tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("head_dim", "tied_embeddings") and not value:
-                continue
-            if value <= 0:
-                raise ValueError(
-                    f"TransformerConfig: {field.name}={value}, but it must be above 0."
-                )
+        for name in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "head_dim"):
+            if name != "head_dim" or self.head_dim is not None:
+                setattr(self, name, whole(f"TransformerConfig: {name}", getattr(self, name), 1))
+        for name in ("rope_theta", "norm_eps"):
+            value = number(f"TransformerConfig: {name}", getattr(self, name), 0, above=True)
+            setattr(self, name, value)
+        self.tied_embeddings = flag("TransformerConfig: tied_embeddings", self.tied_embeddings)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"TransformerConfig: heads={self.heads} is not a multiple of"
@@ -80,19 +81,28 @@ class TransformerConfig:
         Raises:
             ValueError: an unknown preset or field; the message lists the known ones.
         """
-        if name not in _PRESETS:
+        if not isinstance(name, str) or name not in _PRESETS:
             raise ValueError(
                 f"TransformerConfig: there is no preset {name!r}. The presets are"
                 f" {', '.join(_PRESETS)}."
             )
+        return cls.of(_PRESETS[name] | overrides)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> TransformerConfig:
+        """A configuration from its fields by name; those that are left out have their defaults.
+
+        Raises:
+            ValueError: an unknown field; the message lists the known ones.
+        """
         known = [field.name for field in fields(cls)]
-        for override in overrides:
-            if override not in known:
+        for name in values:
+            if name not in known:
                 raise ValueError(
-                    f"TransformerConfig: there is no field {override!r}. The fields are"
+                    f"TransformerConfig: there is no field {name!r}. The fields are"
                     f" {', '.join(known)}."
                 )
-        return cls(**(_PRESETS[name] | overrides))
+        return cls(**values)
 
     @property
     def shape(self) -> ModelShape:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, Literal, get_args
@@ -25,10 +25,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_wlb.arguments import choice, number, whole
 from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import StepPlan
@@ -71,7 +73,8 @@ class LanguageModule(L.LightningModule):
         tokens_seen: tokens trained on so far, over all replicas; in the checkpoint.
 
     Raises:
-        ValueError: an option that is not one of those listed, or token counts out of order.
+        ValueError: a value of another type, an option that is not one of those listed, or numbers
+            out of range or order.
     """
 
     model: nn.Module | None
@@ -92,15 +95,22 @@ class LanguageModule(L.LightningModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if loss_normalisation not in get_args(LossNormalisation):
-            raise ValueError(
-                f"loss_normalisation={loss_normalisation!r} is not one of"
-                f" {', '.join(get_args(LossNormalisation))}."
-            )
-        if warmup_tokens < 0 or (decay_tokens is not None and decay_tokens <= warmup_tokens):
+        choice("loss_normalisation", loss_normalisation, get_args(LossNormalisation))
+        choice(
+            "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
+        )
+        choice("attention_backend", attention_backend, ("auto", *BACKENDS))
+        learning_rate = number("learning_rate", learning_rate, 0)
+        weight_decay = number("weight_decay", weight_decay, 0)
+        min_learning_rate_ratio = number("min_learning_rate_ratio", min_learning_rate_ratio, 0, 1)
+        betas = _betas(betas)
+        warmup_tokens = whole("warmup_tokens", warmup_tokens, 0)
+        decay_tokens = None if decay_tokens is None else whole("decay_tokens", decay_tokens, 1)
+        seed = None if seed is None else whole("seed", seed, 0)
+        if decay_tokens is not None and decay_tokens <= warmup_tokens:
             raise ValueError(
                 f"warmup_tokens={warmup_tokens}, decay_tokens={decay_tokens}: the decay ends at"
-                " decay_tokens, counted from the start of training, so"
+                " decay_tokens, counted from the start of training. Give"
                 " 0 <= warmup_tokens < decay_tokens."
             )
         self.config = _as_config(config)
@@ -268,5 +278,18 @@ def _as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> Tr
     if isinstance(config, TransformerConfig):
         return config
     if isinstance(config, Mapping):
-        return TransformerConfig(**config)
-    return TransformerConfig.preset("tiny" if config is None else config)
+        return TransformerConfig.of(config)
+    if config is None or isinstance(config, str):
+        return TransformerConfig.preset("tiny" if config is None else config)
+    raise ValueError(
+        f"config={config!r} is of type {type(config).__name__}. Give a TransformerConfig, a"
+        f" preset's name ({', '.join(preset_names())}) or a mapping of fields."
+    )
+
+
+def _betas(given: Any) -> tuple[float, float]:
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        first, *rest = [number("betas", each, 0) for each in given] or [1.0]
+        if len(rest) == 1 and max(first, *rest) < 1:
+            return first, rest[0]
+    raise ValueError(f"betas={given!r}. Give two numbers from 0 to below 1, as in (0.9, 0.95).")

@@ -55,7 +55,7 @@ class Planner:
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``, an unknown sharding.
+            ``long_documents="error"``.
     """
 
     def __init__(
@@ -80,8 +80,6 @@ class Planner:
         self._lengths = self._store_lengths
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
-        # A piece of one token has rows under every sharding that exists: this asks for its name.
-        self._sharded([Slice(0, 0, 0, 1)], 1)
         rules = data.rules(self._lengths, work, forward)
         self._packer = data.method(rules)
         self._arrivals = GlobalBatches(

@@ -13,11 +13,19 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.attention.sharding import ADAPTIVE
+from lightning_wlb.arguments import choice, flag, number, whole, wholes
+from lightning_wlb.attention.sharding import ADAPTIVE, SHARDINGS
 from lightning_wlb.planning.costs import PieceCosts
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.release import check_thresholds
+
+_WHOLE = {
+    # name: least
+    "context_window": 1, "micro_batches": 1, "packing_window": 1, "max_age": 1,
+    "nominal_replicas": 1, "nominal_stages": 1, "solver_nodes": 1, "micro_packs": 1,
+    "queues": 0, "seed": 0,
+}  # fmt: skip
 
 LongDocuments = Literal["split", "truncate", "error"]
 Solver = Literal["cbc", "highs"]
@@ -81,29 +89,25 @@ class DataSettings:
     micro_packs: int = 4
 
     def __post_init__(self) -> None:
-        for name in (
-            "context_window", "micro_batches", "packing_window", "max_age", "nominal_replicas",
-            "nominal_stages", "solver_nodes", "micro_packs",
-        ):  # fmt: skip
-            _at_least(name, getattr(self, name), 1)
-        for name in ("queues", "seed", "delay_budget"):
-            _at_least(name, getattr(self, name), 0)
-        if self.max_tokens is not None:
-            _at_least("max_tokens", self.max_tokens, 1)
-        if self.packing not in PACKINGS:
-            raise ValueError(
-                f"packing={self.packing!r} is not known; the packing methods are"
-                f" {', '.join(PACKINGS)}."
-            )
-        if self.long_documents not in get_args(LongDocuments):
-            raise ValueError(
-                f"long_documents={self.long_documents!r}, but it must be one of"
-                f" {', '.join(get_args(LongDocuments))}."
-            )
-        if self.solver not in get_args(Solver):
-            raise ValueError(
-                f"solver={self.solver!r}, but it must be one of {', '.join(get_args(Solver))}."
-            )
+        given = {
+            **{name: whole(name, getattr(self, name), least) for name, least in _WHOLE.items()},
+            **{
+                name: whole(name, getattr(self, name), 1)
+                for name in ("cap", "max_tokens")
+                if getattr(self, name) is not None
+            },
+            "delay_budget": number("delay_budget", self.delay_budget, 0),
+            "shuffle": flag("shuffle", self.shuffle),
+            "packing": choice("packing", self.packing, PACKINGS),
+            "long_documents": choice(
+                "long_documents", self.long_documents, get_args(LongDocuments)
+            ),
+            "solver": choice("solver", self.solver, get_args(Solver)),
+        }
+        if self.thresholds is not None:
+            given["thresholds"] = wholes("thresholds", self.thresholds)
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
         if self.token_cap < self.context_window:
             raise ValueError(
                 f"cap={self.cap} is below context_window={self.context_window}: a piece of a whole"
@@ -178,7 +182,7 @@ class MeshSettings:
         stages_per_rank: virtual stages of each pipeline rank.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or a sharding that is not known.
     """
 
     replicas: int = 1
@@ -193,9 +197,5 @@ class MeshSettings:
             "replicas", "context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size",
             "stages_per_rank",
         ):  # fmt: skip
-            _at_least(name, getattr(self, name), 1)
-
-
-def _at_least(name: str, value: float, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value}, but it must be at least {least}.")
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1))
+        choice("sharding", self.sharding, (ADAPTIVE, *SHARDINGS))

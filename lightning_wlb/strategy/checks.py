@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -78,6 +81,26 @@ def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
                 " every rank, which sharded parameters do not have. Use AdamW or another"
                 " first-order optimizer."
             )
+
+
+def check_process_group(backend: Any, timeout: Any) -> None:
+    """Whether torch knows the backend, or each of ``"cpu:gloo,cuda:nccl"``, and the timeout is one.
+
+    Raises:
+        MisconfigurationException: with what can be given.
+    """
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    parts = backend.split(",") if isinstance(backend, str) else [str(backend)]
+    if backend is not None and any(part.rpartition(":")[2].lower() not in known for part in parts):
+        raise MisconfigurationException(
+            f"process_group_backend={backend!r} is not known. Give one of {', '.join(known)}, or"
+            " None for the device's own."
+        )
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise MisconfigurationException(
+            f"timeout={timeout!r} is no time. Give a datetime.timedelta, as in"
+            " timedelta(minutes=10), or None for torch's default."
+        )
 
 
 def local_path(path: str | Path) -> Path:

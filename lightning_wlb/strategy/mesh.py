@@ -8,15 +8,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from lightning_wlb.arguments import whole
 from lightning_wlb.cost.communication import AXES, Mesh
 
 Size = int | Literal["auto"]
+
+
+def checked_sizes(*sizes: Size) -> tuple[Size, ...]:
+    """The sizes of the axes, in mesh order, if each is one.
+
+    Raises:
+        MisconfigurationException: for anything but ``"auto"`` and whole numbers of at least 1.
+    """
+    return tuple(
+        size if isinstance(size, str) and size == "auto" else _whole_size(axis, size)
+        for axis, size in zip(AXES, sizes, strict=True)
+    )
+
+
+def _whole_size(axis: str, size: Any) -> int:
+    try:
+        return whole(f"{axis}_parallel_size", size, 1)
+    except ValueError:
+        raise MisconfigurationException(
+            f'{axis}_parallel_size={size!r} is not a size: give a whole number >= 1 or "auto".'
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -39,14 +61,7 @@ class MeshSizes(Mesh):
             MisconfigurationException: if a size is not a positive whole number or the product of
                 the sizes is not the world size.
         """
-        asked: dict[str, Size] = dict(zip(AXES, (data, pipeline, context, tensor), strict=True))
-        for axis, size in asked.items():
-            # True is an int in Python, and never a size.
-            if size != "auto" and (type(size) is not int or size < 1):
-                raise MisconfigurationException(
-                    f"{axis}_parallel_size={size!r} is not a size: give a whole number >= 1 or"
-                    ' "auto".'
-                )
+        asked = dict(zip(AXES, checked_sizes(data, pipeline, context, tensor), strict=True))
         fixed = 1
         for size in asked.values():
             fixed *= 1 if size == "auto" else size

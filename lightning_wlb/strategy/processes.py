@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.data.batch import Coordinates
-from lightning_wlb.strategy.mesh import MeshSizes, Size
+from lightning_wlb.strategy.checks import check_process_group
+from lightning_wlb.strategy.mesh import MeshSizes, Size, checked_sizes
 
 
 class MeshStrategy(ParallelStrategy):
@@ -36,6 +37,9 @@ class MeshStrategy(ParallelStrategy):
         tensor_parallel_size: ranks that share each weight.
         process_group_backend: None for the device's own.
         timeout: how long a collective may wait for a rank.
+
+    Raises:
+        MisconfigurationException: for a value that is none of these.
     """
 
     def __init__(
@@ -48,12 +52,13 @@ class MeshStrategy(ParallelStrategy):
         timeout: timedelta | None,
     ) -> None:
         super().__init__()
-        self._asked = (
+        self._asked = checked_sizes(
             data_parallel_size,
             pipeline_parallel_size,
             context_parallel_size,
             tensor_parallel_size,
         )
+        check_process_group(process_group_backend, timeout)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._sizes: MeshSizes | None = None

@@ -33,12 +33,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_wlb.arguments import choice, whole
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.predict import model_stages
 from lightning_wlb.schedule.actions import Channel
-from lightning_wlb.schedule.registry import make_program
+from lightning_wlb.schedule.registry import SCHEDULES, make_program
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
@@ -72,7 +73,8 @@ class WLBStrategy(MeshStrategy):
         timeout: how long a collective may wait for a rank.
 
     Raises:
-        MisconfigurationException: if the sizes do not fit the number of devices.
+        MisconfigurationException: if a size is none, or (when it runs) the sizes do not fit the
+            number of devices.
         ValueError: if the schedule is unknown or cannot run so many stages per rank.
     """
 
@@ -99,10 +101,11 @@ class WLBStrategy(MeshStrategy):
             process_group_backend,
             timeout,
         )
+        self.schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
             virtual_pipeline_size = 2 if schedule == "interleaved" else 1
-        make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # checks both
-        self.schedule = schedule
+        virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
+        make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # whether the two go together
         self.virtual_pipeline_size = virtual_pipeline_size
         self._pipeline_groups: dict[Channel, dist.ProcessGroup] = {}
         self._ties: list[Tie] = []
@@ -219,6 +222,9 @@ class WLBStrategy(MeshStrategy):
                 hidden_size=shape.dim,
                 dtype=precision.compute_dtype,
                 device=self.root_device,
+                tensor_group=(
+                    self.device_mesh["tensor"].get_group() if sizes.tensor > 1 else None
+                ),
             ),
             MergedGroups(sizes, self.global_rank, self._timeout),
             counts_loss=tensor == 0,

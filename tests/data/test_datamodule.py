@@ -267,8 +267,6 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
 
     for documents, module, message in [
         (data(), Shapeless(), r"Shapeless has model_shape=None. Pass WLBDataModule\(model_shape="),
-        (data(documents="wikipedia"), Recorder(), "only store with a name is 'stdlib'"),
-        (data(documents=3), Recorder(), "type int are no document store"),
         (data(validation_documents=40), Recorder(), "number from 0 to 39"),
         (data(documents=[[1, 200]]), Recorder(), r"201 different tokens, the model a.* of 99"),
     ]:

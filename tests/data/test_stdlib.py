@@ -143,7 +143,7 @@ def test_a_pickled_store_opens_the_files_itself(sources: Path) -> None:
 
 
 def test_bad_input_is_answered(sources: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unit='line'.*'definition', 'file'"):
+    with pytest.raises(ValueError, match=r"unit='line' is not one of definition, file"):
         StdlibDocuments("line")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokenizer='words'"):
         StdlibDocuments("file", "words")  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ def test_cap_follows_the_packing() -> None:
         ({"seed": -1}, "seed=-1, but it must be at least 0"),
         ({"max_tokens": 0}, "max_tokens=0, but it must be at least 1"),
         ({"cap": 99}, r"cap=99 is below context_window=100.* Raise the cap"),
-        ({"packing": "tetris"}, r"packing='tetris' is not known; .* original, .*wlb"),
+        ({"packing": "tetris"}, r"packing='tetris' is not one of .*original, .*wlb"),
         ({"long_documents": "drop"}, r"long_documents='drop'.* split, truncate, error"),
         ({"thresholds": (50, 20)}, r"thresholds=\(50, 20\).* increase strictly"),
         ({"thresholds": (50, 101)}, r"thresholds=\(50, 101\).* window of 100 tokens"),
