@@ -160,9 +160,17 @@ class StepBatch:
         """Tokens of the step, over the whole mesh."""
         return self.plan.tokens
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
-        """A copy whose tensors are on ``device``."""
-        return self._with([each.to(device, non_blocking) for each in self.micro_batches])
+    def to(self, device: torch.device | str, non_blocking: bool | None = None) -> StepBatch:
+        """A copy whose tensors are on ``device``.
+
+        Args:
+            device: to copy to.
+            non_blocking: whether the host goes on while the copies run, as it can from page-locked
+                memory; None: where the device is a CUDA GPU. Lightning leaves it out.
+        """
+        if non_blocking is None:
+            non_blocking = torch.device(device).type == "cuda"
+        return self._with(lambda each: each.to(device, non_blocking))
 
     def pin_memory(self) -> StepBatch:
         """A copy whose tensors are in page-locked host memory."""

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities import move_data_to_device
+from torch.overrides import TorchFunctionMode
 
 from lightning_wlb.attention.sharding import SHARDINGS, layout
 from lightning_wlb.data.batch import IGNORE, Coordinates, StepBatch, make_step_batch
@@ -312,6 +314,31 @@ def test_a_batch_from_a_loader_worker_opens_no_files() -> None:
         assert torch.equal(getattr(theirs, name), getattr(ours, name))
     for name in ("cu_seqlens_q", "cu_seqlens_k", "key_index"):
         assert torch.equal(getattr(theirs.attention, name), getattr(ours.attention, name))
+
+
+class Copies(TorchFunctionMode):
+    """Answers every ``Tensor.to`` by the tensor itself, and keeps what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, bool]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.to:
+            self.asked.append((str(args[1]), bool((kwargs or {}).get("non_blocking"))))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "queued"), [("cuda", True), ("cuda:1", True), ("cpu", False)])
+def test_lightning_moves_a_batch_without_waiting_for_each_tensor(device: str, queued: bool) -> None:
+    store = store_of([8, 3])
+    (plan,) = plans_of(store, DataSettings(16, 1), MeshSettings(context_parallel_size=2))
+    batch = make_step_batch(plan, store, Coordinates(0, 1, 2), {}, 7, True)
+    with Copies() as copies:
+        move_data_to_device(batch, torch.device(device))
+    assert len(copies.asked) >= 5 * len(batch.micro_batches)
+    assert set(copies.asked) == {(device, queued)}
 
 
 @pytest.mark.gpu
