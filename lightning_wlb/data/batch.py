@@ -170,7 +170,7 @@ class StepBatch:
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"
-        return self._with(lambda each: each.to(device, non_blocking))
+        return self._with([each.to(device, non_blocking) for each in self.micro_batches])
 
     def pin_memory(self) -> StepBatch:
         """A copy whose tensors are in page-locked host memory."""
