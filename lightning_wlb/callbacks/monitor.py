@@ -51,9 +51,11 @@ class ImbalanceMonitor(L.Callback):
     ``imbalance_data``, ``imbalance_context`` (1 = balanced; docs/design.md says what they are),
     ``imbalance_pipeline_planned`` and ``imbalance_data_planned`` (from the plan's FLOPs),
     ``delay_mean`` and ``delay_max`` (steps), ``tokens``, ``target_tokens``, ``step_seconds``,
-    ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where Lightning knows the
-    device's peak. Step time excludes waiting for the data loader. At the end of fit, rank 0 prints
-    a table and writes a heat map of rank × micro-batch.
+    ``tokens_per_second_per_device``, ``tflops_per_device``, ``mfu`` where Lightning knows the
+    device's peak, and ``loader_wait_seconds``. Step time excludes the wait for the data loader,
+    which is that for the step's own batch on the rank that waited longest (Lightning fetches one
+    batch ahead, so it passed before the step before). At the end of fit, rank 0 prints a table and
+    writes a heat map of rank × micro-batch.
 
     Args:
         heat_map: whether to write a heat map, or the path of the PNG file. By default it is
@@ -137,8 +139,11 @@ class ImbalanceMonitor(L.Callback):
             for replica in plan.replicas
         ]
         mine = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
-        elapsed, everyone = _all_gather(
-            time.perf_counter() - self._begin, mine, trainer.strategy.root_device
+        elapsed, wait, everyone = _all_gather(
+            time.perf_counter() - self._begin,
+            batch.wait_seconds,
+            mine,
+            trainer.strategy.root_device,
         )
         seconds = imbalance.on_mesh(everyone, self._sizes)
         slots = imbalance.slots(plan)
@@ -160,6 +165,7 @@ class ImbalanceMonitor(L.Callback):
             drain=plan.drain,
             flops=imbalance.step_flops(plan, work),
             seconds=elapsed,
+            wait=wait,
             pipeline_peak=measured.pipeline.peak,
             pipeline_even=measured.pipeline.even,
             data_peak=measured.data.peak,
@@ -200,6 +206,7 @@ class ImbalanceMonitor(L.Callback):
             "tokens": record.tokens,
             "target_tokens": record.target_tokens,
             "step_seconds": record.seconds,
+            "loader_wait_seconds": record.wait,
             **self._records.rates(record.tokens, record.flops, record.seconds),
         }
         pl_module.log_dict(
@@ -236,6 +243,8 @@ class ImbalanceMonitor(L.Callback):
             * ``seconds_per_step``, ``seconds_per_step_p99``, ``seconds_per_million_tokens``,
               ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known: of
               the timed steps, in total over total;
+            * ``loader_wait_seconds``, ``loader_wait_seconds_p99`` per timed step, and
+              ``loader_wait_share``, the part of wait and step time together;
             * ``seconds_per_step_predicted``, not a number without a profile;
             * ``delay_mean`` (over tokens, drain included) and ``delay_max`` in steps,
               ``drain_steps`` and, where there are any, ``delay_mean_drain`` (over their tokens);
@@ -294,6 +303,12 @@ def summary_table(summary: dict[str, float], mesh: str) -> Table:
     if not np.isnan(summary["seconds_per_step_predicted"]):
         table.add_row("  as predicted (profile)", _shown(summary["seconds_per_step_predicted"]))
     table.add_row(
+        "wait for the loader (s)",
+        _shown(summary["loader_wait_seconds"]),
+        _shown(summary["loader_wait_seconds_p99"]),
+        f"{summary['loader_wait_share']:.1%}",
+    )
+    table.add_row(
         "time per million tokens (s)", "", "", _shown(summary["seconds_per_million_tokens"])
     )
     table.add_row("tokens per step", f"{summary['tokens_per_step']:,.0f}")
@@ -335,9 +350,10 @@ def _peak_flops(trainer: L.Trainer) -> float | None:
 
 
 def _all_gather(
-    elapsed: float, timings: np.ndarray, device: torch.device
-) -> tuple[float, np.ndarray]:
-    """The longest ``elapsed`` of all ranks, and their timings [ranks, ...]."""
-    mine = torch.tensor([elapsed, *timings.ravel()], dtype=torch.float64, device=device)
+    elapsed: float, wait: float, timings: np.ndarray, device: torch.device
+) -> tuple[float, float, np.ndarray]:
+    """The longest ``elapsed`` and ``wait`` of all ranks, and their timings [ranks, ...]."""
+    mine = torch.tensor([elapsed, wait, *timings.ravel()], dtype=torch.float64, device=device)
     rows = gather_from_all_ranks(mine).cpu().numpy()
-    return float(rows[:, 0].max()), rows[:, 1:].reshape(-1, *timings.shape)
+    longest = rows[:, :2].max(axis=0)
+    return float(longest[0]), float(longest[1]), rows[:, 2:].reshape(-1, *timings.shape)

@@ -36,6 +36,8 @@ class StepRecord(NamedTuple):
         drain: 1 if the step empties queues at the end of an epoch, else 0.
         flops: model FLOPs, forward + backward.
         seconds: wall time from the start of the step to its end, on the slowest rank.
+        wait: seconds that training was blocked until the loader handed over the step's batch, on
+            the rank that waited longest.
         pipeline_peak: with ``pipeline_even``, the measured imbalance degree's two sums, in
             seconds; so for ``data`` and ``context``.
         pipeline_planned_peak: the same from the plan, in FLOPs; so for ``data_planned``.
@@ -50,6 +52,7 @@ class StepRecord(NamedTuple):
     drain: float
     flops: float
     seconds: float
+    wait: float
     pipeline_peak: float
     pipeline_even: float
     data_peak: float
@@ -126,6 +129,9 @@ class Records:
             "seconds_per_step_predicted": _mean(timed["seconds_predicted"]),
             "seconds_per_million_tokens": _quotient(seconds, tokens) * 1e6,
             **self.rates(tokens, float(timed["flops"].sum()), seconds),
+            "loader_wait_seconds": _mean(timed["wait"]),
+            "loader_wait_seconds_p99": _p99(timed["wait"]),
+            "loader_wait_share": _quotient(timed["wait"].sum(), timed["wait"].sum() + seconds),
             "delay_mean": _mean(every["delay_mean"], every["tokens"]),
             "delay_max": float(every["delay_max"].max(initial=0.0)),
             "drain_steps": int(drain.sum()),

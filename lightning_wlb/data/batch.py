@@ -130,6 +130,7 @@ class StepBatch:
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
+        wait_seconds: how long training was blocked until the loader handed the batch over.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class StepBatch:
         state: dict[str, Any],
         next_digest: int,
         last: bool,
+        wait_seconds: float = 0.0,
     ) -> None:
         self.plan = plan
         self.replica = replica
@@ -149,6 +151,7 @@ class StepBatch:
         self.state = state
         self.next_digest = next_digest
         self.last = last
+        self.wait_seconds = wait_seconds
 
     @property
     def target_tokens(self) -> int:
@@ -191,6 +194,7 @@ class StepBatch:
             self.state,
             self.next_digest,
             self.last,
+            self.wait_seconds,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

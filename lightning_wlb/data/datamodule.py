@@ -69,7 +69,9 @@ class WLBDataModule(L.LightningDataModule):
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens.
-        num_workers: loader worker processes; each plans every step.
+        num_workers: loader worker processes, which plan and read ahead of training; each plans
+            every step, so that more than one helps only where reading is slow. 0: in the training
+            process, between steps.
         validation_documents: a document store, or how many of ``documents`` to hold out.
         test_documents: a document store for ``trainer.test``.
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
@@ -102,7 +104,7 @@ class WLBDataModule(L.LightningDataModule):
         seed: int = 0,
         shuffle: bool = True,
         max_tokens: int | None = None,
-        num_workers: int = 0,
+        num_workers: int = 1,
         validation_documents: int | DocumentStore = 0,
         test_documents: DocumentStore | None = None,
         model_shape: ModelShape | None = None,
@@ -304,7 +306,7 @@ class WLBDataModule(L.LightningDataModule):
     ) -> StepLoader:
         # One batch is a whole step, and every worker plans them all: Lightning's advice to start
         # as many workers as there are cores does not hold here.
-        warnings.filterwarnings("ignore", "The '(train|val)_dataloader' does not have many workers")
+        warnings.filterwarnings("ignore", "The '(train|val|test)_dataloader' does not have many")
         pin = self.pin_memory
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

@@ -5,6 +5,12 @@ Every rank runs the same planner on the same lengths and so knows every step's p
 carries the digest of the following plan, so that the step's last collective can tell ranks that
 disagree before they hang.
 
+Planning runs ahead of the step, in a loader worker: a process, because planning is Python, and a
+thread would take the interpreter's lock from the step. A worker keeps :data:`BATCHES_AHEAD` batches
+ready. What training still waits is measured, and travels with the batch
+(``StepBatch.wait_seconds``): next to nothing where planning and reading a step take less than
+training on it, but for an epoch's first steps, when a new worker starts.
+
 With W loader workers, each worker plans every step and makes the tensors of each W-th one. The
 DataLoader collects from workers in turn, so the order is that of the plan. Planning is repeated
 W times; where it costs more than reading, more workers do not help.
@@ -18,6 +24,8 @@ workers. The state is plain Python and equal on every rank.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +36,10 @@ from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
+
+BATCHES_AHEAD = 4
+"""Batches that a loader worker keeps ready. More than torch's 2, because methods that pack several
+global batches together plan several steps at once and then none for a while."""
 
 
 class StepDataset(IterableDataset[StepBatch]):
@@ -141,6 +153,12 @@ class StepLoader(DataLoader[StepBatch]):
     ``state_dict`` and ``load_state_dict`` are empty on purpose: they tell Lightning that a
     checkpoint inside an epoch resumes exactly. The position itself is the data module's, because
     a loader's own would be that of the batches read ahead.
+
+    Args:
+        dataset: the steps.
+        begin_at: the state that the next iteration begins at; None: the run's beginning.
+        num_workers: processes that plan and read ahead; 0: none, the caller waits for it.
+        pin_memory: whether batches come in page-locked memory.
     """
 
     def __init__(
@@ -156,6 +174,12 @@ class StepLoader(DataLoader[StepBatch]):
             dataset,
             batch_size=None,
             num_workers=num_workers,
+            # Persistent workers would begin every epoch where they began the first.
+            prefetch_factor=BATCHES_AHEAD if num_workers else None,
+            # Workers touch neither devices nor process groups, so that they can be forked from a
+            # rank that has both. Any other start would run a script without the guard
+            # `if __name__ == "__main__"` again in every worker.
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             pin_memory=pin_memory,
             generator=Generator(),
         )
@@ -164,7 +188,7 @@ class StepLoader(DataLoader[StepBatch]):
     def __iter__(self) -> Any:
         assert isinstance(self.dataset, StepDataset)
         self.dataset.state = self._begin_at()
-        return super().__iter__()
+        return _timed(super().__iter__())
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: see the class."""
@@ -172,3 +196,14 @@ class StepLoader(DataLoader[StepBatch]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to do: see the class."""
+
+
+def _timed(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+    """The batches, each with the time that it took to get it."""
+    while True:
+        begin = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        batch.wait_seconds = time.perf_counter() - begin
+        yield batch

@@ -44,7 +44,12 @@ def make_data() -> WLBDataModule:
     lengths = [*[WINDOW] * 1, *[8] * (WINDOW // 8)] * (STEPS + 1)
     documents = [generator.integers(0, 32, length) for length in lengths]
     return WLBDataModule(
-        documents, context_window=WINDOW, micro_batches=2, packing="original", shuffle=False
+        documents,
+        context_window=WINDOW,
+        micro_batches=2,
+        packing="original",
+        shuffle=False,
+        num_workers=0,  # the ranks are daemons
     )
 
 
@@ -62,10 +67,11 @@ def make_trainer(strategy: Any, folder: Path, callbacks: list, **options: Any) -
 
 
 class FixedTimes(L.Callback):
-    """Replaces what the stopwatch measured by times that are known."""
+    """Replaces what was measured by times that are known."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         at = trainer.strategy.coordinates
+        batch.wait_seconds = 2.0 * at.replica + batch_idx
         timings = []
         for number in range(len(batch.micro_batches)):
             for kind, factor in (("F", 1.0), ("B", 2.0)):
@@ -140,6 +146,7 @@ def test_every_figure_is_in_the_logger(runs):
         tflops = (heavy + light) / seconds / 2 / 1e12
         assert value["tflops_per_device"] == pytest.approx(tflops, rel=1e-5)
         assert "mfu" not in value
+        assert 0 < value["loader_wait_seconds"] < 60
     assert any("samples_per_sec" in name for name in rows[-1])
 
 
@@ -165,6 +172,9 @@ def test_times_of_all_ranks_meet_in_the_degrees(runs):
         assert logged["wlb/imbalance_pipeline"] == pytest.approx(33 * 2 / 36)
         assert logged["wlb/imbalance_data"] == pytest.approx(33 * 2 / 36)
         assert logged["wlb/imbalance_context"] == 1
+        # Of replica 1, which waited longest, in the last step and on average.
+        assert logged["wlb/loader_wait_seconds"] == 2 + STEPS - 1
+        assert rank["data"]["summary"]["loader_wait_seconds"] == 2 + (STEPS - 1) / 2
         # Context: two micro-batches of 3·(1, 2) and 3·(2, 3) seconds on the two ranks.
         logged = rank["context"]["logged"]
         assert logged["wlb/imbalance_pipeline"] == pytest.approx(9 * 2 / 15)
@@ -194,7 +204,8 @@ def test_the_table_shows_the_run():
     }
     summary |= {"steps": 7, "timed_steps": 5, "tokens": 12345, "tokens_per_step": 1763.6}
     summary |= {"seconds_per_step": 0.25, "seconds_per_step_p99": 0.5}
-    summary |= {"seconds_per_step_predicted": 0.2}
+    summary |= {"seconds_per_step_predicted": 0.2, "loader_wait_seconds": 0.01}
+    summary |= {"loader_wait_seconds_p99": 0.04, "loader_wait_share": 0.0385}
     summary |= {"seconds_per_million_tokens": 141.8, "tokens_per_second_per_device": 3527}
     summary |= {"tflops_per_device": 0.012, "delay_mean": 0.53, "delay_max": 4, "drain_steps": 0}
     console = Console(record=True, width=100, file=io.StringIO())
@@ -203,6 +214,7 @@ def test_the_table_shows_the_run():
     assert ["imbalance, pipeline level", "1.000", "1.016", "1.031"] in rows
     assert ["imbalance, context level", "1.250", "1.266", "1.281"] in rows
     assert ["step time (s)", "0.250", "0.500"] in rows
+    assert ["wait for the loader (s)", "0.010", "0.040", "3.9%"] in rows
     assert ["as predicted (profile)", "0.200"] in [[cell.strip() for cell in row] for row in rows]
     assert ["delay (steps)", "0.530", "max 4"] in rows
     assert not any(row[0].startswith("model FLOP util") for row in rows)

@@ -13,6 +13,7 @@ from lightning_wlb.callbacks.records import Records, StepRecord
 def record(
     tokens: float = 100,
     seconds: float = 1.0,
+    wait: float = 0.0,
     pipeline: tuple[float, float] = (2.0, 1.0),
     delay: tuple[float, float] = (0.0, 0.0),
     drain: bool = False,
@@ -20,15 +21,15 @@ def record(
     predicted: float = math.nan,
 ) -> StepRecord:
     return StepRecord(
-        tokens, tokens - 10, *delay, drain, tokens * 1e6, seconds, *pipeline,
+        tokens, tokens - 10, *delay, drain, tokens * 1e6, seconds, wait, *pipeline,
         3.0, 2.0, *context, 5.0, 4.0, 1.0, 1.0, predicted, *(predicted, 1.0) * 3,
     )  # fmt: skip
 
 
 def test_figures_by_hand():
     records = Records(devices=2, peak_flops=1e9, warm_up_steps=1)
-    records.add(record(tokens=50, seconds=30.0, pipeline=(90.0, 1.0), delay=(1.0, 2)))
-    records.add(record(tokens=100, seconds=1.0, pipeline=(6.0, 3.0), delay=(0.5, 5)))
+    records.add(record(tokens=50, seconds=30.0, wait=9.0, pipeline=(90.0, 1.0), delay=(1.0, 2)))
+    records.add(record(tokens=100, seconds=1.0, pipeline=(6.0, 3.0), delay=(0.5, 5), wait=1.0))
     records.add(record(tokens=300, seconds=3.0, pipeline=(5.0, 5.0), delay=(2.0, 4), drain=True))
     summary = records.summary()
     assert len(records) == 3
@@ -37,6 +38,9 @@ def test_figures_by_hand():
     assert summary["tokens_per_step"] == 150
     assert summary["seconds_per_step"] == 2.0
     assert summary["seconds_per_step_p99"] == pytest.approx(2.98)
+    # The wait is apart from the step's own time.
+    assert (summary["loader_wait_seconds"], summary["loader_wait_share"]) == (0.5, 1 / 5)
+    assert summary["loader_wait_seconds_p99"] == pytest.approx(0.99)
     assert summary["seconds_per_million_tokens"] == pytest.approx(4.0 / 400 * 1e6)
     assert summary["tokens_per_second_per_device"] == 400 / 4.0 / 2
     assert summary["tflops_per_device"] == pytest.approx(400e6 / 4.0 / 2 / 1e12)

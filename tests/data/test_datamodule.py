@@ -58,7 +58,9 @@ def sequences() -> list[np.ndarray]:
 
 
 def data(**changes: Any) -> WLBDataModule:
-    arguments: dict[str, Any] = {"context_window": 64, "micro_batches": 2, "seed": 1, **changes}
+    # No worker: most runs here are shorter than the start of one.
+    defaults = {"context_window": 64, "micro_batches": 2, "seed": 1, "num_workers": 0}
+    arguments: dict[str, Any] = {**defaults, **changes}
     return WLBDataModule(arguments.pop("documents", sequences()), **arguments)
 
 
@@ -97,7 +99,7 @@ def epoch_length(module: Recorder) -> int:
     return module.indices.index(0, 1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_resume_equals_an_unbroken_run(tmp_path: Path, unbroken: Recorder, workers: int) -> None:
     """Stop inside an epoch, before its drain, at its last step, after it: the next step is next."""
     epoch = epoch_length(unbroken)
@@ -115,7 +117,7 @@ def test_resume_equals_an_unbroken_run(tmp_path: Path, unbroken: Recorder, worke
         assert runner.global_step == stop + epoch + 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_resume_from_checkpoints_of_the_callback(
     tmp_path: Path, unbroken: Recorder, workers: int
 ) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +16,7 @@ from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
-from lightning_wlb.planning.planner import DataSettings
+from lightning_wlb.planning.planner import DataSettings, Planner
 
 DATA = DataSettings(context_window=64, micro_batches=2, seed=3)
 
@@ -112,6 +114,55 @@ def test_workers_change_nothing(workers: int) -> None:
     begin = whole[-8].state
     loader = StepLoader(dataset(), lambda: begin, num_workers=workers)
     assert [content(batch) for batch in loader] == [content(batch) for batch in whole[-7:]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_broken_anywhere_goes_on_with_the_first_step_not_taken(seed: int) -> None:
+    """The worker has planned ahead of the break; steps that fail are taken again."""
+    unbroken = epochs(dataset(), 2)
+    rng = random.Random(seed)
+    consumed, taken = ConsumedState(), []
+    loader = StepLoader(dataset(), lambda: consumed.current(len(taken)), num_workers=1)
+    while len(taken) < len(unbroken):
+        until = rng.randint(1, len(unbroken) // 2)
+        for batch in loader:
+            consumed.begin(batch, len(taken))
+            if until == 0:
+                break  # this step was begun and not taken
+            taken.append(batch)
+            until -= 1
+    want = [content(batch) for batch in unbroken]
+    assert [content(batch) for batch in taken[: len(want)]] == want
+
+
+PLANNING = 0.1  # seconds
+
+
+def waits(workers: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What a training of 0.2 s a step waits for a planner that takes half of that, when warm."""
+    plan = Planner.next_step
+
+    def slowly(planner: Planner) -> Any:
+        time.sleep(PLANNING)
+        return plan(planner)
+
+    monkeypatch.setattr(Planner, "next_step", slowly)
+    waited = []
+    for batch in StepLoader(dataset(), lambda: None, num_workers=workers):
+        waited.append(batch.to("cpu").wait_seconds)
+        if len(waited) == 8:
+            break
+        time.sleep(2 * PLANNING if workers else 0)
+    return waited[2:]
+
+
+def test_planning_is_off_the_training_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The median: a busy machine may hold up a step or two.
+    assert np.median(waits(1, monkeypatch)) < PLANNING / 4
+
+
+def test_without_a_worker_the_wait_is_that_of_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(waits(0, monkeypatch)) >= PLANNING
 
 
 def test_a_worker_that_is_not_forked_gets_the_same() -> None:

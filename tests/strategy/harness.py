@@ -89,6 +89,8 @@ def data(case: Case, **options: Any) -> WLBDataModule:
         "micro_batches": 3,
         "packing": case.packing,
         "sharding": case.sharding,
+        # Tests' ranks are daemons, which may not start processes.
+        "num_workers": 0,
     }
     return WLBDataModule(documents(case.masked), **(defaults | options))
 

@@ -298,6 +298,7 @@ data:
   init_args:
     documents: [[1, 2, 3, 4, 5, 6, 7], [3, 4], [1, 1, 2, 3, 5], [2, 7, 1]]
     context_window: 8
+    num_workers: 0  # the ranks are daemons
     micro_batches: 2
 """
 
