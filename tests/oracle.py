@@ -7,6 +7,7 @@ but the model and ``attention/reference.py``. Each piece runs alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -38,7 +39,8 @@ def oracle(
     names, parameters = zip(*model.named_parameters(), strict=True)
     total = 0.0
     gradients = [torch.zeros_like(parameter) for parameter in parameters]
-    with mock.patch.object(model, "attend", _attend):
+    attend = partial(_attend, model.config.sliding_window)
+    with mock.patch.object(model, "attend", attend):
         for document, origin, stop in pieces:
             positions = torch.arange(stop - origin)
             piece = SimpleNamespace(
@@ -99,6 +101,19 @@ class _Positions:
         return self
 
 
-def _attend(queries: Callable[[], Tensor], k: Tensor, v: Tensor, metadata: Any) -> Tensor:
+def _attend(
+    sliding_window: int | None,
+    queries: Callable[[], Tensor],
+    k: Tensor,
+    v: Tensor,
+    metadata: Any,
+) -> Tensor:
     positions = metadata.positions
-    return dense_attention(queries(), k, v, torch.zeros_like(positions), positions)
+    return dense_attention(
+        queries(),
+        k,
+        v,
+        torch.zeros_like(positions),
+        positions,
+        sliding_window=sliding_window,
+    )

@@ -3,7 +3,8 @@
 Each loader imports its kernel and returns it behind the signature of
 :func:`.cpu_kernel.cpu_attention`, or raises ImportError with the reason. All three kernels align
 the causal mask at the bottom right, take grouped-query attention as it is and know float16 and
-bfloat16 only.
+bfloat16 only. A sliding window of W tokens is the query's own and W - 1 to its left; tiles of keys
+outside of it are not read.
 
 Not yet run on a GPU by this project: written against the documented signatures of torch 2.13,
 flash-attn 2.8 and flash-attn-4, and tested only up to the call (arguments, choice, errors). The
@@ -17,8 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None], Tensor]
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) -> out"""
+Kernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None, int | None], Tensor
+]
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, sliding_window) -> q"""
 
 
 def load_torch() -> Kernel:
@@ -34,7 +37,9 @@ def load_torch() -> Kernel:
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float | None,
+        sliding_window: int | None,
     ) -> Tensor:
+        left = -1 if sliding_window is None else sliding_window - 1
         out = varlen_attn(
             q,
             k,
@@ -44,7 +49,7 @@ def load_torch() -> Kernel:
             max_seqlen_q,
             max_seqlen_k,
             scale=scale,
-            window_size=(-1, 0),  # how this function spells causal
+            window_size=(left, 0),  # how this function spells causal
             enable_gqa=q.shape[1] != k.shape[1],
         )
         assert isinstance(out, Tensor)  # a tuple only where log-sum-exp was asked for
@@ -70,7 +75,10 @@ def load_flash() -> Kernel:
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float | None,
+        sliding_window: int | None,
     ) -> Tensor:
+        # What stands for no window is not the same in 2.x and 4.x: their own default.
+        window = {} if sliding_window is None else {"window_size": (sliding_window - 1, 0)}
         # By keyword: 2.x and 4.x order their parameters differently.
         result = function(
             q,
@@ -82,6 +90,7 @@ def load_flash() -> Kernel:
             max_seqlen_k=max_seqlen_k,
             softmax_scale=scale,
             causal=True,
+            **window,
         )
         # 4.x returns (out, log-sum-exp), 2.x the output alone.
         out: Tensor = result[0] if isinstance(result, tuple) else result

@@ -22,6 +22,7 @@ def dense_attention(
     key_document_ids: Tensor | None = None,
     key_positions: Tensor | None = None,
     scale: float | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Softmax attention in which a token sees its own document up to its own position.
 
@@ -36,6 +37,7 @@ def dense_attention(
         key_document_ids: int [keys]; the queries' own where the keys are the same tokens.
         key_positions: int [keys]; likewise.
         scale: factor of the scores, 1 / sqrt(head_dim) unless given.
+        sliding_window: a token sees only the last so many of these tokens, itself included.
 
     Returns:
         [queries, heads, head_dim]. A query that may see no key at all gets NaN.
@@ -53,5 +55,7 @@ def dense_attention(
     visible = (document_ids[:, None] == key_document_ids[None, :]) & (
         key_positions[None, :] <= positions[:, None]
     )
+    if sliding_window is not None:
+        visible &= positions[:, None] - key_positions[None, :] < sliding_window
     weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v)

@@ -178,6 +178,7 @@ class VarlenAttention:
 
     Args:
         backend: a name in :data:`BACKENDS`, or ``"auto"``.
+        sliding_window: a query sees only its last so many keys, its own included; None: all.
 
     Attributes:
         timer: where set, called around the kernel in forward and in backward, and nothing else:
@@ -185,18 +186,24 @@ class VarlenAttention:
 
     Raises:
         ValueError: if the backend is unknown or missing; names it, the reason, the available
-            ones and the remedy.
+            ones and the remedy. If ``sliding_window`` is below 1.
     """
 
     timer: Timer | None = None
 
-    def __init__(self, backend: str = "auto") -> None:
+    def __init__(self, backend: str = "auto", sliding_window: int | None = None) -> None:
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(
+                f"sliding_window={sliding_window}: a token sees at least itself, so give at least"
+                " 1, or None for no window."
+            )
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(
                 f"unknown attention backend {backend!r}; the known ones are"
                 f" {', '.join(['auto', *BACKENDS])}."
             )
         self.backend = backend
+        self.sliding_window = sliding_window
         self._kernels: dict[str, tuple[str, Kernel]] = {}
         if backend == "auto":
             self._kernels["cpu"] = ("cpu", cpu_attention)
@@ -250,12 +257,33 @@ class VarlenAttention:
             return q + (k.sum() + v.sum())
         timer = self.timer
         if timer is None:
-            return _call(kernel, q, k, v, metadata, scale)
+            return self._call(kernel, q, k, v, metadata, scale)
         q, k, v = _stop_in_backward(timer, q, k, v)
         timer.start()
-        out = _call(kernel, q, k, v, metadata, scale)
+        out = self._call(kernel, q, k, v, metadata, scale)
         timer.stop()
         return _start_in_backward(timer, out)
+
+    def _call(
+        self,
+        kernel: Kernel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: AttentionMetadata,
+        scale: float | None,
+    ) -> Tensor:
+        return kernel(
+            q,
+            k,
+            v,
+            metadata.cu_seqlens_q,
+            metadata.cu_seqlens_k,
+            metadata.max_seqlen_q,
+            metadata.max_seqlen_k,
+            scale,
+            self.sliding_window,
+        )
 
     def _kernel_for(self, q: Tensor) -> Kernel:
         device = q.device.type
@@ -273,26 +301,6 @@ class VarlenAttention:
                 " this precision on CPU."
             )
         return kernel
-
-
-def _call(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    metadata: AttentionMetadata,
-    scale: float | None,
-) -> Tensor:
-    return kernel(
-        q,
-        k,
-        v,
-        metadata.cu_seqlens_q,
-        metadata.cu_seqlens_k,
-        metadata.max_seqlen_q,
-        metadata.max_seqlen_k,
-        scale,
-    )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:

@@ -1,8 +1,9 @@
 """Analytic FLOPs of a decoder from its shape: the W_a and W_l of WLB-LLM Equation 2.
 
 A causal decoder spends work of two kinds on a piece of d tokens: the matrix products, which are
-linear in d, and attention, which grows with the number of (query, key) pairs, d·(d + 1)/2. Both
-are exact Python integers here, so that every rank ranks pieces alike on any CPU.
+linear in d, and attention, which grows with the number of (query, key) pairs: d·(d + 1)/2, or
+under a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact Python integers
+here, so that every rank ranks pieces alike on any CPU.
 
 Conventions: one multiply-add is 2 FLOPs; only matrix products count (norms, rotary embedding,
 activation functions and the embedding look-up are bound by memory, not by arithmetic); masked
@@ -33,6 +34,7 @@ class ModelShape:
         head_dim: width of one head.
         ffn_dim: hidden width of the gated feed-forward network (three matrices).
         vocab_size: rows of the output projection; 0 leaves the output projection out.
+        sliding_window: most keys that a query sees, its own included; None for no bound.
 
     Raises:
         ValueError: a size that is no whole number, or below 1 (``vocab_size`` below 0), or
@@ -46,9 +48,12 @@ class ModelShape:
     head_dim: int
     ffn_dim: int
     vocab_size: int
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "sliding_window" and self.sliding_window is None:
+                continue
             least = 0 if field.name == "vocab_size" else 1
             size = whole(f"ModelShape: {field.name}", getattr(self, field.name), least)
             object.__setattr__(self, field.name, size)
@@ -59,9 +64,17 @@ class ModelShape:
             )
 
 
-def causal_pairs(tokens: int, context: int = 0) -> int:
-    """(query, key) pairs of ``tokens`` new tokens that follow ``context`` tokens of their piece."""
-    return tokens * context + tokens * (tokens + 1) // 2
+def causal_pairs(tokens: int, context: int = 0, sliding_window: int | None = None) -> int:
+    """(query, key) pairs of ``tokens`` new tokens that follow ``context`` tokens of their piece.
+
+    Of a query's keys only the last ``sliding_window`` count, where there is one.
+    """
+    if sliding_window is None:
+        return tokens * context + tokens * (tokens + 1) // 2
+    # Queries from position W on miss the keys that they would see without a window.
+    missed = max(context + tokens - sliding_window, 0)
+    before = max(context - sliding_window, 0)
+    return causal_pairs(tokens, context) - causal_pairs(missed) + causal_pairs(before)
 
 
 def layer_linear_flops(shape: ModelShape, tokens: int) -> int:
@@ -83,7 +96,8 @@ def linear_flops(shape: ModelShape, tokens: int) -> int:
 
 def attention_flops(shape: ModelShape, tokens: int, context: int = 0) -> int:
     """Forward FLOPs of causal attention in all layers: two products over every pair."""
-    return 4 * shape.layers * shape.heads * shape.head_dim * causal_pairs(tokens, context)
+    pairs = causal_pairs(tokens, context, shape.sliding_window)
+    return 4 * shape.layers * shape.heads * shape.head_dim * pairs
 
 
 @dataclass(frozen=True)

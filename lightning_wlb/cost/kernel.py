@@ -39,13 +39,20 @@ UNITS = 4
 """Units in one key/value tile."""
 
 
-def reference_kernel_cost(queries: Integers, keys: Integers, overhead: int = OVERHEAD) -> Integers:
+def reference_kernel_cost(
+    queries: Integers,
+    keys: Integers,
+    overhead: int = OVERHEAD,
+    sliding_window: int | None = None,
+) -> Integers:
     """Cost of causal segments aligned at the bottom right (docs/design.md, section 6).
 
     Args:
         queries: int64 [segments], at least 1 each.
         keys: int64 [segments], at least the queries.
         overhead: key/value tiles that each query tile costs on top.
+        sliding_window: most keys that a query sees; tiles of keys that none of a tile's queries
+            sees are not read.
 
     Returns:
         int64 [segments], in quarters of a key/value tile.
@@ -54,5 +61,12 @@ def reference_kernel_cost(queries: Integers, keys: Integers, overhead: int = OVE
     # Tile i but the last ends at query (i + 1) · TILE, the last one at the last query.
     before = -(-(keys - queries) // TILE)
     read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-keys // TILE)
+    if sliding_window is not None:
+        # The first query of tile i misses whole tiles in front of its window: those in front of
+        # the first query's, which may be fewer than none, and i more.
+        first = (keys - queries - sliding_window + 1) // TILE
+        missed = np.maximum(first, 0) * tiles + tiles * (tiles - 1) // 2
+        beyond = np.maximum(tiles - 1 + first, 0)
+        read = read - np.where(first >= 0, missed, beyond * (beyond + 1) // 2)
     result: Integers = UNITS * overhead * tiles + (UNITS + (queries <= TILE)) * read
     return result

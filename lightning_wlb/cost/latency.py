@@ -257,7 +257,12 @@ class LatencyModel:
         table = self.profile.attention_table(self.shape.head_dim)
         padded = -(-queries // table.tile) * table.tile
         before = keys - queries
-        pairs = padded * before + padded * (padded + 1) // 2
+        pairs = _pairs(padded + before) - _pairs(before)
+        window = self.shape.sliding_window
+        if window is not None:
+            pairs += _pairs(np.maximum(before - window, 0))
+            pairs -= _pairs(np.maximum(padded + before - window, 0))
+            before = np.minimum(before, window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
         flops = pairs * ((10 if backward else 4) * self.shape.head_dim)
         flops *= self.shape.heads // self.mesh.tensor
@@ -302,6 +307,11 @@ class LatencyModel:
 
     def _traffic_ns(self, size: int) -> int:
         return round(size * 1e9 / self.profile.element_bytes_per_second)
+
+
+def _pairs(tokens: Integers) -> Integers:
+    """(query, key) pairs of whole pieces."""
+    return tokens * (tokens + 1) // 2
 
 
 def inverse_rate(

@@ -15,6 +15,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -25,7 +26,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, flag, whole
 from lightning_wlb.attention.sharding import ADAPTIVE, SHARDINGS
+from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
@@ -66,6 +71,10 @@ class WLBDataModule(L.LightningDataModule):
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
             in ``lightning_wlb.attention.sharding.SHARDINGS``, or ``"adaptive"``, the one of least
             predicted attention latency for each micro-batch.
+        profile: the device profile that ``"adaptive"`` predicts with: a shipped name (``"h100"``),
+            the file that ``lightning-wlb profile`` wrote, or a
+            :class:`~lightning_wlb.cost.profile.Profile`. None: the reference kernel cost
+            (``lightning_wlb.cost.kernel``), which knows no device. The same on every rank.
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens.
@@ -101,6 +110,7 @@ class WLBDataModule(L.LightningDataModule):
         delay_budget: float = 0.25,
         long_documents: Literal["split", "truncate", "error"] = "split",
         sharding: str = ADAPTIVE,
+        profile: str | Profile | None = None,
         seed: int = 0,
         shuffle: bool = True,
         max_tokens: int | None = None,
@@ -142,6 +152,7 @@ class WLBDataModule(L.LightningDataModule):
             )
         self.documents = documents
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
+        self.profile = Profile.load(profile) if isinstance(profile, str) else profile
         self.num_workers = whole("num_workers", num_workers, 0)
         self.validation_documents = validation_documents
         self.test_documents = test_documents
@@ -296,10 +307,27 @@ class WLBDataModule(L.LightningDataModule):
                 f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
-        work = Work(shape)
+        work, at = Work(shape), _place(trainer)
         return StepDataset(
-            store, settings, work.total, _place(trainer), self.sharding, forward=work.forward
+            store,
+            settings,
+            work.total,
+            at,
+            self.sharding,
+            forward=work.forward,
+            kernel_cost=self._kernel_cost(shape, at),
         )
+
+    def _kernel_cost(self, shape: ModelShape, at: Coordinates) -> SegmentCost:
+        if self.profile is None:
+            return partial(reference_kernel_cost, sliding_window=shape.sliding_window)
+        mesh = Mesh(
+            at.replicas,
+            at.pipeline_parallel_size,
+            at.context_parallel_size,
+            at.tensor_parallel_size,
+        )
+        return LatencyModel(self.profile, shape, mesh).segment_cost
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]

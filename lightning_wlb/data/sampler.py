@@ -33,6 +33,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_wlb.attention.sharding import ADAPTIVE
+from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
@@ -55,6 +56,7 @@ class StepDataset(IterableDataset[StepBatch]):
         state: where to begin (a batch's ``state``); None: the first step of the first epoch.
             Set it between iterations to begin elsewhere.
         forward: the forward part of ``work``; None: a third of it.
+        kernel_cost: of attention segments, which an adaptive sharding goes by.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class StepDataset(IterableDataset[StepBatch]):
         sharding: str = ADAPTIVE,
         state: dict[str, Any] | None = None,
         forward: Callable[[int], int] | None = None,
+        kernel_cost: SegmentCost = reference_kernel_cost,
     ) -> None:
         self.store = store
         self.data = data
         self.work = work
         self.forward = forward
+        self.kernel_cost = kernel_cost
         self.at = at or Coordinates()
         self.sharding = sharding
         self.state = state
@@ -91,6 +95,7 @@ class StepDataset(IterableDataset[StepBatch]):
             ),
             targets=self.store.targets,
             forward=self.forward,
+            kernel_cost=self.kernel_cost,
         )
         if self.state is not None:
             planner.load_state_dict(self.state)

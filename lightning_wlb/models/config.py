@@ -25,6 +25,8 @@ class TransformerConfig:
         rope_theta: base of the rotary embedding's wavelengths.
         norm_eps: added to the mean square in RMSNorm.
         tied_embeddings: the output matrix is the embedding table.
+        sliding_window: most tokens of its piece that a token attends to, itself included; None:
+            all before it. The same in every layer.
 
     Raises:
         ValueError: a value of another type or out of range, or sizes that do not fit each other.
@@ -40,11 +42,13 @@ class TransformerConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "head_dim"):
-            if name != "head_dim" or self.head_dim is not None:
-                setattr(self, name, whole(f"TransformerConfig: {name}", getattr(self, name), 1))
+        sizes = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+        optional = ("head_dim", "sliding_window")
+        for name in (*sizes, *(name for name in optional if getattr(self, name) is not None)):
+            setattr(self, name, whole(f"TransformerConfig: {name}", getattr(self, name), 1))
         for name in ("rope_theta", "norm_eps"):
             value = number(f"TransformerConfig: {name}", getattr(self, name), 0, above=True)
             setattr(self, name, value)
@@ -116,6 +120,7 @@ class TransformerConfig:
             head_dim=self.head_dim,
             ffn_dim=self.ffn_dim,
             vocab_size=self.vocab_size,
+            sliding_window=self.sliding_window,
         )
 
 

@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         if config.tied_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
         self.recomputes_layers = activation_checkpointing == "full"
-        self.attention_kernel = VarlenAttention(attention_backend)
+        self.attention_kernel = VarlenAttention(attention_backend, config.sliding_window)
         self.context_group: ProcessGroup | None = None
         self.merged_groups: dict[int, ProcessGroup] = {}
         self.tensor_group: ProcessGroup | None = None

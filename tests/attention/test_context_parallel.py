@@ -46,6 +46,7 @@ def everything(
     dtype: torch.dtype,
     heads: tuple[int, ...] = (4, 2, 2, 4),
     head_dim: int = 8,
+    sliding_window: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """The micro-batch's q, k, v and output gradient; then output and gradients by the reference.
 
@@ -61,7 +62,7 @@ def everything(
     positions = torch.cat([torch.arange(length) for length in [*lengths, 0]])
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     if tokens:
-        out = dense_attention(*leaves, documents, positions)
+        out = dense_attention(*leaves, documents, positions, sliding_window=sliding_window)
         wanted = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
     else:
         wanted = [x.double() for x in (inputs[3], *inputs[:3])]
@@ -76,12 +77,13 @@ def check_micro_batch(
     lengths: list[int],
     tensor_parallel_size: int,
     dtype: torch.dtype = torch.float64,
+    sliding_window: int | None = None,
 ) -> list[float]:
     """This rank's part of the relative errors of the output and of the gradients of q, k, v.
 
     Padding rows are checked here.
     """
-    inputs, wanted, _, _ = everything(lengths, dtype)
+    inputs, wanted, _, _ = everything(lengths, dtype, sliding_window=sliding_window)
     made = layout(sharding, lengths, size, tensor_parallel_size)
     indices = rank_indices(made, rank)
     metadata = AttentionMetadata.from_indices(indices, made.rows, size)
@@ -93,7 +95,7 @@ def check_micro_batch(
         rows[: metadata.queries] = x[tokens]
         return rows
 
-    attention = VarlenAttention("cpu")
+    attention = VarlenAttention("cpu", sliding_window)
     attention.timer = Counter()
     leaves = [local(x).requires_grad_() for x in inputs[:3]]
     q, k, v = leaves
@@ -140,6 +142,21 @@ def check_eight(rank: int) -> float:
 
 def test_eight_ranks_equal_dense_attention() -> None:
     assert max(run_ranks(check_eight, 8)) <= 1e-12
+
+
+def check_window(rank: int) -> float:
+    group = dist.group.WORLD
+    return max(
+        error
+        for sharding in SHARDINGS
+        for lengths in ([3, 7, 5, 1, 13], [97, 1, 31, 128, 2, 64, 11])
+        for window in (1, 6, 40)
+        for error in check_micro_batch(rank, group, 2, sharding, lengths, 1, sliding_window=window)
+    )
+
+
+def test_a_sliding_window_equals_dense_attention() -> None:
+    assert max(run_ranks(check_window, 2)) <= 1e-12
 
 
 def check_tiles(rank: int, size: int) -> float:

@@ -58,7 +58,9 @@ def results(
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient.to(out))]
 
 
-def reference(segments: Segments, scale: float | None = None) -> Callable[..., Tensor]:
+def reference(
+    segments: Segments, scale: float | None = None, sliding_window: int | None = None
+) -> Callable[..., Tensor]:
     ids, positions, key_ids, key_positions = (
         torch.cat([torch.tensor(part) for part in parts])
         for parts in zip(
@@ -71,7 +73,9 @@ def reference(segments: Segments, scale: float | None = None) -> Callable[..., T
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dense_attention(q, k, v, ids, positions, key_ids, key_positions, scale)
+        return dense_attention(
+            q, k, v, ids, positions, key_ids, key_positions, scale, sliding_window
+        )
 
     return attend
 
@@ -111,17 +115,39 @@ def test_cpu_equals_dense(heads: int, kv_heads: int, dtype: torch.dtype, bound: 
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
     head_dim=st.sampled_from([1, 5, 16]),
     scale=st.sampled_from([None, 0.3]),
+    sliding_window=st.none() | st.integers(1, 70),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_segments_equal_dense(
-    segments: Segments, heads: tuple[int, int], head_dim: int, scale: float | None
+    segments: Segments,
+    heads: tuple[int, int],
+    head_dim: int,
+    scale: float | None,
+    sliding_window: int | None,
 ) -> None:
     *inputs, gradient = random_inputs(segments, *heads, head_dim)
     metadata = metadata_of(segments)
+    attention = VarlenAttention("cpu", sliding_window)
+    got = results(lambda q, k, v: attention(q, k, v, metadata, scale), inputs, gradient)
+    wanted = results(reference(segments, scale, sliding_window), inputs, gradient)
+    assert_close(got, wanted, 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
+def test_long_sliding_windows_equal_dense(dtype: torch.dtype, bound: float) -> None:
+    """Longer than the blocks that the CPU kernel cuts, so that a key is read by several."""
+    segments = [(700, 900), (300, 300)]
+    *inputs, gradient = random_inputs(segments, 2, 1)
+    attention, metadata = VarlenAttention("cpu", 600), metadata_of(segments)
     got = results(
-        lambda q, k, v: VarlenAttention("cpu")(q, k, v, metadata, scale), inputs, gradient
+        lambda q, k, v: attention(q, k, v, metadata), [x.to(dtype) for x in inputs], gradient
     )
-    assert_close(got, results(reference(segments, scale), inputs, gradient), 1e-12)
+    assert_close(got, results(reference(segments, None, 600), inputs, gradient), bound)
+
+
+def test_a_window_without_keys_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding_window=0: a token sees at least itself"):
+        VarlenAttention("cpu", 0)
 
 
 def test_strided_inputs_and_gradients() -> None:
@@ -291,18 +317,18 @@ def test_flash_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -
     _, kernel = VarlenAttention("flash")._kernels["cuda"]
     *inputs, _ = random_inputs([(3, 5)], 4, 2)
     metadata = metadata_of([(3, 5)])
-    out = kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25)
+    out = kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, None)
+    kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, 4)
     assert torch.equal(out, inputs[0])
-    assert calls == [
-        {
-            "cu_seqlens_q": metadata.cu_seqlens_q,
-            "cu_seqlens_k": metadata.cu_seqlens_k,
-            "max_seqlen_q": 3,
-            "max_seqlen_k": 5,
-            "softmax_scale": 0.25,
-            "causal": True,
-        }
-    ]
+    plain = {
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "cu_seqlens_k": metadata.cu_seqlens_k,
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 5,
+        "softmax_scale": 0.25,
+        "causal": True,
+    }
+    assert calls == [plain, {**plain, "window_size": (3, 0)}]
 
 
 def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
@@ -316,12 +342,12 @@ def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
     _, kernel = VarlenAttention("torch")._kernels["cuda"]
     *inputs, _ = random_inputs([(3, 5)], 4, 2)
     metadata = metadata_of([(3, 5)])
-    kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, None)
+    lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5)
+    kernel(*inputs, *lengths, None, None)
+    kernel(*inputs, *lengths, None, 4)
     assert calls == [
-        (
-            (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5),
-            {"scale": None, "window_size": (-1, 0), "enable_gqa": True},
-        )
+        (lengths, {"scale": None, "window_size": window, "enable_gqa": True})
+        for window in ((-1, 0), (3, 0))
     ]
 
 
@@ -392,15 +418,16 @@ def test_mismatches_are_explained() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["torch", "flash", "auto"])
-def test_gpu_equals_dense(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sliding_window", [None, 1, 5, 100])
+def test_gpu_equals_dense(backend: str, dtype: torch.dtype, sliding_window: int | None) -> None:
     if backend not in ("auto", *available_backends()):
         pytest.skip(f"{backend} is not installed")
     *inputs, gradient = random_inputs(SEGMENTS, 8, 2, head_dim=64)
     metadata = metadata_of(SEGMENTS, "cuda")
-    attention = VarlenAttention(backend)
+    attention = VarlenAttention(backend, sliding_window)
     got = results(
         lambda q, k, v: attention(q, k, v, metadata),
         [x.to("cuda", dtype) for x in inputs],
         gradient,
     )
-    assert_close(got, results(reference(SEGMENTS), inputs, gradient), 1e-2)
+    assert_close(got, results(reference(SEGMENTS, None, sliding_window), inputs, gradient), 1e-2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,17 +32,22 @@ def test_linear_flops_are_two_per_parameter_and_token() -> None:
     assert linear_flops(SMALL, 9) == 3 * layer_linear_flops(SMALL, 9) + head_flops(SMALL, 9)
 
 
-@given(tokens=st.integers(0, 40), context=st.integers(0, 40))
-def test_causal_pairs_count_the_mask(tokens: int, context: int) -> None:
+@given(
+    tokens=st.integers(0, 40),
+    context=st.integers(0, 40),
+    sliding_window=st.none() | st.integers(1, 90),
+)
+def test_causal_pairs_count_the_mask(tokens: int, context: int, sliding_window: int | None) -> None:
     mask = [
         (query, key)
         for query in range(context, context + tokens)
         for key in range(context + tokens)
-        if key <= query
+        if key <= query and (sliding_window is None or query - key < sliding_window)
     ]
-    assert causal_pairs(tokens, context) == len(mask)
+    assert causal_pairs(tokens, context, sliding_window) == len(mask)
     # Two products of head_dim multiply-adds for every pair, head and layer.
-    assert attention_flops(SMALL, tokens, context) == len(mask) * 2 * 2 * 5 * 4 * 3
+    shape = replace(SMALL, sliding_window=sliding_window)
+    assert attention_flops(shape, tokens, context) == len(mask) * 2 * 2 * 5 * 4 * 3
 
 
 @given(cuts=st.lists(st.integers(1, 1000), min_size=1, max_size=6))

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_cost
 
 
-def by_tiles(queries: int, keys: int, overhead: int) -> float:
+def by_tiles(queries: int, keys: int, overhead: int, sliding_window: int | None) -> float:
     """docs/design.md, section 6, word by word; in key/value tiles."""
     total = 0.0
     for first in range(0, queries, TILE):
         last_query = min(first + TILE, queries)
         seen = keys - queries + last_query
         read = -(-seen // TILE)
+        if sliding_window is not None:
+            read -= max(keys - queries + first - sliding_window + 1, 0) // TILE
         total += overhead + read * (1.25 if queries <= TILE else 1.0)
     return total
 
@@ -22,15 +24,18 @@ def by_tiles(queries: int, keys: int, overhead: int) -> float:
 @given(
     segments=st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 5000)), max_size=8),
     overhead=st.integers(0, 3),
+    sliding_window=st.none() | st.integers(1, 6000),
 )
-def test_equals_a_loop_over_tiles(segments: list[tuple[int, int]], overhead: int) -> None:
+def test_equals_a_loop_over_tiles(
+    segments: list[tuple[int, int]], overhead: int, sliding_window: int | None
+) -> None:
     queries = np.array([each[0] for each in segments], dtype=np.int64)
     keys = queries + np.array([each[1] for each in segments], dtype=np.int64)
     expected = [
-        UNITS * by_tiles(q, k, overhead)
+        UNITS * by_tiles(q, k, overhead, sliding_window)
         for q, k in zip(queries.tolist(), keys.tolist(), strict=True)
     ]
-    got = reference_kernel_cost(queries, keys, overhead)
+    got = reference_kernel_cost(queries, keys, overhead, sliding_window)
     assert got.dtype == np.int64
     assert got.tolist() == expected
 

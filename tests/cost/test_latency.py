@@ -44,6 +44,14 @@ def test_attention_is_flops_over_the_rate() -> None:
     )
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (1024, 9000), (128, 200)])
+def test_a_sliding_window_leaves_out_the_pairs_beyond_it(queries: int, keys: int) -> None:
+    shape = replace(SHAPE, sliding_window=700)
+    model = LatencyModel(FLAT, shape)
+    flops = attention_flops(shape, queries, keys - queries) // SHAPE.layers
+    assert model.attention_ns(*arrays((queries, keys)), backward=False) == int(flops / RATE * 1e9)
+
+
 def test_queries_are_padded_to_the_tile() -> None:
     model = LatencyModel(FLAT, SHAPE)
     one = model.attention_ns(*arrays((1, 1000)), backward=False)

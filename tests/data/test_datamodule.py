@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.attention.sharding import choose
+from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import AttentionTable, Profile
 from lightning_wlb.data import datamodule
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -247,6 +253,48 @@ def test_the_strategy_says_where_the_rank_stands() -> None:
     batch = next(iter(documents.train_dataloader()))
     assert batch.replica == 1
     assert len(batch.plan.replicas) == 3
+
+
+def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
+    """A kernel that is fast on one shape of segments only, another sharding."""
+    shape = replace(SHAPE, vocab_size=0)
+    lengths = [900, 500, 300, 150, 80, 40, 20, 10]
+    h100 = Profile.load("h100")
+    # As fast for a segment of one query as for long ones: without tiles or keys to copy.
+    tileless = replace(
+        h100,
+        attention=(AttentionTable(shape.head_dim, 1, (1,), (1.0,), ((1e14,),), ((1e14,),)),),
+        element_bytes_per_second=1e30,
+    )
+    chosen = []
+    for profile in (None, tileless):
+        documents = data(
+            documents=[[1] * length for length in lengths],
+            context_window=2000,
+            micro_batches=1,
+            packing="original",
+            model_shape=shape,
+            profile=profile,
+        )
+        documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+            strategy=SimpleNamespace(
+                coordinates=Coordinates(0, 0, 4), root_device=torch.device("cpu")
+            ),
+            lightning_module=Recorder(),
+            global_step=0,
+        )
+        (group,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
+        chosen.append(group.sharding)
+        cost = reference_kernel_cost
+        if profile is not None:
+            cost = LatencyModel(profile, shape, Mesh(context=4)).segment_cost
+        plan = next(iter(documents.train_dataloader())).plan
+        tokens = [part.tokens for part in plan.replicas[0].slices_of(group)]
+        assert group.sharding == choose(tokens, 4, 1, cost)[0]
+    assert chosen[0] != chosen[1]
+    assert data(profile="h100").profile == h100
+    with pytest.raises(ValueError, match="h1000"):
+        data(profile="h1000")
 
 
 def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import lightning.pytorch as L
 import pytest
 import torch
@@ -54,16 +56,19 @@ class Recorder(L.Callback):
         self.losses.append(trainer.callback_metrics["train_loss"].item())
 
 
-def module(**options):
-    built = LanguageModule(config(), seed=3, **options).double()
+def module(sliding_window=None, **options):
+    sizes = dataclasses.replace(config(), sliding_window=sliding_window)
+    built = LanguageModule(sizes, seed=3, **options).double()
     built.configure_model()
     return built.double()
 
 
-@pytest.mark.parametrize("normalisation", ["step", "nominal"])
-def test_a_steps_gradient_equals_the_oracle(normalisation):
+@pytest.mark.parametrize(
+    ("normalisation", "sliding_window"), [("step", None), ("nominal", None), ("step", 7)]
+)
+def test_a_steps_gradient_equals_the_oracle(normalisation, sliding_window):
     texts, masks = documents(), loss_masks()
-    trained = module(loss_normalisation=normalisation)
+    trained = module(sliding_window, loss_normalisation=normalisation)
     loss, wanted = oracle(trained.model, texts, PIECES, masks)
     divisor = 200 if normalisation == "nominal" else count_targets(texts, PIECES, masks)
     found = trained.step(step_batch(texts, masks=masks))
