@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.strategy.mesh import MeshSizes
+from lightning_wlb.strategy.mesh import MeshSizes, set_timeout
 
 
 class MergedGroups:
@@ -34,6 +34,11 @@ class MergedGroups:
         self._rank = rank
         self._timeout = timeout
         self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations on these groups, and on those made later, wait so long."""
+        self._timeout = timeout
+        set_timeout(timeout, *self._groups.values())
 
     def prepare(self, plan: StepPlan) -> dict[int, dist.ProcessGroup]:
         """The communicators that a step needs; collective over all ranks.

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -115,8 +116,7 @@ class MeshSizes(Mesh):
         flat = data_context(mesh)
         if timeout is not None:
             # torch gives the axes its own default, whatever the default group was given.
-            for group in [*mesh.get_all_groups(), flat.get_group()]:
-                _set_pg_timeout(timeout, group)
+            set_timeout(timeout, *mesh.get_all_groups(), flat.get_group())
         return mesh
 
 
@@ -126,3 +126,9 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
     Collective at its first call for a mesh, which :meth:`MeshSizes.device_mesh` makes.
     """
     return mesh["data", "context"]._flatten("data_context")
+
+
+def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:
+    """Let operations on the groups wait so long from now on."""
+    for group in groups:
+        _set_pg_timeout(timeout, group)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.data.batch import Coordinates
 from lightning_wlb.strategy.checks import check_process_group
+from lightning_wlb.strategy.communicators import Communicators, communicators
 from lightning_wlb.strategy.mesh import MeshSizes, Size, checked_sizes
 
 
@@ -62,15 +63,20 @@ class MeshStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._sizes: MeshSizes | None = None
-        self._device_mesh: DeviceMesh | None = None
+        self._communicators: Communicators | None = None
         self.num_nodes = 1
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh with axes ``data``, ``pipeline``, ``context``, ``tensor``."""
-        if self._device_mesh is None:
+        return self.communicators.mesh
+
+    @property
+    def communicators(self) -> Communicators:
+        """What the ranks talk over."""
+        if self._communicators is None:
             raise RuntimeError("The device mesh exists once the processes have been launched.")
-        return self._device_mesh
+        return self._communicators
 
     @property
     def sizes(self) -> MeshSizes:
@@ -129,7 +135,7 @@ class MeshStrategy(ParallelStrategy):
         utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        """Initialise the process group and the mesh."""
+        """Initialise the process group, and the mesh with its communicators."""
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -149,8 +155,10 @@ class MeshStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        if self._device_mesh is None:
-            self._device_mesh = self._sizes.device_mesh(self.root_device.type, self._timeout)
+        ring = self.coordinates.stages_per_rank > 1
+        self._communicators = communicators(
+            self._sizes, self.global_rank, self.root_device, ring, self._timeout
+        )
         rank_zero_info(f"WLBStrategy: mesh {self._sizes}")
 
     def barrier(self, name: str | None = None) -> None:

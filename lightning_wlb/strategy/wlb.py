@@ -23,7 +23,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -38,17 +37,15 @@ from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.predict import model_stages
-from lightning_wlb.schedule.actions import Channel
 from lightning_wlb.schedule.registry import SCHEDULES, make_program
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
 from lightning_wlb.strategy.clip import clip_gradients
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.merged import MergedGroups
 from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.pipeline import Pipeline, pipeline_groups
+from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
 from lightning_wlb.strategy.processes import MeshStrategy
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
@@ -107,7 +104,6 @@ class WLBStrategy(MeshStrategy):
         virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
         make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # whether the two go together
         self.virtual_pipeline_size = virtual_pipeline_size
-        self._pipeline_groups: dict[Channel, dist.ProcessGroup] = {}
         self._ties: list[Tie] = []
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
@@ -122,14 +118,6 @@ class WLBStrategy(MeshStrategy):
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
         shown = ", ".join(map(repr, self._asked))
         return f"WLBStrategy({shown}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
-
-    def setup_environment(self) -> None:
-        """Initialise the process group, the mesh and the pipeline's communicators."""
-        super().setup_environment()
-        if not self._pipeline_groups:
-            self._pipeline_groups = pipeline_groups(
-                self.sizes, self.global_rank, self.virtual_pipeline_size > 1, self._timeout
-            )
 
     # Precision
 
@@ -178,8 +166,12 @@ class WLBStrategy(MeshStrategy):
                 f" {asked}. Save a checkpoint with the earlier Trainer, and give a new module and"
                 " ckpt_path=... to this one."
             )
-        self._device_mesh = previous._device_mesh
-        self._pipeline_groups = previous._pipeline_groups
+        if self.communicators is not previous.communicators:
+            raise MisconfigurationException(
+                "The process group with which an earlier Trainer has split the module was"
+                " destroyed. Give a new module and ckpt_path=... to this one, or leave the process"
+                " group alone between the two."
+            )
         self._ties = previous._ties
         self.executor = previous.executor
         self.precision_plugin.clip = previous.precision_plugin.clip
@@ -217,13 +209,13 @@ class WLBStrategy(MeshStrategy):
                 ),
                 stages=tuple(stages),
                 schedule=self.schedule,
-                groups=self._pipeline_groups,
+                groups=self.communicators.channels,
                 tensor_parallel_size=sizes.tensor,
                 hidden_size=shape.dim,
                 dtype=precision.compute_dtype,
                 device=self.root_device,
             ),
-            MergedGroups(sizes, self.global_rank, self._timeout),
+            self.communicators.merged,
             counts_loss=tensor == 0,
         )
         precision.clip = partial(self._clip, model)
