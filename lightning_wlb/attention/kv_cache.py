@@ -8,17 +8,46 @@ float64 runs); the earlier slice's own backward takes them.
 Cost: the keys and values of micro-batches whose pieces go on, from their forward to their
 backward, and as much again in the wide dtype once gradients come back. Aliases of what autograd
 keeps for those micro-batches anyway, except under activation checkpointing.
+
+A backward micro-batch that runs the forward of its slices again keeps nothing here: the gradients
+for its keys lie where forward has kept them, by its ``homes``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.slices import SlicedIndices
+from lightning_wlb.attention.slices import Home, SlicedIndices
+
+
+class RowsAt(NamedTuple):
+    """A :class:`~lightning_wlb.attention.slices.Home` as tensors."""
+
+    micro_batch: int
+    there: Tensor
+    here: Tensor
+
+    @staticmethod
+    def of(home: Home) -> RowsAt:
+        """On CPU, from the index arithmetic; shares its memory."""
+        return RowsAt(home.micro_batch, torch.from_numpy(home.there), torch.from_numpy(home.here))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RowsAt:
+        """A copy with its tensors on ``device``."""
+        return RowsAt(
+            self.micro_batch,
+            self.there.to(device, non_blocking=non_blocking),
+            self.here.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> RowsAt:
+        """A copy with its tensors in page-locked memory."""
+        return RowsAt(self.micro_batch, self.there.pin_memory(), self.here.pin_memory())
 
 
 @dataclass
@@ -75,8 +104,9 @@ class KeyValueCache:
         entry.gradient.index_add_(0, rows, gradient)
 
     def gradient(self, layer: int, micro_batch: int) -> Tensor | None:
-        """What has come back so far, [rows, 2, kv_heads, head_dim]."""
-        return self._entries[layer, micro_batch].gradient
+        """What has come back so far, [rows, 2, kv_heads, head_dim]; None also if none was kept."""
+        entry = self._entries.get((layer, micro_batch))
+        return None if entry is None else entry.gradient
 
     def drop(self, micro_batch: int, layers: Iterable[int]) -> None:
         """Free a micro-batch whose backward has run."""
@@ -92,8 +122,10 @@ class SliceMetadata:
         micro_batch: index in the replica's forward order.
         past: for each source (its micro-batch, int64 local rows there), in order.
         past_rows: rows of earlier keys that every rank contributes, padding included.
-        keeps: whether a later micro-batch reads this one's keys.
+        keeps: whether other slices read this one's keys.
         cache: of the step; set by what runs the step.
+        homes: where forward has kept the keys, if this is a backward micro-batch that runs forward
+            again; set with the cache. None: it keeps them itself.
         layer: global number of the layer that is running; see ``AttentionMetadata.for_layer``.
     """
 
@@ -102,6 +134,7 @@ class SliceMetadata:
     past_rows: int
     keeps: bool
     cache: KeyValueCache | None = field(default=None, repr=False)
+    homes: tuple[RowsAt, ...] | None = field(default=None, repr=False)
     layer: int | None = None
 
     @staticmethod

@@ -71,12 +71,14 @@ def sliced_attention(
         out = attend(keys, values)
     else:
         if slices.keeps:
-            both = _keep(both, slices.cache, slices.layer, slices.micro_batch)
+            both = _keep(both, slices, slices.cache, slices.layer)
         reader = _Reader(both.detach(), metadata, slices, slices.cache, slices.layer, group)
         keys, values = _read(both, reader)
         if torch.is_grad_enabled() and not metadata.recomputed:
             out = attend_reading_again(attend, keys, values, reader.read)
         else:
+            # The graph would hold them until backward, which makes its own.
+            reader.own = None
             out = attend(keys, values)
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
@@ -110,7 +112,8 @@ class _Reader:
         group: ProcessGroup | None,
     ) -> None:
         assert metadata.key_index is not None
-        self.own = own
+        self.own: Tensor | None = own
+        self.shape = own.shape
         self.key_index = metadata.key_index
         self.slices = slices
         self.cache = cache
@@ -120,6 +123,7 @@ class _Reader:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the segments, [keys, kv_heads, head_dim] each."""
+        assert self.own is not None
         past = [self.cache.read(self.layer, source, rows) for source, rows in self.slices.past]
         missing = self.slices.past_rows - sum(map(len, past))
         padding = self.own.new_zeros(missing, *self.own.shape[1:])
@@ -131,9 +135,9 @@ class _Reader:
 
     def give_back(self, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
         """Send the gradients of what was read to their owners; this rank's own are returned."""
-        stride = self.slices.past_rows + self.own.shape[0]
+        stride = self.slices.past_rows + self.shape[0]
         dtype = wide(grad_keys.dtype)
-        total = grad_keys.new_zeros(self.size * stride, *self.own.shape[1:], dtype=dtype)
+        total = grad_keys.new_zeros(self.size * stride, *self.shape[1:], dtype=dtype)
         total[:, 0].index_add_(0, self.key_index, grad_keys.to(dtype))
         total[:, 1].index_add_(0, self.key_index, grad_values.to(dtype))
         if self.size > 1:
@@ -158,24 +162,34 @@ class _Read(torch.autograd.Function):
 
 
 class _Keep(torch.autograd.Function):
-    """Leaves keys and values in the cache; backward adds the gradients that came back to them."""
+    """Leaves keys and values in the cache; backward adds the gradients that came back to them.
+
+    Where forward runs again the cache has them already.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, both: Tensor, cache: KeyValueCache, layer: int, micro_batch: int
+        ctx: Any, both: Tensor, slices: SliceMetadata, cache: KeyValueCache, layer: int
     ) -> Tensor:
-        ctx.place = cache, layer, micro_batch
-        cache.put(layer, micro_batch, both.detach())
+        ctx.place = slices, cache, layer
+        if slices.homes is None:
+            cache.put(layer, slices.micro_batch, both.detach())
         return both.view_as(both)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        cache, layer, micro_batch = ctx.place
-        later = cache.gradient(layer, micro_batch)
-        if later is not None:
-            gradient = (gradient.to(later.dtype) + later).to(gradient.dtype)
-        return gradient, None, None, None
+        slices, cache, layer = ctx.place
+        if slices.homes is None:
+            later = cache.gradient(layer, slices.micro_batch)
+            total = gradient if later is None else gradient.to(later.dtype) + later
+        else:
+            total = gradient.to(wide(gradient.dtype), copy=True)
+            for home in slices.homes:
+                later = cache.gradient(layer, home.micro_batch)
+                if later is not None:
+                    total.index_add_(0, home.here, later.index_select(0, home.there))
+        return total.to(gradient.dtype), None, None, None
 
 
 # torch leaves Function.apply untyped.

@@ -9,6 +9,11 @@ one micro-batch and one context-parallel rank this module says
   rank, its ``past_rows`` rows of earlier keys (padded to the same number on all ranks) followed by
   its own rows of this micro-batch.
 
+Where backward micro-batches run the forward of their slices again (``ReplicaPlan.recompute``), the
+same is said of them. Their slices stay on the ranks where their forward ran, in rows of their own;
+a :class:`Home` says where in forward those rows were. Keys of earlier slices are then those that
+the forward micro-batches left behind.
+
 Pure numpy, in the data loader. Cost: linear in the keys read, which for a piece cut into n slices
 is n/2 times the piece.
 """
@@ -27,6 +32,9 @@ from lightning_wlb.plan import Slice
 
 Indices = npt.NDArray[np.int64]
 
+Part = tuple[int, int]
+"""A slice by the forward micro-batch that it is in, and its index there."""
+
 
 @dataclass(frozen=True, eq=False)
 class PastRows:
@@ -42,6 +50,21 @@ class PastRows:
 
 
 @dataclass(frozen=True, eq=False)
+class Home:
+    """Where some rows of a backward micro-batch were in forward, on the same rank.
+
+    Args:
+        micro_batch: index in the replica's forward order.
+        there: int64 [n], local rows of that micro-batch.
+        here: int64 [n], local rows of the backward micro-batch.
+    """
+
+    micro_batch: int
+    there: Indices
+    here: Indices
+
+
+@dataclass(frozen=True, eq=False)
 class SlicedIndices:
     """What one rank needs to run a micro-batch whose slices have earlier or later ones.
 
@@ -51,7 +74,7 @@ class SlicedIndices:
         positions: int64 [n], position of each real local row from its piece's origin.
         past: rows of earlier micro-batches, in the order in which they are put together.
         past_rows: rows of earlier keys that every rank contributes, padding included.
-        keeps: whether a later micro-batch reads this one's keys.
+        keeps: whether other slices read this one's keys.
     """
 
     own: RankIndices
@@ -96,26 +119,57 @@ class SlicedReplica:
         for parts in self._pieces.values():
             parts.sort()
 
-    def is_sliced(self, micro_batch: int) -> bool:
-        """Whether a slice of the micro-batch has earlier or later slices."""
-        return any(
-            len(self._pieces[part.document, part.origin]) > 1 for part in self._members[micro_batch]
-        )
+    def is_sliced(self, slices: Sequence[Slice]) -> bool:
+        """Whether one of the slices has earlier or later ones."""
+        return any(len(self._pieces[part.document, part.origin]) > 1 for part in slices)
 
     def indices(self, micro_batch: int, rank: int) -> SlicedIndices:
-        """Rows, segments and keys of one rank."""
-        layout = self._layouts[micro_batch]
-        slices = self._members[micro_batch]
+        """Rows, segments and keys of one rank in a forward micro-batch."""
+        parts = [(micro_batch, index) for index in range(len(self._members[micro_batch]))]
+        return self._indices(self._layouts[micro_batch], self._at(micro_batch), parts, rank)
+
+    def indices_again(self, layout: Layout, parts: Sequence[Part], rank: int) -> SlicedIndices:
+        """Rows, segments and keys of one rank in a backward micro-batch that runs forward again.
+
+        Args:
+            layout: of its slices, on the ranks on which they are in forward.
+            parts: the slices, in the order of the layout.
+            rank: in the context-parallel group.
+        """
+        return self._indices(layout, _places(layout), parts, rank)
+
+    def homes(self, layout: Layout, parts: Sequence[Part], rank: int) -> tuple[Home, ...]:
+        """Where the rows of one rank of a backward micro-batch were in forward."""
+        here = _places(layout)
+        rows: dict[int, tuple[list[Indices], list[Indices]]] = defaultdict(lambda: ([], []))
+        for number, (micro_batch, index) in enumerate(parts):
+            owner, row = self._at(micro_batch).of(index)
+            mine = owner == rank
+            rows[micro_batch][0].append(row[mine])
+            rows[micro_batch][1].append(here.of(number)[1][mine])
+        return tuple(
+            Home(micro_batch, np.concatenate(there), np.concatenate(own))
+            for micro_batch, (there, own) in sorted(rows.items())
+            if sum(map(len, there))
+        )
+
+    def _indices(
+        self, layout: Layout, places: _Places, parts: Sequence[Part], rank: int
+    ) -> SlicedIndices:
+        slices = [self._members[micro_batch][index] for micro_batch, index in parts]
+        inside = {part: number for number, part in enumerate(parts)}
         own = rank_indices(layout, rank)
         gathered = _Gathered(len(layout.chunks))
-        contexts = [
-            [self._place(gathered, micro_batch, other, index) for other, index in before]
-            for before in (self._before(part) for part in slices)
-        ]
+
+        def place(part: Part) -> _Tokens:
+            if part in inside:
+                return _Tokens(*places.of(inside[part]), past=False)
+            return gathered.add(part, *self._at(part[0]).of(part[1]))
+
+        contexts = [[place(part) for part in self._before(each)] for each in slices]
         stride = gathered.past_rows + layout.rows
-        owner, row = self._at(micro_batch).owner, self._at(micro_batch).row
-        own_places = owner * stride + gathered.past_rows + row
-        first = self._at(micro_batch).first
+        own_places = places.owner * stride + gathered.past_rows + places.row
+        first = places.first
         key_index: list[Indices] = []
         lengths = []
         for chunk in layout.chunks[rank]:
@@ -143,8 +197,8 @@ class SlicedReplica:
             ),
         )
 
-    def _before(self, part: Slice) -> list[tuple[int, int]]:
-        """(micro-batch, index) of the slices of the piece that come before ``part``."""
+    def _before(self, part: Slice) -> list[Part]:
+        """The slices of the piece that come before ``part``."""
         parts = self._pieces[part.document, part.origin]
         return [(other, index) for start, other, index in parts if start < part.start]
 
@@ -152,12 +206,6 @@ class SlicedReplica:
         if micro_batch not in self._places:
             self._places[micro_batch] = _places(self._layouts[micro_batch])
         return self._places[micro_batch]
-
-    def _place(self, gathered: _Gathered, here: int, other: int, index: int) -> _Tokens:
-        owner, row = self._at(other).of(index)
-        if other == here:
-            return _Tokens(owner, row, past=False)
-        return gathered.add(other, index, owner, row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,14 +226,14 @@ class _Gathered:
     def __init__(self, ranks: int) -> None:
         self.counts = [0] * ranks
         self.sources: list[tuple[int, list[Indices]]] = []
-        self._known: dict[tuple[int, int], _Tokens] = {}
+        self._known: dict[Part, _Tokens] = {}
 
     @property
     def past_rows(self) -> int:
         return max(self.counts)
 
-    def add(self, micro_batch: int, index: int, owner: Indices, row: Indices) -> _Tokens:
-        known = self._known.get((micro_batch, index))
+    def add(self, part: Part, owner: Indices, row: Indices) -> _Tokens:
+        known = self._known.get(part)
         if known is not None:
             return known
         at = np.empty(len(owner), dtype=np.int64)
@@ -195,8 +243,8 @@ class _Gathered:
             at[mine] = count + np.arange(len(mine))
             self.counts[rank] += len(mine)
             rows.append(row[mine])
-        self.sources.append((micro_batch, rows))
-        known = self._known[micro_batch, index] = _Tokens(owner, at, past=True)
+        self.sources.append((part[0], rows))
+        known = self._known[part] = _Tokens(owner, at, past=True)
         return known
 
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -26,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
-from lightning_wlb.attention.sharding import Layout, RankIndices, layout, rank_indices
-from lightning_wlb.attention.slices import SlicedReplica
+from lightning_wlb.attention.kv_cache import KeyValueCache, RowsAt, SliceMetadata
+from lightning_wlb.attention.sharding import Layout, RankIndices, rank_indices
+from lightning_wlb.attention.slices import SlicedIndices, SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning.units import units
+from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, units
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
@@ -92,6 +94,8 @@ class MicroBatchTensors:
         positions: int64 [P], from the piece's origin; 0 in padding rows.
         attention: which rows attend to which keys.
         rows: P, rows of this rank, padding at the end included.
+        homes: of a backward micro-batch that runs forward again, where its rows were in forward;
+            None: the micro-batch is one of forward.
     """
 
     tokens: Tensor | None
@@ -99,6 +103,15 @@ class MicroBatchTensors:
     positions: Tensor
     attention: AttentionMetadata
     rows: int
+    homes: tuple[RowsAt, ...] | None = None
+
+    @property
+    def again(self) -> bool:
+        """Whether this forward is run for a backward that follows at once.
+
+        A model need not checkpoint its activations then: they would be computed a third time.
+        """
+        return self.homes is not None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
         """A copy on ``device``."""
@@ -108,12 +121,16 @@ class MicroBatchTensors:
             labels=_moved(self.labels, device, non_blocking),
             positions=self.positions.to(device, non_blocking=non_blocking),
             attention=self.attention.to(device, non_blocking=non_blocking),
+            homes=self.homes and tuple(home.to(device, non_blocking) for home in self.homes),
         )
 
     def pin_memory(self) -> MicroBatchTensors:
         """A copy in page-locked host memory."""
-        pinned = _pinned(self)
-        return replace(pinned, attention=_pinned(self.attention))
+        return replace(
+            _pinned(self),
+            attention=_pinned(self.attention),
+            homes=self.homes and tuple(home.pin_memory() for home in self.homes),
+        )
 
 
 class StepBatch:
@@ -124,9 +141,11 @@ class StepBatch:
     Args:
         plan: the step's plan, of the whole mesh.
         replica: the data-parallel replica of this rank.
-        units: the replica's plan as it is executed (``planning.units``): the plan itself, unless
-            it is asymmetric.
+        executed: the plans of all replicas as they are executed (``planning.units``): the plans
+            themselves, unless they are asymmetric. Only this replica's, and those of all that
+            share micro-batches with it, need be so.
         micro_batches: in the order of ``units.forward``.
+        recomputed: in the order of ``units.backward``, where the plan recomputes; else none.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
@@ -137,21 +156,28 @@ class StepBatch:
         self,
         plan: StepPlan,
         replica: int,
-        units: ReplicaPlan,
+        executed: tuple[ReplicaPlan, ...],
         micro_batches: list[MicroBatchTensors],
         state: dict[str, Any],
         next_digest: int,
         last: bool,
         wait_seconds: float = 0.0,
+        recomputed: Sequence[MicroBatchTensors] = (),
     ) -> None:
         self.plan = plan
         self.replica = replica
-        self.units = units
+        self.executed = executed
         self.micro_batches = micro_batches
         self.state = state
         self.next_digest = next_digest
         self.last = last
         self.wait_seconds = wait_seconds
+        self.recomputed = list(recomputed)
+
+    @property
+    def units(self) -> ReplicaPlan:
+        """The plan of this rank's replica as it is executed."""
+        return self.executed[self.replica]
 
     @property
     def target_tokens(self) -> int:
@@ -173,28 +199,30 @@ class StepBatch:
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"
-        return self._with([each.to(device, non_blocking) for each in self.micro_batches])
+        return self._with(lambda each: each.to(device, non_blocking))
 
     def pin_memory(self) -> StepBatch:
         """A copy whose tensors are in page-locked host memory."""
-        return self._with([each.pin_memory() for each in self.micro_batches])
+        return self._with(MicroBatchTensors.pin_memory)
 
     def share_keys(self, cache: KeyValueCache) -> None:
         """Give the micro-batches whose pieces are sliced the cache of the step that runs them."""
-        for micro_batch in self.micro_batches:
-            if micro_batch.attention.slices is not None:
-                micro_batch.attention.slices.cache = cache
+        for micro_batch in (*self.micro_batches, *self.recomputed):
+            slices = micro_batch.attention.slices
+            if slices is not None:
+                slices.cache, slices.homes = cache, micro_batch.homes
 
-    def _with(self, micro_batches: list[MicroBatchTensors]) -> StepBatch:
+    def _with(self, change: Callable[[MicroBatchTensors], MicroBatchTensors]) -> StepBatch:
         return StepBatch(
             self.plan,
             self.replica,
-            self.units,
-            micro_batches,
+            self.executed,
+            list(map(change, self.micro_batches)),
             self.state,
             self.next_digest,
             self.last,
             self.wait_seconds,
+            list(map(change, self.recomputed)),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -255,58 +283,77 @@ def make_step_batch(
             f"step {plan.step} is planned for {len(plan.replicas)} replicas, but the mesh has"
             f" {at.replicas}. Plan with MeshSettings(replicas={at.replicas})."
         )
-    replica = units(plan.replicas[at.replica], at.context_parallel_size, at.tensor_parallel_size)
+    sizes = at.context_parallel_size, at.tensor_parallel_size
+    shares = any(len(group.replicas) > 1 for group in plan.replicas[at.replica].forward)
+    executed = tuple(
+        units(each, *sizes) if shares or number == at.replica else each
+        for number, each in enumerate(plan.replicas)
+    )
+    replica = executed[at.replica]
     members = [replica.slices_of(group) for group in replica.forward]
-    layouts = [
-        _layout(group, slices, at) for group, slices in zip(replica.forward, members, strict=True)
-    ]
+    layouts = [forward_layout(replica, group, *sizes) for group in replica.forward]
     sliced = SlicedReplica(layouts, members)
+
+    def tensors(
+        number: int,
+        group: MicroBatch,
+        arrangement: Layout,
+        sliced_indices: Callable[[int], SlicedIndices],
+    ) -> MicroBatchTensors:
+        assert arrangement.rows == group.rows, (
+            f"the plan says {group.rows} rows, the sharding {arrangement.rows}"
+        )
+        slices = replica.slices_of(group)
+        # Merged replicas put their context-parallel groups one after another.
+        rank = at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
+        parts = sliced_indices(rank) if sliced.is_sliced(slices) else None
+        return _micro_batch(
+            number, slices, arrangement, rank, parts, len(group.replicas), store, at
+        )
+
     micro_batches = [
-        _micro_batch(index, group.replicas, members[index], layouts[index], sliced, store, at)
-        for index, group in enumerate(replica.forward)
+        tensors(number, group, layouts[number], partial(sliced.indices, number))
+        for number, group in enumerate(replica.forward)
     ]
-    return StepBatch(plan, at.replica, replica, micro_batches, state, next_digest, last)
-
-
-def _layout(group: MicroBatch, slices: tuple[Slice, ...], at: Coordinates) -> Layout:
-    arrangement = layout(
-        group.sharding,
-        [part.tokens for part in slices],
-        at.context_parallel_size * len(group.replicas),
-        at.tensor_parallel_size,
+    recomputed = []
+    if replica.recompute:
+        for number, parts in enumerate(forward_parts(replica)):
+            group = replica.backward[number]
+            arrangement = backward_layout(layouts, parts, at.tensor_parallel_size)
+            made = tensors(
+                number, group, arrangement, partial(sliced.indices_again, arrangement, parts)
+            )
+            rank = at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
+            homes = sliced.homes(arrangement, parts, rank)
+            recomputed.append(replace(made, homes=tuple(map(RowsAt.of, homes))))
+    return StepBatch(
+        plan, at.replica, executed, micro_batches, state, next_digest, last, recomputed=recomputed
     )
-    assert arrangement.rows == group.rows, (
-        f"the plan says {group.rows} rows, the sharding {arrangement.rows}"
-    )
-    return arrangement
 
 
 def _micro_batch(
     number: int,
-    replicas: tuple[int, ...],
     slices: tuple[Slice, ...],
     arrangement: Layout,
-    sliced: SlicedReplica,
+    rank: int,
+    parts: SlicedIndices | None,
+    replicas: int,
     store: DocumentStore,
     at: Coordinates,
 ) -> MicroBatchTensors:
     rows = arrangement.rows
-    # Merged replicas put their context-parallel groups one after another.
-    ranks = at.context_parallel_size * len(replicas)
-    rank = at.context_parallel_size * replicas.index(at.replica) + at.context_rank
-    if sliced.is_sliced(number):
-        parts = sliced.indices(number, rank)
+    if parts is not None:
         indices, offsets = parts.own, parts.positions
         # With earlier keys in front, the keys are never just the local rows.
         attention = replace(
-            AttentionMetadata.from_indices(indices, rows, ranks),
+            AttentionMetadata.from_indices(indices, rows, arrangement.ranks),
             key_index=torch.from_numpy(indices.key_index),
             slices=SliceMetadata.from_indices(parts, number),
         )
     else:
         indices = rank_indices(arrangement, rank)
         offsets = indices.offset
-        attention = AttentionMetadata.from_indices(indices, rows, ranks)
+        attention = AttentionMetadata.from_indices(indices, rows, arrangement.ranks)
     positions = np.zeros(rows, np.int64)
     positions[: len(offsets)] = offsets
     tokens = np.zeros(rows, np.int64) if at.first_stage else None
@@ -317,7 +364,7 @@ def _micro_batch(
         tokens=None if tokens is None else torch.from_numpy(tokens),
         labels=None if labels is None else torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
-        attention=replace(attention, replicas=len(replicas)),
+        attention=replace(attention, replicas=replicas),
         rows=rows,
     )
 

@@ -134,8 +134,11 @@ class Transformer(nn.Module):
             hidden = self.embed(micro_batch.tokens)
         turns = rotation(micro_batch.positions, self.config, hidden.dtype)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
-            metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
-            hidden = self.layers[str(number)](hidden, turns, metadata, self.attend)
+            recomputed = self.recomputes_layers and not micro_batch.again
+            metadata = micro_batch.attention.for_layer(number, recomputed)
+            hidden = self.layers[str(number)](
+                hidden, turns, metadata, self.attend, micro_batch.again
+            )
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels)
         return hidden
@@ -246,19 +249,33 @@ class Layer(nn.Module):
         self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+        self,
+        hidden: Tensor,
+        turns: Tensor,
+        metadata: AttentionMetadata,
+        attend: Attend,
+        again: bool = False,
     ) -> Tensor:
-        """Add attention, then the feed-forward network, to the residual stream."""
+        """Add attention, then the feed-forward network, to the residual stream.
+
+        Not checkpointed where forward is run ``again``, for a backward that follows at once.
+        """
+        checkpointing = "none" if again else self.activation_checkpointing
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
-        if self.activation_checkpointing == "full":
-            return _again_in_backward(self._both, hidden, turns, metadata, attend)
-        return self._both(hidden, turns, metadata, attend)
+        if checkpointing == "full":
+            return _again_in_backward(self._both, hidden, turns, metadata, attend, checkpointing)
+        return self._both(hidden, turns, metadata, attend, checkpointing)
 
     def _both(
-        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+        self,
+        hidden: Tensor,
+        turns: Tensor,
+        metadata: AttentionMetadata,
+        attend: Attend,
+        checkpointing: ActivationCheckpointing,
     ) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), turns, metadata, attend)
-        if self.activation_checkpointing == "selective":
+        if checkpointing == "selective":
             return _again_in_backward(self._feed_forward, hidden)
         return self._feed_forward(hidden)
 

@@ -112,6 +112,8 @@ def _check_groups(
     where = f"step {plan.step}, replica {number}, {pass_name}"
     seen: dict[int, int] = {}
     for index, group in enumerate(groups):
+        if replica.recompute and not group.slices:
+            raise ValueError(f"{where}: micro-batch {index} is empty, with nothing to recompute.")
         for position in group.slices:
             if not 0 <= position < len(replica.slices):
                 raise ValueError(
@@ -192,6 +194,11 @@ def _check_merged(plan: StepPlan) -> None:
                 wanted = replica.slices_of(group)
                 for other in members:
                     peer = plan.replicas[other]
+                    if peer.recompute != replica.recompute:
+                        raise ValueError(
+                            f"step {plan.step}: replicas {number} and {other} share micro-batches,"
+                            " but one recomputes its forward in backward and one does not."
+                        )
                     if not any(
                         (candidate.replicas, candidate.sharding, candidate.rows)
                         == (members, group.sharding, group.rows)

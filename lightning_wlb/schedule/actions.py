@@ -1,6 +1,8 @@
 """Actions: what a pipeline rank does, as data that prints, parses and validates.
 
-An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` its backward. A
+An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` its backward.
+``2R0`` is the backward of *backward* micro-batch 0, which runs the forward of its slices again
+first: backward micro-batches are then others than forward ones, and have numbers of their own. A
 *program* is the list of actions of one rank, a *schedule* the programs of all ranks of one
 pipeline. Stages are numbered over the whole pipeline; stage s lives on rank s % ranks. Sends and
 receives are not written down: every forward but the first stage's begins with a receive from the
@@ -26,19 +28,22 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 FORWARD: Literal["F"] = "F"
 BACKWARD: Literal["B"] = "B"
+RECOMPUTED: Literal["R"] = "R"
 
-_PATTERN = re.compile(r"(\d+)([FB])(\d+)")
+Kind = Literal["F", "B", "R"]
+
+_PATTERN = re.compile(r"(\d+)([FBR])(\d+)")
 
 
 class Action(NamedTuple):
     """One unit of work: a pass of one micro-batch through one stage."""
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: Kind
     micro_batch: int
 
     def __str__(self) -> str:
@@ -54,10 +59,10 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action; write a stage, F or B, and a micro-batch: '2F0'."
+                f"{text!r} is not an action; write a stage, F, B or R, and a micro-batch: '2F0'."
             )
         stage, kind, micro_batch = match.groups()
-        return Action(int(stage), FORWARD if kind == "F" else BACKWARD, int(micro_batch))
+        return Action(int(stage), cast(Kind, kind), int(micro_batch))
 
 
 def format_program(program: Iterable[Action]) -> str:
@@ -81,7 +86,7 @@ def source_of(action: Action, stages: int) -> Action | None:
     """The action whose message ``action`` needs, None where it needs none.
 
     A forward needs that of the stage before, a backward that of the stage after; the last stage's
-    backward needs only its own forward.
+    backward needs only the forwards on its own rank.
 
     Args:
         action: any action.
@@ -109,12 +114,16 @@ def channel_of(action: Action, ranks: int) -> Channel:
         action: one that receives a message from another rank.
         ranks: number of ranks of the pipeline.
     """
-    later = action.stage if action.kind == FORWARD else action.stage + 1
-    return Channel(action.kind, closes_ring=later % ranks == 0)
+    if action.kind == FORWARD:
+        return Channel(FORWARD, closes_ring=action.stage % ranks == 0)
+    return Channel(BACKWARD, closes_ring=(action.stage + 1) % ranks == 0)
 
 
 def check_schedule(
-    programs: Sequence[Sequence[Action]], micro_batches: int, stages_per_rank: int = 1
+    programs: Sequence[Sequence[Action]],
+    micro_batches: int,
+    stages_per_rank: int = 1,
+    recomputed: Sequence[int] | None = None,
 ) -> None:
     """Prove that every rank's program is complete and that together they cannot deadlock.
 
@@ -122,12 +131,14 @@ def check_schedule(
         programs: one program per pipeline rank; rank r of P owns stages r, r + P, r + 2P, ...
         micro_batches: how many micro-batches pass through the pipeline.
         stages_per_rank: how many stages each rank owns.
+        recomputed: where backward micro-batches run the forward of their slices again, for each of
+            them the forwards that it needs on its stage. None: they are those of forward.
 
     Raises:
         ValueError: naming the missing, doubled or misplaced action, or every rank's first action
             that can never run and the message that it waits for.
     """
-    check_replicas([programs], [micro_batches], stages_per_rank)
+    check_replicas([programs], [micro_batches], stages_per_rank, recomputed=[recomputed])
 
 
 def check_replicas(
@@ -135,6 +146,7 @@ def check_replicas(
     micro_batches: Sequence[int],
     stages_per_rank: int = 1,
     shared: Callable[[int, Action], Hashable] | None = None,
+    recomputed: Sequence[Sequence[int] | None] | None = None,
 ) -> None:
     """Prove that the programs of several replicas are complete and that they cannot deadlock.
 
@@ -144,6 +156,7 @@ def check_replicas(
         stages_per_rank: how many stages each rank owns.
         shared: of (replica, action), what the action is called on all replicas that run it
             together; None for an action of one replica.
+        recomputed: of each replica, see :func:`check_schedule`.
 
     Raises:
         ValueError: as :func:`check_schedule`; ranks are numbered replica by replica.
@@ -155,7 +168,11 @@ def check_replicas(
         stages = ranks * stages_per_rank
         first = len(steps)
         for rank, program in enumerate(of_replica):
-            _check_complete(first + rank, program, rank, ranks, stages, micro_batches[replica])
+            own_stages = range(rank, stages, ranks)
+            again = None if recomputed is None else recomputed[replica]
+            _check_complete(
+                first + rank, program, own_stages, stages, micro_batches[replica], again
+            )
             own: list[_Step] = []
             for action in program:
                 receive, send = _transfers(action, first, ranks, stages)
@@ -170,13 +187,20 @@ def check_replicas(
 
 
 def _check_complete(
-    rank: int, program: Sequence[Action], place: int, ranks: int, stages: int, micro_batches: int
+    rank: int,
+    program: Sequence[Action],
+    own_stages: range,
+    stages: int,
+    micro_batches: int,
+    recomputed: Sequence[int] | None,
 ) -> None:
+    passes: list[tuple[Kind, int]] = [(FORWARD, micro_batches)]
+    passes += [(BACKWARD, micro_batches) if recomputed is None else (RECOMPUTED, len(recomputed))]
     wanted = {
-        Action(stage, kind, micro_batch)
-        for stage in range(place, stages, ranks)
-        for kind in (FORWARD, BACKWARD)
-        for micro_batch in range(micro_batches)
+        Action(stage, kind, number)
+        for stage in own_stages
+        for kind, count in passes
+        for number in range(count)
     }
     seen: set[Action] = set()
     for action in program:
@@ -185,6 +209,10 @@ def _check_complete(
             raise ValueError(f"rank {rank}: action {action} {problem}.")
         if action.kind == BACKWARD and action._replace(kind=FORWARD) not in seen:
             raise ValueError(f"rank {rank}: {action} comes before its forward.")
+        if action.kind == RECOMPUTED and recomputed is not None:
+            for number in range(recomputed[action.micro_batch]):
+                if (forward := Action(action.stage, FORWARD, number)) not in seen:
+                    raise ValueError(f"rank {rank}: {action} comes before {forward}.")
         source = source_of(action, stages)
         if source in wanted and source not in seen:
             raise ValueError(f"rank {rank}: {action} comes before {source}, whose output it needs.")

@@ -1,8 +1,8 @@
 """From a step's plan to the programs that run it, and where replicas meet in them.
 
 A replica without slices runs the schedule that was asked for. Slices need PackFlow, which takes
-its place where it is a 1F1B; so does a replica that shares micro-batches (DP-Merge) with others
-that have slices, or they would meet in different orders.
+its place where it is a 1F1B; so do backwards that run forward again, and a replica that shares
+micro-batches (DP-Merge) with others that have slices, or they would meet in different orders.
 
 Cost: linear in actions; for shared micro-batches in those of all replicas.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.schedule.actions import Action
+from lightning_wlb.schedule.actions import RECOMPUTED, Action
 from lightning_wlb.schedule.packflow import backward_order, backward_orders, packflow
 from lightning_wlb.schedule.registry import make_program
 
@@ -26,7 +26,6 @@ def program_of(
     stages_per_rank: int,
     replicas: Sequence[ReplicaPlan],
     number: int,
-    replica: ReplicaPlan | None = None,
 ) -> list[Action]:
     """What one rank of a replica does in a step.
 
@@ -35,16 +34,15 @@ def program_of(
         rank: place in the pipeline.
         ranks: of the pipeline, P.
         stages_per_rank: V.
-        replicas: plans of all replicas.
+        replicas: plans of all replicas, as they are executed (``planning.units``).
         number: of the rank's replica.
-        replica: its plan as it is executed (``planning.units``); None: ``replicas[number]``.
 
     Raises:
-        ValueError: for sliced pieces with a schedule that is no 1F1B, or shared micro-batches with
-            virtual stages; and as :func:`~lightning_wlb.schedule.registry.make_program`.
+        ValueError: for sliced pieces or recomputation with a schedule that is no 1F1B, or shared
+            micro-batches with virtual stages; and as
+            :func:`~lightning_wlb.schedule.registry.make_program`.
     """
-    if replica is None:
-        replica = replicas[number]
+    replica = replicas[number]
     merged = any(len(group.replicas) > 1 for group in replica.forward)
     if merged and stages_per_rank > 1:
         raise ValueError(
@@ -54,16 +52,17 @@ def program_of(
             " merge replicas."
         )
     sliced = replicas if merged else [replica]
-    if not any(part.context for each in sliced for part in each.slices):
+    if not any(each.recompute or part.context for each in sliced for part in each.slices):
         return make_program(schedule, rank, ranks, len(replica.forward), stages_per_rank)
     if schedule not in SLICING_SCHEDULES:
         raise ValueError(
-            f"the plan slices pieces over micro-batches, which schedule={schedule!r} does not run:"
-            " their backward has another order. Use schedule='1f1b' or 'interleaved', or a packing"
-            " that keeps pieces whole."
+            f"the plan slices pieces over micro-batches or recomputes, which schedule={schedule!r}"
+            " does not run: their backward has another order. Use schedule='1f1b' or"
+            " 'interleaved', or a packing that keeps pieces whole."
         )
     order = backward_orders(replicas)[number] if merged else backward_order(replica)
-    return packflow(rank, ranks, *order, stages_per_rank)
+    recomputed = len(replica.forward) if replica.recompute else None
+    return packflow(rank, ranks, *order, stages_per_rank, recomputed)
 
 
 def meetings_of(replicas: Sequence[ReplicaPlan]) -> Callable[[int, Action], Hashable] | None:
@@ -72,12 +71,13 @@ def meetings_of(replicas: Sequence[ReplicaPlan]) -> Callable[[int, Action], Hash
     Shared micro-batches have the same place on all their replicas, since they come first. None in
     place of a function: no micro-batch is shared.
     """
-    groups = [replica.forward for replica in replicas]
-    if all(len(group.replicas) == 1 for each in groups for group in each):
+    if all(len(group.replicas) == 1 for each in replicas for group in each.forward):
         return None
 
     def name(replica: int, action: Action) -> Hashable:
-        members = groups[replica][action.micro_batch].replicas
+        plan = replicas[replica]
+        groups = plan.backward if action.kind == RECOMPUTED else plan.forward
+        members = groups[action.micro_batch].replicas
         return None if len(members) == 1 else (members, action)
 
     return name

@@ -4,35 +4,26 @@ The plan says how long every micro-batch is, so no message carries a size and ev
 allocated to measure. ``torch.distributed.pipelining`` sizes all buffers from micro-batch 0, which
 aborts or silently corrupts a step whose micro-batches differ.
 
-Communication rules (docs/design.md, "Pipeline"):
-
-* a send is posted and waited for late: a forward send when its gradient arrives, by when the peer
-  must have received it, a backward send at the step's end. Waiting at once deadlocks two
-  neighbours that both send first;
-* forward and backward messages have a communicator each, so that neither waits in the other's
-  queue, and so have those that close the ring of virtual stages; within one, messages of a pair
-  are in FIFO order, since NCCL ignores tags;
-* everything sent is contiguous and has the shape that the plan gives.
+Messages follow :mod:`.messages`, actions :mod:`.step`.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.schedule.actions import FORWARD, Action, channel_of
+from lightning_wlb.schedule.actions import FORWARD
+from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.collectives import gather_from_all_ranks
 from lightning_wlb.strategy.merged import MergedGroups
+from lightning_wlb.strategy.messages import Messages
 from lightning_wlb.strategy.pipeline import Pipeline
+from lightning_wlb.strategy.step import Step
 from lightning_wlb.strategy.stopwatch import Stopwatch, make_stopwatch
 
 
@@ -109,19 +100,32 @@ class Executor:
         self._check_agreement(batch.plan)
         self.model.merged_groups = self.merged.prepare(batch.plan)  # type: ignore[assignment]
         fully_sharded.begin_step(self.model)
-        program = self.pipeline.program(batch.plan, batch.replica, batch.units)
+        programs = self.pipeline.programs(batch.executed, batch.replica)
         if not training:
-            program = [action for action in program if action.kind == FORWARD]
-        step = _Step(
-            self.model, self.pipeline, batch, denominator, self.stopwatch, self.activations
+            programs = {
+                place: [action for action in program if action.kind == FORWARD]
+                for place, program in programs.items()
+            }
+        place, places = self.pipeline.rank, len(self.pipeline.ranks)
+        messages = Messages(
+            self.pipeline, receipts(programs, place, places, len(self.pipeline.stages))
+        )
+        step = Step(
+            self.model,
+            self.pipeline,
+            batch,
+            messages,
+            denominator,
+            self.stopwatch,
+            self.activations,
         )
         if self.stopwatch is not None:
             self.stopwatch.begin_step()
         if self.activations is not None:
             self.activations.begin_step()
-        for action in program:
+        for action in programs[place]:
             step.run(action)
-        step.finish()
+        messages.finish()
         if self.activations is not None:
             self.activations.sample()
         if not training:
@@ -173,130 +177,3 @@ def _names(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-class _Step:
-    """The open micro-batches and messages of one step on one rank."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        pipeline: Pipeline,
-        batch: StepBatch,
-        denominator: int,
-        stopwatch: Stopwatch | None,
-        activations: ActivationCount | None,
-    ) -> None:
-        self.model = model
-        self.pipeline = pipeline
-        self.micro_batches = batch.micro_batches
-        self.cache = KeyValueCache()
-        batch.share_keys(self.cache)
-        self.denominator = denominator
-        self.stopwatch = stopwatch
-        self.activations = activations
-        self.last_stage = len(pipeline.stages) - 1
-        wide = torch.float64 if pipeline.dtype == torch.float64 else torch.float32
-        self.loss = torch.zeros((), dtype=wide, device=pipeline.device)
-        # What a stage was given and what it made of it, until its backward.
-        self.boundaries: dict[Action, tuple[Tensor | None, Tensor]] = {}
-        self.sends: dict[Action, tuple[dist.Work, Tensor]] = {}
-        # Messages between two stages of this rank, by the action that they are for.
-        self.local: dict[Action, Tensor] = {}
-
-    def run(self, action: Action) -> None:
-        """Run one action, its receive before it and its send after it."""
-        if action.kind == FORWARD:
-            with self.activations or nullcontext():
-                self._forward(action)
-        else:
-            self._backward(action)
-        if self.activations is not None:
-            # What a backward leaves for others: sent gradients, those of earlier slices' keys.
-            self.activations.add(tensor for _, tensor in self.sends.values())
-            self.activations.add([*self.local.values(), *self.cache.gradients])
-            self.activations.sample()
-
-    def finish(self) -> None:
-        """Wait for what has been sent and not been answered."""
-        for work, _ in self.sends.values():
-            work.wait()
-        self.sends.clear()
-
-    def _forward(self, action: Action) -> None:
-        micro_batch = self.micro_batches[action.micro_batch]
-        hidden = None
-        if action.stage > 0:
-            hidden = self._receive(action, action.stage - 1)
-            hidden.requires_grad_(torch.is_grad_enabled())
-        layers = self.pipeline.stages[action.stage]
-        with self._timed(action):
-            output = self.model(micro_batch, hidden, layers)
-        if torch.is_grad_enabled():
-            self.boundaries[action] = (hidden, output)
-        if action.stage == self.last_stage:
-            self.loss += output.detach()
-        else:
-            self._send(action, action.stage + 1, output.detach())
-
-    def _backward(self, action: Action) -> None:
-        forward = action._replace(kind=FORWARD)
-        hidden, output = self.boundaries.pop(forward)
-        if action.stage == self.last_stage:
-            gradient = torch.full_like(output, 1.0 / self.denominator)
-        else:
-            gradient = self._receive(action, action.stage + 1)
-            # Its gradient is here, so the peer has the activation: let go of it.
-            if forward in self.sends:
-                self.sends.pop(forward)[0].wait()
-        with self._timed(action):
-            torch.autograd.backward(output, gradient)
-        self.cache.drop(action.micro_batch, self.pipeline.stages[action.stage])
-        if hidden is not None:
-            assert hidden.grad is not None
-            self._send(action, action.stage - 1, hidden.grad)
-
-    def _timed(self, action: Action) -> AbstractContextManager[None]:
-        return nullcontext() if self.stopwatch is None else self.stopwatch.action(action)
-
-    def _shape(self, action: Action) -> tuple[int, int]:
-        rows = self.micro_batches[action.micro_batch].rows
-        return rows // self.pipeline.tensor_parallel_size, self.pipeline.hidden_size
-
-    def _send(self, action: Action, stage: int, tensor: Tensor) -> None:
-        """Send what ``action`` has made to the rank of the neighbouring ``stage``."""
-        tensor = tensor.contiguous()
-        assert tensor.shape == self._shape(action), (action, tensor.shape, self._shape(action))
-        assert tensor.dtype == self.pipeline.dtype, (action, tensor.dtype, self.pipeline.dtype)
-        place = stage % len(self.pipeline.ranks)
-        receiver = action._replace(stage=stage)
-        if place == self.pipeline.rank:
-            self.local[receiver] = tensor
-            return
-        work = dist.isend(
-            tensor, self.pipeline.ranks[place], self._group(receiver), tag=self._tag(receiver)
-        )
-        assert work is not None
-        self.sends[action] = (work, tensor)
-
-    def _receive(self, action: Action, stage: int) -> Tensor:
-        """What ``action`` needs, from the rank of the neighbouring ``stage``."""
-        place = stage % len(self.pipeline.ranks)
-        if place == self.pipeline.rank:
-            return self.local.pop(action)
-        buffer = torch.empty(
-            self._shape(action), dtype=self.pipeline.dtype, device=self.pipeline.device
-        )
-        work = dist.irecv(
-            buffer, self.pipeline.ranks[place], self._group(action), tag=self._tag(action)
-        )
-        assert work is not None
-        work.wait()
-        return buffer
-
-    def _group(self, receiver: Action) -> dist.ProcessGroup:
-        return self.pipeline.groups[channel_of(receiver, len(self.pipeline.ranks))]
-
-    def _tag(self, receiver: Action) -> int:
-        """Names the message to an action; gloo matches by it, NCCL by order alone."""
-        return receiver.micro_batch * len(self.pipeline.stages) + receiver.stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -10,7 +10,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.plan import ReplicaPlan, StepPlan
+from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action, Channel
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.strategy.mesh import MeshSizes
@@ -33,6 +33,7 @@ class Pipeline:
         hidden_size: elements per row of a boundary tensor.
         dtype: of boundary tensors.
         device: of boundary tensors.
+        tensor_group: this rank's tensor-parallel group, where there is more than one rank.
     """
 
     rank: int
@@ -44,23 +45,33 @@ class Pipeline:
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    tensor_group: dist.ProcessGroup | None = None
+
+    @property
+    def tensor_rank(self) -> int:
+        """The rank's place in its tensor-parallel group."""
+        return 0 if self.tensor_group is None else dist.get_rank(self.tensor_group)
 
     @property
     def last(self) -> bool:
         """Whether this rank computes the loss."""
         return (len(self.stages) - 1) % len(self.ranks) == self.rank
 
-    def program(self, plan: StepPlan, number: int, replica: ReplicaPlan) -> list[Action]:
-        """What this rank does in a step, see :func:`~lightning_wlb.schedule.programs.program_of`.
+    def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
+        """What this rank and its neighbours do in a step, by place in the pipeline.
+
+        See :func:`~lightning_wlb.schedule.programs.program_of`.
 
         Args:
-            plan: of the step, on all replicas.
+            replicas: plans of all replicas, as they are executed (``planning.units``).
             number: this replica's.
-            replica: its plan as it is executed (``planning.units``).
         """
         ranks = len(self.ranks)
         per_rank = len(self.stages) // ranks
-        return program_of(self.schedule, self.rank, ranks, per_rank, plan.replicas, number, replica)
+        return {
+            place: program_of(self.schedule, place, ranks, per_rank, replicas, number)
+            for place in {(self.rank + step) % ranks for step in (-1, 0, 1)}
+        }
 
 
 def pipeline_groups(

@@ -27,7 +27,7 @@ from lightning_wlb.attention.sharding.indices import (
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.attention.sharding.layout import SHARDINGS, Chunk, Layout, layout
+from lightning_wlb.attention.sharding.layout import SHARDINGS, Chunk, Layout, layout, regrouped
 
 __all__ = [
     "ADAPTIVE",
@@ -39,6 +39,7 @@ __all__ = [
     "layout",
     "predicted_latency",
     "rank_indices",
+    "regrouped",
     "traffic",
     "uses_all_to_all",
 ]

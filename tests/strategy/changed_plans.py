@@ -1,0 +1,200 @@
+"""Plans rewritten at random, in every legal way that the planner's own would not show in a test."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from lightning_wlb.attention.sharding import ADAPTIVE, layout
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.sampler import StepDataset
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from tests.strategy.harness import WINDOW, Case, documents
+
+MICRO_BATCHES = 5
+
+Change = Callable[[StepPlan, Any, str], StepPlan]
+"""(plan, coordinates of the rank, sharding) -> the same pieces in another plan."""
+
+
+def rows_of(parts: Sequence[Slice], replicas: int, at: Any, sharding: str) -> int:
+    """Rows of each rank that such a micro-batch has."""
+    lengths = [part.tokens for part in parts]
+    ranks = at.context_parallel_size * replicas
+    return layout(sharding, lengths, ranks, at.tensor_parallel_size).rows
+
+
+def replica_of(
+    groups: Sequence[tuple[Sequence[Slice], tuple[int, ...]]], at: Any, sharding: str
+) -> ReplicaPlan:
+    """A symmetric replica from the slices of each micro-batch and the replicas that share it."""
+    slices: list[Slice] = []
+    forward = []
+    for parts, owners in groups:
+        members = tuple(range(len(slices), len(slices) + len(parts)))
+        rows = rows_of(parts, len(owners), at, sharding)
+        forward.append(MicroBatch(members, sharding, rows, owners))
+        slices += parts
+    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+
+
+def sliced(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+    """The same pieces, cut at random and spread over more micro-batches, in legal order.
+
+    The longest piece of a replica is in every micro-batch, with a first slice of one token.
+    """
+    generator = random.Random(plan.step)
+    replicas = []
+    for number, replica in enumerate(plan.replicas):
+        groups: list[list[Slice]] = [[] for _ in range(MICRO_BATCHES)]
+        longest = max(replica.slices, key=lambda part: part.tokens, default=None)
+        for whole in replica.slices:
+            count = generator.randint(1, min(MICRO_BATCHES, whole.tokens))
+            cuts = generator.sample(range(whole.start + 1, whole.stop), count - 1)
+            if whole == longest and whole.tokens >= MICRO_BATCHES:
+                count = MICRO_BATCHES
+                rest = generator.sample(range(whole.start + 2, whole.stop), count - 2)
+                cuts = [whole.start + 1, *rest]
+            edges = [whole.start, *sorted(cuts), whole.stop]
+            first = generator.randint(0, MICRO_BATCHES - count)
+            for index in range(count):
+                part = Slice(whole.document, whole.origin, edges[index], edges[index + 1])
+                groups[first + index].append(part)
+        replicas.append(replica_of([(group, (number,)) for group in groups if group], at, sharding))
+    return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
+
+
+def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+    """The same pieces, the longest of each aligned pair or four of replicas shared by them."""
+    count = len(plan.replicas) if plan.step % 2 else 2
+    replicas: list[ReplicaPlan] = []
+    for first in range(0, len(plan.replicas), count):
+        members = plan.replicas[first : first + count]
+        pieces = [part for replica in members for part in replica.slices]
+        names = tuple(range(first, first + count))
+        shared = [max(pieces, key=lambda part: part.tokens)] if pieces else []
+        for number, replica in zip(names, members, strict=True):
+            groups: list[tuple[list[Slice], tuple[int, ...]]] = [(shared, names)] if shared else []
+            for group in replica.forward:
+                rest = [part for part in replica.slices_of(group) if part not in shared]
+                groups += [(rest, (number,))] if rest else []
+            replicas.append(replica_of(groups, at, sharding))
+    return replace(plan, replicas=tuple(replicas)).validate()
+
+
+def sliced_and_merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+    """As :func:`merged`, with every piece cut in up to three consecutive micro-batches."""
+    generator = random.Random(plan.step)
+    plan = merged(plan, at, sharding)
+    cuts: dict[Slice, list[Slice]] = {}
+    replicas = []
+    for number, replica in enumerate(plan.replicas):
+        groups: list[tuple[list[Slice], tuple[int, ...]]] = []
+        # Own micro-batches are only cut where the replica is odd, so that warm-ups differ.
+        for group in replica.forward:
+            (*rest, last) = replica.slices_of(group)
+            parts = [[*rest, last]]
+            if (len(group.replicas) > 1 or number % 2) and last.tokens >= 3:
+                if last not in cuts:
+                    at_token = sorted(generator.sample(range(last.start + 1, last.stop), 2))
+                    edges = [last.start, *at_token, last.stop]
+                    cuts[last] = [last._replace(start=a, stop=b) for a, b in pairwise(edges)]
+                first, *others = cuts[last]
+                parts = [[*rest, first], *([other] for other in others)]
+            groups += [(each, group.replicas) for each in parts]
+        replicas.append(replica_of(groups, at, sharding))
+    return replace(plan, replicas=tuple(replicas)).validate()
+
+
+def regrouped(plan: StepPlan) -> StepPlan:
+    """The same forward, with backward micro-batches of other slices; shared ones stay first."""
+    replicas = []
+    for replica in plan.replicas:
+        owners = {index: group.replicas for group in replica.forward for index in group.slices}
+        backward: list[MicroBatch] = []
+        for shared in sorted(set(owners.values()), key=lambda names: -len(names)):
+            # Backwards in the legal order of single slices, cut anywhere; all sharers agree.
+            generator = random.Random(plan.step + 7 * len(shared))
+            singles = [
+                MicroBatch((index,), "", 0, shared)
+                for index in range(len(replica.slices))
+                if owners[index] == shared
+            ]
+            order = [group.slices[0] for group in symmetric_backward(replica.slices, singles)]
+            cuts = sorted(generator.sample(range(len(order) + 1), min(3, len(order))))
+            backward += [
+                MicroBatch(tuple(order[a:b]), "", 0, shared)
+                for a, b in pairwise([0, *cuts, len(order)])
+                if a < b
+            ]
+        replicas.append(replace(replica, backward=tuple(backward)))
+    return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
+
+
+def recomputed(plan: StepPlan) -> StepPlan:
+    """The same groups, with forward run again in backward."""
+    replicas = tuple(replace(replica, recompute=True) for replica in plan.replicas)
+    return replace(plan, replicas=replicas).validate()
+
+
+CHANGES: dict[str, Change] = {
+    "sliced": sliced,
+    "asymmetric": lambda *given: regrouped(sliced(*given)),
+    "recomputed": lambda *given: recomputed(regrouped(sliced(*given))),
+    "merged": merged,
+    "sliced and merged": sliced_and_merged,
+    "asymmetric and merged": lambda *given: regrouped(sliced_and_merged(*given)),
+    "recomputed and merged": lambda *given: recomputed(regrouped(sliced_and_merged(*given))),
+}
+
+
+class ChangingPlanner:
+    """A planner whose plans are rewritten."""
+
+    def __init__(self, planner: Any, change: Callable[[StepPlan], StepPlan]) -> None:
+        self._planner, self._change = planner, change
+
+    def next_step(self) -> StepPlan | None:
+        plan = self._planner.next_step()
+        return None if plan is None else self._change(plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+
+class ChangingDataset(StepDataset):
+    change: Change
+
+    def planner(self) -> Any:
+        return ChangingPlanner(
+            super().planner(), lambda plan: self.change(plan, self.at, self.sharding)
+        )
+
+
+class ChangingData(WLBDataModule):
+    change: Change
+
+    def _dataset(self, store, settings):
+        dataset = super()._dataset(store, settings)
+        dataset.__class__ = type(
+            "Changing", (ChangingDataset,), {"change": staticmethod(self.change)}
+        )
+        return dataset
+
+
+def changed_data(case: Case, change: str) -> WLBDataModule:
+    """The case's documents in rewritten plans."""
+    data = ChangingData(
+        documents(case.masked),
+        context_window=WINDOW,
+        micro_batches=3,
+        num_workers=0,
+        packing=case.packing,
+        # Plans made here name a sharding; the adaptive choice is the planner's.
+        sharding="hybrid" if case.sharding == ADAPTIVE else case.sharding,
+    )
+    data.change = CHANGES[change]
+    return data
