@@ -18,7 +18,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(RUN) -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-train: $(VENV)/ready  ## train a small decoder twice, unbalanced and balanced, and compare
+train: $(VENV)/ready  ## train a small decoder with three packings, and compare
 	@$(RUN) examples/train_stdlib.py
 
 test: $(VENV)/ready  ## run the tests (CPU only, under 10 minutes on two cores)

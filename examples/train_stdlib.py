@@ -1,13 +1,14 @@
-"""Train a small decoder on Python's own standard library twice, unbalanced and balanced.
+"""Train a small decoder on Python's own standard library with three packings, and compare.
 
     python examples/train_stdlib.py            # what `make train` runs
     python examples/train_stdlib.py --help
 
 The same documents (top-level functions and classes as byte pairs), the same model and the same
-number of tokens run first with ``original`` packing (concatenate and cut at the context window,
-replicas take turns) and then with ``wlb`` packing. One rank per core with one thread each: with
-more ranks than cores an idle rank's core does another rank's work, and imbalance does not show in
-wall-clock time. Two cores run data parallel 2, four or more pipeline 2 × data 2.
+number of tokens run with ``original`` packing (concatenate and cut at the context window, replicas
+take turns), with ``best_fit`` packing (whole documents in as few windows as they fit, as axolotl
+and TRL pack) and with ``wlb`` packing. One rank per core with one thread each: with more ranks than
+cores an idle rank's core does another rank's work, and imbalance does not show in wall-clock time.
+Two cores run data parallel 2, four or more pipeline 2 × data 2.
 
 The model is small and the window long, so that attention carries more than half of the work, as
 it does in long-context training of large models.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -30,6 +32,9 @@ from rich.table import Table
 import lightning_wlb as wlb
 
 VOCABULARY = 1024
+# What everybody starts from fills windows; the others may use what memory allows a micro-batch to
+# hold, and short documents fill up beside long ones.
+FILL_WINDOWS = ("original", "best_fit")
 
 
 def run(packing: str, arguments: argparse.Namespace) -> wlb.ImbalanceMonitor:
@@ -46,8 +51,7 @@ def run(packing: str, arguments: argparse.Namespace) -> wlb.ImbalanceMonitor:
         context_window=arguments.context_window,
         micro_batches=pipeline * data_parallel,
         packing=packing,
-        # What memory allows a micro-batch to hold; short documents fill up beside long ones.
-        cap=None if packing == "original" else 2 * arguments.context_window,
+        cap=None if packing in FILL_WINDOWS else 2 * arguments.context_window,
         max_tokens=arguments.max_tokens,
         seed=arguments.seed,
     )
@@ -76,42 +80,54 @@ def mesh(devices: int) -> tuple[int, int]:
     return (2, devices // 2) if devices >= 4 and devices % 2 == 0 else (1, devices)
 
 
-@rank_zero_only
-def report(before: wlb.ImbalanceMonitor, after: wlb.ImbalanceMonitor, names: list[str]) -> None:
-    """The two runs side by side."""
-    table = Table(title="\nMeasured, the same documents in both runs", title_justify="left")
-    for heading in ("", *names, f"{names[0]} / {names[1]}"):
-        table.add_column(heading, justify="right" if heading else "left")
+def comparison(summaries: Sequence[dict[str, float]], names: Sequence[str]) -> Table:
+    """The runs side by side, and how many times the last one's figure each of the others is.
+
+    Args:
+        summaries: what the monitors of the runs say.
+        names: of the packings.
+    """
+    *others, last = names
+    table = Table(title="\nMeasured, the same documents in all runs", title_justify="left")
+    table.add_column("")
+    for heading in (*names, *(f"{name}\n/ {last}" for name in others)):
+        table.add_column(heading, justify="right")
+    # What is shown, the key of the summary, what it is multiplied by (None: its reciprocal), and
+    # with how many digits; whether it is compared.
     rows = [
-        *(
-            (f"imbalance, {level} level, {how}", f"imbalance_{level}_{how}", 1, "x")
-            for level in ("pipeline", "data", "context")
-            for how in ("aggregate", "mean", "p99")
-        ),
-        ("step time (s)", "seconds_per_step", 1, "x"),
-        ("time per token (µs)", "seconds_per_million_tokens", 1, "x"),
-        ("time per model TFLOP, per rank (s)", "tflops_per_device", -1, "x"),
-        ("tokens per step", "tokens_per_step", 1, ""),
-        ("delay of a token, mean (steps)", "delay_mean", 1, ""),
-        ("delay of a token, maximum (steps)", "delay_max", 1, ""),
-        ("steps", "steps", 1, ""),
+        ("imbalance, pipeline", "imbalance_pipeline_aggregate", 1, 3, True),
+        ("  99th percentile", "imbalance_pipeline_p99", 1, 3, True),
+        ("imbalance, data", "imbalance_data_aggregate", 1, 3, True),
+        ("  99th percentile", "imbalance_data_p99", 1, 3, True),
+        ("µs per token", "seconds_per_million_tokens", 1, 2, True),
+        ("  median step", "seconds_per_million_tokens_median", 1, 2, True),
+        ("s per model TFLOP", "tflops_per_device", None, 2, True),
+        ("  median step", "tflops_per_device_median", None, 2, True),
+        ("s per step", "seconds_per_step", 1, 3, False),
+        ("ms wait for loader", "loader_wait_seconds", 1e3, 1, False),
+        ("tokens per step", "tokens_per_step", 1, 0, False),
+        ("delay, mean (steps)", "delay_mean", 1, 2, False),
+        ("  maximum", "delay_max", 1, 0, False),
+        ("steps measured", "timed_steps", 1, 0, False),
     ]
-    first, second = before.summary(), after.summary()
-    for label, key, power, ratio in rows:
-        values = [summary[key] ** power for summary in (first, second)]
-        shown = [
-            f"{value:,.0f}" if key.startswith(("tokens", "steps")) else f"{value:.3f}"
-            for value in values
-        ]
-        table.add_row(label, *shown, f"{values[0] / values[1]:.3f}" if ratio else "")
+    for label, key, factor, digits, compared in rows:
+        values = [1 / each[key] if factor is None else factor * each[key] for each in summaries]
+        ratios = [f"{value / values[-1]:.3f}" if compared else "" for value in values[:-1]]
+        table.add_row(label, *(f"{value:,.{digits}f}" for value in values), *ratios)
+    return table
+
+
+@rank_zero_only
+def report(monitors: Sequence[wlb.ImbalanceMonitor], names: Sequence[str]) -> None:
+    """The runs side by side, on rank 0."""
     console = Console()
-    console.print(table)
+    console.print(comparison([monitor.summary() for monitor in monitors], names))
     console.print(
         "Time per token also pays for longer contexts: original packing cuts documents at window"
-        " boundaries, and what is cut attends to less. Time per model TFLOP compares like with"
-        " like."
+        " boundaries, and what is cut attends to less. Time per model TFLOP, of a rank, compares"
+        " like with like."
     )
-    for name, monitor in zip(names, (before, after), strict=True):
+    for name, monitor in zip(names, monitors, strict=True):
         console.print(f"Heat map, {name}: {monitor.heat_map_path}", soft_wrap=True)
 
 
@@ -124,9 +140,10 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--devices", type=int, default=max(1, min(cores or 1, 4) // 2 * 2), help="ranks")
     add("--context-window", type=int, default=12_288, help="longest piece, in tokens")
-    add("--max-tokens", type=int, default=2_000_000, help="length of each run, in tokens")
+    add("--max-tokens", type=int, default=1_150_000, help="length of each run, in tokens")
     add("--learning-rate", type=float, default=3e-3)
-    add("--packing", nargs=2, default=["original", "wlb"], help="the two methods to compare")
+    add("--packing", nargs="+", default=["original", "best_fit", "wlb"],
+        help="the methods to compare; the others are divided by the last")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--output", default="runs", help="folder for metrics and heat maps")
     return parser.parse_args()
@@ -136,5 +153,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", message=".*LeafSpec")  # Lightning's own, under torch 2.13
     torch.set_num_threads(1)
     options = parse()
-    monitors = [run(packing, options) for packing in options.packing]
-    report(*monitors, options.packing)
+    report([run(packing, options) for packing in options.packing], options.packing)

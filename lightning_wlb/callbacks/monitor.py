@@ -246,6 +246,8 @@ class ImbalanceMonitor(L.Callback):
             * ``seconds_per_step``, ``seconds_per_step_p99``, ``seconds_per_million_tokens``,
               ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known: of
               the timed steps, in total over total;
+            * ``seconds_per_million_tokens_median``, ``tflops_per_device_median``: of each timed
+              step, and the median of that;
             * ``loader_wait_seconds``, ``loader_wait_seconds_p99`` per timed step, and
               ``loader_wait_share``, the part of wait and step time together;
             * ``seconds_per_step_predicted``, not a number without a profile;

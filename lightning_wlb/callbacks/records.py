@@ -118,6 +118,9 @@ class Records:
         timed = {name: column[self.warm_up_steps :] for name, column in every.items()}
         drain = every["drain"] > 0
         seconds, tokens = float(timed["seconds"].sum()), float(timed["tokens"].sum())
+        # Of each step; what no slow step moves, be it for its documents or for the machine.
+        per_token = timed["seconds"] / np.maximum(timed["tokens"], 1)
+        flops_per_second = timed["flops"] / np.maximum(timed["seconds"], 1e-9)
         result: dict[str, float] = {
             "steps": len(self),
             "timed_steps": len(timed["seconds"]),
@@ -128,6 +131,8 @@ class Records:
             "seconds_per_step_p99": _p99(timed["seconds"]),
             "seconds_per_step_predicted": _mean(timed["seconds_predicted"]),
             "seconds_per_million_tokens": _quotient(seconds, tokens) * 1e6,
+            "seconds_per_million_tokens_median": _median(per_token) * 1e6,
+            "tflops_per_device_median": _median(flops_per_second) / self.devices / 1e12,
             **self.rates(tokens, float(timed["flops"].sum()), seconds),
             "loader_wait_seconds": _mean(timed["wait"]),
             "loader_wait_seconds_p99": _p99(timed["wait"]),
@@ -158,6 +163,10 @@ def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
     if weights is None:
         weights = np.ones_like(values)
     return _quotient(float((values * weights).sum()), float(weights.sum()))
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values)) if len(values) else float("nan")
 
 
 def _p99(values: np.ndarray) -> float:

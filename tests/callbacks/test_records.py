@@ -42,6 +42,8 @@ def test_figures_by_hand():
     assert (summary["loader_wait_seconds"], summary["loader_wait_share"]) == (0.5, 1 / 5)
     assert summary["loader_wait_seconds_p99"] == pytest.approx(0.99)
     assert summary["seconds_per_million_tokens"] == pytest.approx(4.0 / 400 * 1e6)
+    assert summary["seconds_per_million_tokens_median"] == pytest.approx(1.0 / 100 * 1e6)
+    assert summary["tflops_per_device_median"] == pytest.approx(100e6 / 2 / 1e12)
     assert summary["tokens_per_second_per_device"] == 400 / 4.0 / 2
     assert summary["tflops_per_device"] == pytest.approx(400e6 / 4.0 / 2 / 1e12)
     assert summary["mfu"] == pytest.approx(400e6 / 4.0 / 2 / 1e9)
