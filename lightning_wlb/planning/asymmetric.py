@@ -119,7 +119,7 @@ class _Backward:
         while self._stream:
             gap = target - load if left > 1 else self._rest_work
             room = self._cap - filled
-            part = self._next(gap, slack, room, max(owed - filled, 0))
+            part = self._next(gap, slack, room, max(owed - filled, 0), fresh=not pack)
             if part is None:
                 break
             pack.append(part)
@@ -129,12 +129,13 @@ class _Backward:
         self._rest_tokens -= filled
         return pack
 
-    def _next(self, gap: int, slack: int, room: int, owed: int) -> Slice | None:
+    def _next(self, gap: int, slack: int, room: int, owed: int, *, fresh: bool) -> Slice | None:
         """Take from the stream what the pack gets next; None where it gets nothing more."""
         part = self._stream[-1]
         if part.tokens <= room and (self._of(part) <= gap + slack or part.tokens <= owed):
             return self._stream.pop()
-        if gap > slack and room and self._is_whole(part):
+        # A piece that takes several packs had better begin in a fresh one: that saves a cut.
+        if gap > slack and room and self._untouched(part) and not (fresh and part.context):
             best = -1
             for index in range(len(self._stream) - 1, max(len(self._stream) - AHEAD, 0) - 1, -1):
                 other = self._stream[index]
@@ -164,4 +165,8 @@ class _Backward:
         return start if start <= part.stop - self._least else part.stop
 
     def _is_whole(self, part: Slice) -> bool:
-        return not part.context and part.stop == self._stops[part.document, part.origin]
+        return not part.context and self._untouched(part)
+
+    def _untouched(self, part: Slice) -> bool:
+        """Whether the piece's backward begins with this slice, as forward cut it."""
+        return part.stop == self._stops[part.document, part.origin]
