@@ -143,6 +143,7 @@ def train_rank(rank: int, sizes: tuple[int, int, int, int], steps: int) -> list[
                 micro_batches=setting.micro_batches,
                 packing=setting.packing,
                 sharding=setting.sharding,
+                num_workers=0,  # the ranks are daemons, which may not start processes
             ),
         )
         runs.append(recorder.steps)
