@@ -24,6 +24,7 @@ workers. The state is plain Python and equal on every rank.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -186,6 +187,7 @@ class StepLoader(DataLoader[StepBatch]):
             # `if __name__ == "__main__"` again in every worker.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             pin_memory=pin_memory,
+            worker_init_fn=_ignore_users_signals,
             generator=Generator(),
         )
         self._begin_at = begin_at
@@ -212,3 +214,13 @@ def _timed(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
             return
         batch.wait_seconds = time.perf_counter() - begin
         yield batch
+
+
+def _ignore_users_signals(worker: int) -> None:
+    """Leave the signals that a run can be ended by to its rank: Slurm sends them to all processes.
+
+    A worker has inherited the rank's handlers, which are not for it.
+    """
+    for name in ("SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -9,6 +9,9 @@ Messages follow :mod:`.messages`, actions :mod:`.step`.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +55,10 @@ class Executor:
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
+        # What this rank has to tell the others, in bits (strategy/signals.py), and what any rank
+        # had told at the end of the last step.
+        self.notice = 0
+        self.noticed = 0
 
     def measure(self) -> Stopwatch:
         """Time every action from the next step on; the timings of a step stay until the next."""
@@ -133,12 +140,13 @@ class Executor:
         return self._total_loss(step.loss, batch, denominator)
 
     def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
-        """Sum the loss over ranks; the digest of the next plan travels along."""
+        """Sum the loss over ranks; the next plan's digest and a notice travel along."""
         mine = loss if self.pipeline.last and self.counts_loss else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
-        everyone = self._all_gather([int(bits), batch.next_digest])
+        everyone = self._all_gather([int(bits), batch.next_digest, self.notice])
         self._check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
         self._agreed = batch.next_digest or None
+        self.noticed = reduce(or_, (row[2] for row in everyone))
         losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
         total = losses.view(torch.float64).sum() / denominator
         return total.to(device=self.pipeline.device, dtype=loss.dtype)

@@ -48,6 +48,7 @@ from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
 from lightning_wlb.strategy.processes import MeshStrategy
+from lightning_wlb.strategy.signals import EndOnSignal
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
 
 
@@ -149,6 +150,11 @@ class WLBStrategy(MeshStrategy):
             self._adopt(previous)
         module.executor = self._run_step
         self._loss = None
+        assert self.executor is not None
+        self.executor.notice = self.executor.noticed = 0
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(each, EndOnSignal) for each in callbacks):
+            callbacks.append(EndOnSignal())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -1,0 +1,117 @@
+"""Signals that end a run: noted when they come, agreed on at a step's end, and heeded by all ranks.
+
+Lightning acts inside the handler: on Slurm's signal before the time limit it saves, on SIGTERM it
+broadcasts. Both are collectives, and the other ranks are at another place of the step, so that the
+run hangs until it is killed, with nothing saved. Here the handler only sets a flag, which travels
+with the loss in the exchange that ends every step. Then all ranks, in the same place,
+
+* on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
+  auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
+  requeue the job, and end the run. The requeued job goes on from there by itself;
+* on SIGTERM end the run, as Lightning does between batches.
+
+The end is Lightning's ``SIGTERMException``: the process exits with code 0 unless it is caught.
+
+Cost: nothing; the exchange takes place anyway. A signal is heeded after at most one step and what
+is between two, so Slurm must send it a step's and a save's time ahead (``--signal=SIGUSR1@300``).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_wlb.strategy.executor import Executor
+
+REQUEUE, STOP = 1, 2
+"""Bits of :attr:`Executor.notice`."""
+
+
+class EndOnSignal(pl.Callback):
+    """Takes the Trainer's handlers over from Lightning. ``WLBStrategy`` adds it."""
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen. Lightning has set its handlers just before."""
+        _listen(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen, where there was no sanity check."""
+        _listen(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen, where this is not within fit."""
+        _listen(trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen."""
+        _listen(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Heed what the ranks have agreed on; every other callback has seen the step.
+
+        Raises:
+            SIGTERMException: on every rank, when it has saved.
+        """
+        if _executor(trainer).noticed & REQUEUE:
+            # Before any validation that is due: there is not much time.
+            rank_zero_info("WLBStrategy: the requeue signal has come. Saving, requeueing, ending.")
+            trainer._signal_connector._slurm_sigusr_handler_fn(_requeue_signal(trainer), None)  # type: ignore[arg-type]
+            raise SIGTERMException
+        _end_if_asked(trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Let Lightning's loop end, on all ranks at this batch."""
+        _end_if_asked(trainer)
+
+    def on_test_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Let Lightning's loop end, on all ranks at this batch."""
+        _end_if_asked(trainer)
+
+
+def _executor(trainer: pl.Trainer) -> Executor:
+    executor: Executor = trainer.strategy.executor  # type: ignore[attr-defined]
+    return executor
+
+
+def _end_if_asked(trainer: pl.Trainer) -> None:
+    if _executor(trainer).noticed & STOP:
+        trainer._signal_connector.received_sigterm = True
+
+
+def _requeue_signal(trainer: pl.Trainer) -> signal.Signals | None:
+    """Under Slurm, the signal at which to requeue; None where it is not to."""
+    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    fits = trainer.state.fn == TrainerFn.FITTING
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and fits:
+        return environment.requeue_signal
+    return None
+
+
+def _listen(trainer: pl.Trainer) -> None:
+    """Set handlers that note signals; Lightning puts back the user's own at the run's end."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Lightning has set none there either
+    originals = trainer._signal_connector._original_handlers
+    executor = _executor(trainer)
+    requeue = _requeue_signal(trainer)
+    for number, bit in ((requeue, REQUEUE), (signal.SIGTERM, STOP)):
+        if number is None:
+            continue
+        before = originals.get(number)
+        if bit == REQUEUE and callable(before):
+            continue  # as in Lightning, the user's own handler stands
+
+        def note(signum: int, frame: FrameType | None, bit: int = bit, also: Any = before) -> None:
+            executor.notice |= bit
+            if callable(also):
+                also(signum, frame)
+
+        signal.signal(number, note)

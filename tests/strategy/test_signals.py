@@ -1,0 +1,141 @@
+"""A signal to one rank ends the run on all of them, at the end of the same step, and soon."""
+
+import multiprocessing
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import CASES, Recorder, data, module, trainer
+
+CASE = CASES[0]
+MESH = (1, 2, 1, 1)
+JOB = "4711"
+# What Slurm sets in every task.
+SLURM = {
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_ID": JOB,
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NODELIST": "127.0.0.1",
+}
+
+
+class Sends(L.Callback):
+    """Signals its own process, and its loader workers, in the middle of a step."""
+
+    def __init__(self, number: signal.Signals, step: int, validating: bool = False) -> None:
+        self.number, self.step, self.validating = number, step, validating
+
+    def _send(self) -> None:
+        os.kill(os.getpid(), self.number)
+        if self.number == signal.SIGUSR1:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, self.number)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if not self.validating and trainer.global_step == self.step:
+            self._send()
+
+    def on_validation_batch_start(self, trainer, *_: Any) -> None:
+        if self.validating and trainer.global_step == self.step:
+            self._send()
+
+
+def run(rank: int, folder: Path, mesh, callbacks=(), **options) -> tuple[L.Trainer, Recorder, bool]:
+    """A run of six steps; whether a signal ended it."""
+    recorder = Recorder()
+    runner = trainer(
+        WLBStrategy(*mesh),
+        2,
+        callbacks=[recorder, *callbacks],
+        default_root_dir=folder,
+        max_steps=6,
+        max_epochs=-1,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        **options,
+    )
+    documents = data(CASE, validation_documents=5, num_workers=1)
+    try:
+        runner.fit(module(CASE), documents)
+    except SIGTERMException:
+        return runner, recorder, True
+    return runner, recorder, False
+
+
+def requeued(rank: int, folder: Path, mesh) -> dict[str, Any]:
+    """The requeue signal comes to rank 1 only; then the job starts again."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    os.environ.update(SLURM, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    _, unbroken, _ = run(rank, folder / "unbroken", mesh)
+    begin = time.monotonic()
+    callbacks = [Sends(signal.SIGUSR1, step=2)] if rank == 1 else []
+    first, before, ended = run(rank, folder, mesh, callbacks)
+    seconds = time.monotonic() - begin
+    assert isinstance(first.strategy.cluster_environment, SLURMEnvironment)
+    assert ended
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "as it was before the run"
+    second, after, ended = run(rank, folder, mesh)
+    assert not ended
+    return {
+        "steps": (first.global_step, second.global_step),
+        "losses": before.losses + after.losses,
+        "unbroken": unbroken.losses,
+        "seconds": seconds,
+    }
+
+
+def requeues(folder: Path) -> Path:
+    """A scontrol that writes down what it is called with."""
+    written, script = folder / "calls", folder / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {written}\n')
+    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+    return written
+
+
+def test_a_requeued_job_goes_on_where_it_was(tmp_path):
+    calls = requeues(tmp_path)
+    for result in run_ranks(requeued, 2, tmp_path, MESH, process_group=False):
+        assert result["steps"] == (3, 6)
+        assert result["losses"] == result["unbroken"]
+        assert result["seconds"] < 60
+    assert calls.read_text() == f"requeue {JOB}\n"
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt" / "meta.pt")["global_step"] == 3
+
+
+def terminated(rank: int, folder: Path, mesh) -> dict[str, Any]:
+    """SIGTERM comes to rank 1 only: in training, in validation."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    results: dict[str, Any] = {}
+    for validating in (False, True):
+        home = folder / str(validating)
+        keeper = ModelCheckpoint(home, save_on_exception=True, save_top_k=0)
+        sends = [Sends(signal.SIGTERM, 2, validating)] if rank == 1 else []
+        options = {"val_check_interval": 2} if validating else {"limit_val_batches": 0}
+        runner, _, ended = run(rank, home, mesh, [keeper, *sends], **options)
+        assert ended
+        saved = [path.name for path in home.glob("*.ckpt")]
+        results["validating" if validating else "training"] = (runner.global_step, saved)
+    return results
+
+
+def test_the_end_of_one_rank_is_that_of_all(tmp_path):
+    for result in run_ranks(terminated, 2, tmp_path, MESH, process_group=False):
+        assert result["training"][0] == 3
+        assert result["validating"][0] == 2
+        for _, saved in result.values():
+            assert len(saved) == 1, "every rank was there to save"
