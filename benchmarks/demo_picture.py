@@ -74,7 +74,7 @@ def ratios(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> dict[
 
 def draw(runs: Sequence[dict[str, np.ndarray]], names: Sequence[str], path: Path) -> None:
     """Write the picture of the runs, of which the last is what the others are compared with."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=150)
+    figure = Figure(figsize=(10, 3.6), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _shares(left, runs, names)
@@ -102,7 +102,7 @@ def _shares(axes: Axes, runs: Sequence[dict[str, np.ndarray]], names: Sequence[s
     axes.set_ylim(0, 102)
     axes.set_xlabel("compute of the busiest replica / mean of the replicas (1 = balanced)")
     axes.set_ylabel("steps up to here (%)")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower right", facecolor="white", framealpha=0.9, edgecolor="none")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -120,7 +120,7 @@ def _bars(axes: Axes, runs: Sequence[dict[str, np.ndarray]], names: Sequence[str
     axes.set_yticks(range(len(kinds)), kinds)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xlim(0, 1.6 * longest)
-    axes.set_xlabel(f"divided by that of {names[-1]} (above 1: {names[-1]} is faster)")
+    axes.set_xlabel(f"relative to {names[-1]} (above 1: {names[-1]} is faster)")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
 
