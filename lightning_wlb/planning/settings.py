@@ -52,8 +52,8 @@ class DataSettings:
         max_tokens: the first step that brings the run to so many tokens is its last.
         packing_window: global batches that ``fixed_greedy``, ``fixed_ilp`` and ``varlen_ilp`` pack
             together.
-        delay_budget: mean delay of tokens, in steps, that ``balanced`` and ``tapered`` release
-            may cost; 0 for no delay.
+        delay_budget: mean delay of tokens, in steps, that the release of ``balanced``, ``tapered``
+            and (with several ``nominal_replicas``) ``auto`` may cost; 0 for no delay.
         max_age: steps after which a piece waits no longer, in every method that delays (unless
             more than 2·N micro-batches would be needed: one document of many global batches).
         nominal_replicas: data-parallel replicas that balanced release has in mind. A data setting:

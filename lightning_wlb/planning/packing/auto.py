@@ -1,11 +1,11 @@
 """Whatever the simulator finds fastest, step by step: whole pieces or slices, and how many.
 
-Nothing waits, so every step holds its own global batch. The pieces are dealt to the replicas by
-work, and each replica's become micro-batches in the way whose simulated step is shortest
-(:mod:`~lightning_wlb.planning.candidates`), of those that fit: in the device's memory where that is
-known, else with no more tokens open than 1F1B has with full micro-batches. The replica with the
-most work searches first. What suits it is taken for every other one that it makes no later than
-the latest so far; only a replica that would be later searches for itself.
+The pieces of a step are dealt to the replicas by work, and each replica's become micro-batches in
+the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.candidates`), of those that
+fit: in the device's memory where that is known, else with no more tokens open than 1F1B has with
+full micro-batches. The replica with the most work searches first. What suits it is taken for every
+other one that it makes no later than the latest so far; only a replica that would be later searches
+for itself.
 
 Where dealing whole pieces to the replicas leaves one with 2 % more work than the mean, pieces may
 be shared by several (:mod:`~lightning_wlb.planning.merging`): those above a replica's capacity, or
@@ -13,9 +13,16 @@ above a half, a quarter or an eighth of it, whatever the simulator finds fastest
 
 Times are predicted from a device profile if the planner has one (``Planner(judge=...)``); else they
 are exact work, and an action's overhead, which is what bounds the number of micro-batches, is the
-forward of 1 % of a context window of short documents. Holding long pieces back, which pays for
-whole pieces, was measured to gain nothing with slices (Generator A, N = 4, four stages: 1.182 times
-the step's work without delay, 1.186 at a mean delay of 0.25 steps), so there is no delay to budget.
+forward of 1 % of a context window of short documents.
+
+What enters a step does not depend on the mesh, so it is not for the simulator to choose. Slices
+leave a pipeline nothing to wait for: holding long pieces back was measured to gain nothing there
+(Generator A, N = 4, four stages: 1.182 times the step's work without delay, 1.186 at a mean delay
+of 0.25 steps). They wait, as in ``tapered``, only where they have more work than a fair share of
+``nominal_replicas``, a data setting, and only under ``delay_budget``. With one nominal replica,
+the default, nothing ever waits. On 16 replicas of one stage each (N = 16) a step takes 1.035 times
+its work with ``nominal_replicas=16``, at a mean delay of 0.13 steps, and 1.046 without delay;
+1.97 where pieces are not shared either, and ``balanced`` 1.034 at 0.44.
 
 On a pipeline of one stage it packs whole pieces, as few micro-batches as the cap allows: there is
 no bubble to fill. Cost: about 6 simulations per step, and one more for each further replica: 7 ms
@@ -25,14 +32,18 @@ on four stages for N = 4 on one replica, 30 ms for N = 16. The data loader plans
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
 
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.candidates import FEWEST, Candidates, Score, Way, score_of
 from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.merging import Merged, merge_pieces
-from lightning_wlb.planning.packing.base import Groups, Mesh
-from lightning_wlb.planning.packing.slim import SlimPacker
+from lightning_wlb.planning.packing.base import Groups, Mesh, Rules
+from lightning_wlb.planning.packing.slim import count_packs, slice_shared
+from lightning_wlb.planning.packing.tapered import TaperedPacker
 from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, sharded, unsharded
+from lightning_wlb.planning.slicing import PrefixWork
 
 SHARED = (2, 4, 8)  # MicroPacks of shared pieces are as long as so many times N over the step
 UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
@@ -42,8 +53,14 @@ Chosen = tuple[Candidates, Way] | None
 """What a replica runs of its own; None: nothing."""
 
 
-class AutoPacker(SlimPacker):
-    """Slices and whole pieces, chosen by simulation."""
+class AutoPacker(TaperedPacker):
+    """Slices and whole pieces, chosen by simulation; the release of tapered, for one stage."""
+
+    reads: ClassVar[tuple[str, ...]] = ("delay_budget", "max_age", "nominal_replicas")
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(replace(rules, nominal_stages=1))
+        self._prefix_work = PrefixWork.of(rules.work)
 
     def replicas(self, groups: Groups, mesh: Mesh, shard: Shard) -> list[ReplicaPlan]:
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
@@ -57,7 +74,7 @@ class AutoPacker(SlimPacker):
         for merged in self._dealings(pieces, mesh):
             own = self._own(merged, count, mesh, judge, layout)
             for multiple in SHARED if merged.shared else SHARED[:1]:
-                shared = self._shared(merged, multiple * count)
+                shared = slice_shared(merged, multiple * count, self.rules.cap, self._prefix_work)
                 plans = [_plan(each, number, shared, layout) for number, each in enumerate(own)]
                 score = score_of(plans, judge)
                 if best is None or score < best:
@@ -103,7 +120,7 @@ class AutoPacker(SlimPacker):
         It is chosen without what replicas share, which is the same whatever becomes of their own.
         """
         rules, work = self.rules, self._prefix_work
-        nominal = self._counts(merged, count)
+        nominal = count_packs(merged, count, work)
         loads = [sum(work(piece.tokens) for piece in own) for own in merged.own]
         result: list[Chosen] = [None] * mesh.replicas
         way, latest = FEWEST, Score(False, 0)

@@ -15,10 +15,9 @@ Cost: see :mod:`~lightning_wlb.planning.slicing`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from lightning_wlb.plan import Piece, ReplicaPlan, Slice
+from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.merging import Merged, merge_pieces, shared_work
 from lightning_wlb.planning.packing.base import Groups, Mesh, Packer, Rules
 from lightning_wlb.planning.replicas import Shard, Shared, replica_plan
@@ -45,35 +44,30 @@ class SlimPacker(Packer):
         per_capacity = 1 if mesh.stages_per_rank == 1 else 0
         merged = merge_pieces(pieces, mesh.replicas, self._prefix_work, per_capacity)
         packs = self.rules.micro_packs * self.rules.micro_batches
-        made = [
-            slice_pieces(own, count, self.rules.cap, self._prefix_work)
-            for own, count in zip(merged.own, self._counts(merged, packs), strict=True)
+        counts = count_packs(merged, packs, self._prefix_work)
+        shared = slice_shared(merged, packs, self.rules.cap, self._prefix_work)
+        return [
+            replica_plan(
+                slice_pieces(own, count, self.rules.cap, self._prefix_work),
+                number,
+                shard,
+                [each for each in shared if number in each[1]],
+            )
+            for number, (own, count) in enumerate(zip(merged.own, counts, strict=True))
         ]
-        return plans_of(made, self._shared(merged, packs), shard)
-
-    def _counts(self, merged: Merged, packs: int) -> list[int]:
-        """MicroPacks of each replica's own pieces, of ``packs`` over all replicas, by work."""
-        work = self._prefix_work
-        own = [sum(work(piece.tokens) for piece in pieces) for pieces in merged.own]
-        return share_packs(own, packs, sum(merged.loads))
-
-    def _shared(self, merged: Merged, packs: int) -> list[Shared]:
-        """Shared MicroPacks that take as long as each of ``packs`` over all replicas."""
-        work = self._prefix_work
-        shared: list[Shared] = []
-        for piece, members in merged.shared:
-            part = shared_work(work(piece.tokens), len(members))
-            (count,) = share_packs([part], packs, sum(merged.loads))
-            made = slice_pieces([piece], count, self.rules.cap, work)
-            shared += [(pack, members) for pack in made]
-        return shared
 
 
-def plans_of(
-    packs: Sequence[Sequence[Sequence[Slice]]], shared: Sequence[Shared], shard: Shard
-) -> list[ReplicaPlan]:
-    """The plan of each replica from its own micro-batches and those that it shares."""
-    return [
-        replica_plan(own, number, shard, [each for each in shared if number in each[1]])
-        for number, own in enumerate(packs)
-    ]
+def count_packs(merged: Merged, packs: int, work: PrefixWork) -> list[int]:
+    """MicroPacks of each replica's own pieces, of ``packs`` over all replicas, by work."""
+    own = [sum(work(piece.tokens) for piece in pieces) for pieces in merged.own]
+    return share_packs(own, packs, sum(merged.loads))
+
+
+def slice_shared(merged: Merged, packs: int, cap: int, work: PrefixWork) -> list[Shared]:
+    """The shared pieces in MicroPacks that take as long as each of ``packs`` over all replicas."""
+    shared: list[Shared] = []
+    for piece, members in merged.shared:
+        part = shared_work(work(piece.tokens), len(members))
+        (count,) = share_packs([part], packs, sum(merged.loads))
+        shared += [(pack, members) for pack in slice_pieces([piece], count, cap, work)]
+    return shared

@@ -61,3 +61,29 @@ def test_a_single_piece_on_more_replicas_than_pieces():
     for auto, _ in plans(1, [100], replicas=3, pipeline_parallel_size=2):
         assert sum(len(replica.forward) > 0 for replica in auto.replicas) >= 1
         assert auto.tokens == 100
+
+
+def released(replicas=1, budget=0.25, nominal=8, steps=30):
+    """The pieces of the steps of a run in which nearly every piece is above a replica's share."""
+    planner = Planner(
+        [WINDOW, *[4000] * 30] * 60,
+        DataSettings(
+            WINDOW, 2, packing="auto", delay_budget=budget, nominal_replicas=nominal, shuffle=False
+        ),
+        TOTAL,
+        MeshSettings(replicas=replicas),
+        forward=FORWARD,
+    )
+    return [planner.next_step() for _ in range(steps)]
+
+
+def test_pieces_above_a_nominal_replicas_share_wait_whatever_the_mesh():
+    one, two = released(), released(replicas=2)
+    assert [plan.pieces for plan in one] == [plan.pieces for plan in two]
+    delay = sum(plan.delay * plan.tokens for plan in one) / sum(plan.tokens for plan in one)
+    assert 0 < delay < 1
+
+
+def test_nothing_waits_without_a_budget_or_with_one_nominal_replica():
+    for plans_ in (released(budget=0), released(nominal=1)):
+        assert all(plan.max_delay == 0 for plan in plans_)
