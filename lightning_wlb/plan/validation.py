@@ -194,11 +194,6 @@ def _check_merged(plan: StepPlan) -> None:
                 wanted = replica.slices_of(group)
                 for other in members:
                     peer = plan.replicas[other]
-                    if peer.recompute != replica.recompute:
-                        raise ValueError(
-                            f"step {plan.step}: replicas {number} and {other} share micro-batches,"
-                            " but one recomputes its forward in backward and one does not."
-                        )
                     if not any(
                         (candidate.replicas, candidate.sharding, candidate.rows)
                         == (members, group.sharding, group.rows)
@@ -208,4 +203,9 @@ def _check_merged(plan: StepPlan) -> None:
                         raise ValueError(
                             f"step {plan.step}: replica {number} shares a {pass_name} micro-batch"
                             f" with replicas {members}, but replica {other} does not list it."
+                        )
+                    if peer.recompute != replica.recompute:
+                        raise ValueError(
+                            f"step {plan.step}: replicas {number} and {other} share micro-batches,"
+                            " but one recomputes its forward in backward and one does not."
                         )

@@ -136,13 +136,13 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
     places: dict[tuple[int, ...], list[int]] = {}
     last_of_piece: dict[tuple[int, int], int] = {}
     for index, group in enumerate(replica.forward):
-        places.setdefault(group.slices, []).append(index)
+        places.setdefault(tuple(sorted(group.slices)), []).append(index)
         for piece in replica.slices_of(group):
             last_of_piece[piece.document, piece.origin] = index
     backward: list[int] = []
     needs: list[int] = []
     for number, group in enumerate(replica.backward):
-        same = [number] if replica.recompute else places.get(group.slices)
+        same = [number] if replica.recompute else places.get(tuple(sorted(group.slices)))
         if not same:
             raise ValueError(
                 f"backward micro-batch {number} groups slices that no forward micro-batch groups"

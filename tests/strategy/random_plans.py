@@ -1,0 +1,133 @@
+"""Any legal plan of one replica, from a source of random numbers; and its step on one rank.
+
+Stages are those of one rank, so that inputs of stages exist without a second process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+
+import torch
+from torch import Tensor
+
+from lightning_wlb.attention.sharding import layout
+from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.strategy.messages import Messages
+from lightning_wlb.strategy.pipeline import Pipeline
+from lightning_wlb.strategy.step import Step
+from tests.models.steps import config, documents
+
+SHARDING = "per_document_contiguous"
+
+
+def random_replica(draw: Random, lengths: Sequence[int], kind: str) -> ReplicaPlan:
+    """Documents of these lengths, cut anywhere, in forward and backward groups of any legal order.
+
+    Args:
+        draw: where randomness comes from.
+        lengths: tokens of each document, each a piece.
+        kind: ``"symmetric"``, ``"asymmetric"`` or ``"recomputed"``.
+    """
+    count = draw.randint(1, 6)
+    packs: list[list[Slice]] = [[] for _ in range(count)]
+    for document, tokens in enumerate(lengths):
+        cuts = draw.sample(range(1, tokens), draw.randint(0, min(tokens - 1, 5)))
+        edges = [0, *sorted(cuts), tokens]
+        # Neighbouring slices may fall in the same micro-batch, as they do in a refinement.
+        homes = sorted(draw.randrange(count) for _ in edges[1:])
+        for start, stop, home in zip(edges[:-1], edges[1:], homes, strict=True):
+            packs[home].append(Slice(document, 0, start, stop))
+    slices = [part for pack in packs for part in pack]
+    numbers = {part: number for number, part in enumerate(slices)}
+    forward = [group([numbers[part] for part in pack], slices) for pack in packs if pack]
+    if kind == "symmetric":
+        return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+    # Any order in which every piece runs from its end.
+    waiting = [
+        [numbers[part] for part in slices if part.document == document]
+        for document in range(len(lengths))
+    ]
+    order = []
+    while any(waiting):
+        order.append(draw.choice([stack for stack in waiting if stack]).pop())
+    cuts = sorted(draw.sample(range(1, len(order)), draw.randint(0, min(len(order) - 1, 5))))
+    edges = [0, *cuts, len(order)]
+    backward = [group(order[start:stop], slices) for start, stop in pairwise(edges)]
+    return ReplicaPlan(tuple(slices), tuple(forward), tuple(backward), kind == "recomputed")
+
+
+def group(members: Sequence[int], slices: Sequence[Slice]) -> MicroBatch:
+    """A micro-batch of one replica without context and tensor parallelism."""
+    rows = layout(SHARDING, [slices[index].tokens for index in members], 1, 1).rows
+    return MicroBatch(tuple(members), SHARDING, rows, (0,))
+
+
+def plan_of(replica: ReplicaPlan, lengths: Sequence[int]) -> StepPlan:
+    """The step of one replica that holds whole documents."""
+    pieces = tuple(Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths))
+    tokens = sum(lengths)
+    return StepPlan(0, 0, (replica,), pieces, tokens - len(lengths), tokens, 1, tokens)
+
+
+def batch_of(plan: StepPlan, lengths: Sequence[int]) -> StepBatch:
+    """Its tensors on the one rank."""
+    store = InMemoryDocuments(documents(lengths), vocab_size=config().vocab_size)
+    return make_step_batch(plan, store, Coordinates(), {}, 0, False)
+
+
+def model_of(
+    activation_checkpointing: ActivationCheckpointing = "none", layers: int = 2
+) -> Transformer:
+    """A tiny model in float64, the same every time."""
+    model = Transformer(
+        config(dim=8, heads=2, kv_heads=1, ffn_dim=8, layers=layers),
+        activation_checkpointing=activation_checkpointing,
+    ).double()
+    initialise(model, 3, model.initial_deviation, None)
+    return model
+
+
+def run_step(
+    model: Transformer,
+    batch: StepBatch,
+    stages: int = 1,
+    watch: Callable[[Step, Action], None] = lambda step, action: None,
+) -> tuple[Tensor, list[Action]]:
+    """Run a step on one rank that has all stages; gradients are in ``.grad``, not divided.
+
+    Args:
+        model: all of it.
+        batch: of the rank.
+        stages: as many virtual stages.
+        watch: called after every action.
+
+    Returns:
+        The sum of token losses, and the program.
+    """
+    layers = len(model.layers)
+    bounds = [layers * stage // stages for stage in range(stages + 1)]
+    pipeline = Pipeline(
+        rank=0,
+        ranks=(0,),
+        stages=tuple(range(a, b) for a, b in pairwise(bounds)),
+        schedule="interleaved" if stages > 1 else "1f1b",
+        groups={},
+        tensor_parallel_size=1,
+        hidden_size=model.config.dim,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    step = Step(model, pipeline, batch, Messages(pipeline, {}), 1, None, None)
+    program = program_of(pipeline.schedule, 0, 1, stages, batch.executed, 0)
+    for action in program:
+        step.run(action)
+        watch(step, action)
+    return step.loss, program
