@@ -7,11 +7,12 @@ at the step's end, of the gradients.
 
 Activations are the tensors that autograd saves of the reference decoder, tensor by tensor, under
 each activation checkpointing; they live from a micro-batch's forward on a stage to its backward.
-Context parallelism saves the gathered keys and values instead of a rank's own. What lives only
-inside one pass (the gradients of one layer, its recomputation, the logits of one chunk) is counted
-once, at the largest.
+Keys and values of other ranks or of earlier slices are fetched again in backward. What lives only
+inside one pass (the gradients of one layer, its recomputation, keys that were fetched, the logits
+of one chunk) is counted once, at the largest.
 
-tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte.
+tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
+tests/strategy/test_activations.py whole steps to what the executor counts.
 
 Cost: O(1) per micro-batch. The caching allocator's fragmentation, the CUDA context and
 communication buffers are not in it: plan with :data:`USABLE_PERCENT` of a device.
@@ -19,15 +20,11 @@ communication buffers are not in it: plan with :data:`USABLE_PERCENT` of a devic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from lightning_wlb.cost.communication import ONE_DEVICE, Mesh
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import DTYPE_BYTES, Checkpointing
-
-Key = TypeVar("Key")
 
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill."""
@@ -83,54 +80,67 @@ class MemoryModel:
         shard = -(-count // (self.mesh.data * self.mesh.context))
         return count * (width + max(width, 4)) + shard * (3 * rest + max(width, 4))
 
-    def layer_bytes(self, rows: int, keys: int) -> int:
-        """Saved by one layer of one micro-batch.
+    def layer_bytes(self, rows: int) -> int:
+        """Saved by one layer of one micro-batch; ``rows`` of the rank, padding included.
 
-        Args:
-            rows: of the rank, padding included.
-            keys: that its segments read (its rows without context parallelism).
+        Keys of other ranks and of earlier slices are not saved: backward fetches them again.
         """
-        width, size = DTYPE_BYTES[self.dtype], self.mesh.tensor
-        residual = rows // size * self.shape.dim * width
+        residual = self.boundary_bytes(rows)
         if self.activation_checkpointing == "full":
             return residual
         if self.activation_checkpointing == "selective":
-            return self._attention_half(rows, keys) + residual
-        return self._attention_half(rows, keys) + self._feed_forward_half(rows)
+            return self._attention_half(rows) + residual
+        return self._attention_half(rows) + self._feed_forward_half(rows)
 
-    def micro_batch_bytes(self, parts: StageParts, rows: int, keys: int) -> int:
-        """Saved by one micro-batch on one stage, from its forward to its backward.
+    def micro_batch_bytes(self, parts: StageParts, rows: int) -> int:
+        """What one micro-batch holds on one stage, from its forward to its backward.
 
         Args:
             parts: the *stage's* layers and ends.
             rows: of the rank, padding included.
-            keys: that its segments read (its rows without context parallelism).
         """
         if rows == 0:
             return 0
-        width, size = DTYPE_BYTES[self.dtype], self.mesh.tensor
-        residual = rows // size * self.shape.dim * width
-        # The turns of the rotary embedding, tokens, labels and positions, the index of the keys.
-        result = rows * (4 * self.shape.head_dim + 3 * 8) + parts.layers * self.layer_bytes(
-            rows, keys
-        )
-        if self.mesh.context > 1:
-            result += 8 * keys
+        # The turns of the rotary embedding.
+        result = rows * 4 * self.shape.head_dim + parts.layers * self.layer_bytes(rows)
         if parts.head:
-            result += self._norm(rows) + rows * (self.shape.dim * width + 4)
+            result += self._norm(rows) + rows * (self.shape.dim * DTYPE_BYTES[self.dtype] + 4)
         else:
-            result += residual  # what was sent on, held until its gradient comes
+            result += self.boundary_bytes(rows)  # sent on, held until its gradient comes
         return result
 
-    def kept_keys_bytes(self, parts: StageParts, rows: int) -> int:
-        """Beyond :meth:`micro_batch_bytes`, of a micro-batch whose keys later slices read.
+    def input_bytes(self, parts: StageParts, rows: int, index: int) -> int:
+        """Positions, tokens, labels and the index of keys: there for the whole step.
 
-        Their gradients, in at least float32, from the last slice's backward to its own; and where
-        everything else is computed again, the keys and values themselves.
+        Args:
+            parts: of the rank.
+            rows: of the rank, padding included.
+            index: keys that are put in order, 0 where a rank's rows are its keys.
         """
-        width = DTYPE_BYTES[self.dtype]
-        each = max(width, 4) + (width if self.activation_checkpointing == "full" else 0)
-        return parts.layers * 2 * rows * self._kv_heads * self.shape.head_dim * each
+        return 8 * (rows * (1 + parts.embedding + parts.head) + index)
+
+    def boundary_bytes(self, rows: int) -> int:
+        """What a micro-batch of ``rows`` rows of a rank sends to a neighbouring stage."""
+        return rows // self.mesh.tensor * self.shape.dim * DTYPE_BYTES[self.dtype]
+
+    def kept_keys_bytes(self, parts: StageParts, rows: int) -> int:
+        """Beyond :meth:`micro_batch_bytes`, keys and values that later slices read.
+
+        None where autograd keeps them anyway, that is unless everything is computed again.
+        """
+        return self._keys(parts, rows, DTYPE_BYTES[self.dtype]) * (
+            self.activation_checkpointing == "full"
+        )
+
+    def key_gradient_bytes(self, parts: StageParts, rows: int) -> int:
+        """Gradients of the keys and values that later slices read, in at least float32.
+
+        Held from the first of these slices' backwards to their own.
+        """
+        return self._keys(parts, rows, max(DTYPE_BYTES[self.dtype], 4))
+
+    def _keys(self, parts: StageParts, rows: int, width: int) -> int:
+        return parts.layers * 2 * rows * self._kv_heads * self.shape.head_dim * width
 
     def transient_bytes(self, parts: StageParts, rows: int, keys: int) -> int:
         """Most that lives only inside one pass of such a micro-batch."""
@@ -138,10 +148,11 @@ class MemoryModel:
         again = {
             "none": 0,
             "selective": self._feed_forward_half(rows),
-            "full": self._attention_half(rows, keys) + self._feed_forward_half(rows),
+            "full": self._attention_half(rows) + self._feed_forward_half(rows),
         }[self.activation_checkpointing]
         feed_forward = 3 * rows * shape.ffn_dim // size * width
-        heads = 2 * (shape.heads // size) * rows + 2 * self._kv_heads * keys
+        fetched = keys if self.mesh.context > 1 or keys > rows else 0
+        heads = 2 * (shape.heads // size) * rows + 2 * self._kv_heads * (keys + fetched)
         attention = heads * shape.head_dim * width
         if self.mesh.context > 1:
             attention += (
@@ -150,13 +161,11 @@ class MemoryModel:
         layer = again + max(feed_forward, attention) + 2 * rows * shape.dim * width
         return max(layer, _CHUNK_LOGITS_BYTES if parts.head else 0)
 
-    def _attention_half(self, rows: int, keys: int) -> int:
+    def _attention_half(self, rows: int) -> int:
         width, size, shape = DTYPE_BYTES[self.dtype], self.mesh.tensor, self.shape
         heads = shape.heads // size
         queries = rows * heads * shape.head_dim * width
-        # Gathered keys hold what the segments read; a rank's own hold its rows.
-        keys = keys if self.mesh.context > 1 else rows
-        key_values = 2 * keys * self._kv_heads * shape.head_dim * width
+        key_values = 2 * rows * self._kv_heads * shape.head_dim * width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
         return (
             self._norm(rows)
@@ -192,7 +201,11 @@ class MemoryModel:
         return queries + keys + 3 * shape.dim * shape.ffn_dim // size + 2 * shape.dim
 
     def longest_micro_batch(
-        self, parts: StageParts, open_micro_batches: int, memory_bytes: int
+        self,
+        parts: StageParts,
+        open_micro_batches: int,
+        memory_bytes: int,
+        micro_batches: int,
     ) -> int:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 
@@ -203,6 +216,7 @@ class MemoryModel:
             parts: of the rank, all its stages together.
             open_micro_batches: stage passes whose activations the schedule holds at once, at most.
             memory_bytes: of the device, of which :data:`USABLE_PERCENT` are filled.
+            micro_batches: of the step, whose inputs are all there.
 
         Returns:
             0 where not even the state fits.
@@ -212,9 +226,15 @@ class MemoryModel:
 
         def needed(rows: int) -> int:
             keys = self.most_keys(rows)
-            return open_micro_batches * self.micro_batch_bytes(
-                parts, rows, keys
-            ) + self.transient_bytes(parts, rows, keys)
+            index = keys if self.mesh.context > 1 else 0
+            # Beyond the first stage, two gradients on their way to the stage before.
+            sent = 0 if parts.embedding else 2 * self.boundary_bytes(rows)
+            return (
+                open_micro_batches * self.micro_batch_bytes(parts, rows)
+                + micro_batches * self.input_bytes(parts, rows, index)
+                + self.transient_bytes(parts, rows, keys)
+                + sent
+            )
 
         if needed(size) > free:
             return 0
@@ -233,21 +253,3 @@ class MemoryModel:
         """
         ranks = self.mesh.context
         return rows if ranks == 1 else rows * ranks + rows // 2
-
-
-def peak_bytes(passes: Iterable[tuple[bool, Key]], sizes: Mapping[Key, tuple[int, int]]) -> int:
-    """Most bytes of activations that a sequence of passes holds at once.
-
-    Args:
-        passes: (whether it is a backward, key of the stage and micro-batch) in program order.
-        sizes: for each key the bytes saved from forward to backward, and those inside a pass.
-    """
-    held = peak = 0
-    for backward, key in passes:
-        saved, transient = sizes[key]
-        if not backward:
-            held += saved
-        peak = max(peak, held + (transient if backward else 0))
-        if backward:
-            held -= saved
-    return peak

@@ -18,7 +18,7 @@ data-parallel axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -37,8 +37,9 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import MemoryModel, StageParts, peak_bytes
+from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
+from lightning_wlb.planning.leaving import freed_bytes
 from lightning_wlb.planning.prediction import MicroBatchCost, StepPrediction
 from lightning_wlb.planning.units import units
 from lightning_wlb.schedule.actions import BACKWARD, Action
@@ -180,7 +181,10 @@ class Predictor:
             units = -(-most // stages_of_rank)
             limits.append(
                 self.memory.longest_micro_batch(
-                    self.rank_parts[rank], units, self.latency.profile.memory_bytes
+                    self.rank_parts[rank],
+                    units,
+                    self.latency.profile.memory_bytes,
+                    micro_batches,
                 )
             )
         return min(limits)
@@ -235,7 +239,7 @@ class Predictor:
         return MicroBatchCost(
             rows=placed.rows,
             keys=most_keys,
-            saved_keys=placed.rows if sliced else most_keys,
+            indexed=most_keys if sliced or mesh.context > 1 else 0,
             kept_rows=placed.rows if kept else 0,
             attention_ns=_slowest(attention),
             mean_attention_ns=(
@@ -307,9 +311,11 @@ class Predictor:
             work_ns=work,
             peak_bytes=max(
                 (
-                    self._peak(rank, program, step.saved, step.costs[number], number)
-                    for number, of_replica in enumerate(step.programs)
-                    for rank, program in enumerate(of_replica)
+                    self._peak(program, held, costs)
+                    for programs, simulation, costs in zip(
+                        step.programs, step.simulations, step.costs, strict=True
+                    )
+                    for program, held in zip(programs, simulation.held_bytes, strict=True)
                 ),
                 default=0,
             ),
@@ -333,6 +339,11 @@ class Predictor:
             for stage in range(len(self.stages))
         ]
 
+        freed = [
+            self._freed(of_replica, replica, cost)
+            for of_replica, replica, cost in zip(programs, replicas, costs, strict=True)
+        ]
+
         def transfer(replica: int, action: Action) -> int:
             source = action.stage if action.kind == BACKWARD else action.stage - 1
             return self.latency.pipeline_ns(costs[replica][action.micro_batch].rows, source)
@@ -344,7 +355,8 @@ class Predictor:
             ],
             transfer,
             opened_bytes=lambda replica, action: saved[action.stage][replica][action.micro_batch],
-            constant_bytes=self.state_bytes,
+            freed_bytes=lambda replica, action: freed[replica].get(action, 0),
+            constant_bytes=self._constant(costs),
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
@@ -353,9 +365,35 @@ class Predictor:
     def _saved(self, stage: int, cost: MicroBatchCost) -> int:
         """What a forward opens until its backward has run."""
         parts = self.parts(stage)
-        return self.memory.micro_batch_bytes(
-            parts, cost.rows, cost.saved_keys
-        ) + self.memory.kept_keys_bytes(parts, cost.kept_rows)
+        kept = self.memory.kept_keys_bytes(parts, cost.kept_rows)
+        return self.memory.micro_batch_bytes(parts, cost.rows) + kept
+
+    def _freed(
+        self,
+        programs: Sequence[Sequence[Action]],
+        replica: ReplicaPlan,
+        costs: Sequence[MicroBatchCost],
+    ) -> Mapping[Action, int]:
+        return freed_bytes(
+            programs,
+            replica,
+            len(self.stages),
+            lambda stage, micro_batch: self.memory.key_gradient_bytes(
+                self.parts(stage), costs[micro_batch].kept_rows
+            ),
+            lambda micro_batch: self.memory.boundary_bytes(costs[micro_batch].rows),
+        )
+
+    def _constant(self, costs: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
+        """What each rank holds all along: its state, and the step's inputs."""
+        inputs = (
+            max(
+                sum(self.memory.input_bytes(parts, cost.rows, cost.indexed) for cost in of_replica)
+                for of_replica in costs
+            )
+            for parts in self.rank_parts
+        )
+        return [state + size for state, size in zip(self.state_bytes, inputs, strict=True)]
 
     def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
         last = {
@@ -389,26 +427,20 @@ class Predictor:
         ]
 
     def _peak(
-        self,
-        rank: int,
-        program: Sequence[Action],
-        saved: Sequence[Sequence[Sequence[int]]],
-        costs: Sequence[MicroBatchCost],
-        replica: int,
+        self, program: Sequence[Action], held: Sequence[int], costs: Sequence[MicroBatchCost]
     ) -> int:
-        """Most bytes that a pipeline rank holds: state, open activations, and inside a pass."""
-        sizes = {
-            (stage, index): (
-                saved[stage][replica][index],
-                self.memory.transient_bytes(self.parts(stage), cost.rows, cost.keys),
-            )
-            for stage in range(rank, len(self.stages), self.latency.mesh.pipeline)
-            for index, cost in enumerate(costs)
-        }
-        passes = (
-            (action.kind == BACKWARD, (action.stage, action.micro_batch)) for action in program
+        """Most bytes on a pipeline rank: what it holds, and what lives only inside a backward."""
+        return max(
+            (
+                bytes_held + self._inside(action.stage, costs[action.micro_batch])
+                for action, bytes_held in zip(program, held, strict=True)
+                if action.kind == BACKWARD
+            ),
+            default=0,
         )
-        return self.state_bytes[rank] + peak_bytes(passes, sizes)
+
+    def _inside(self, stage: int, cost: MicroBatchCost) -> int:
+        return self.memory.transient_bytes(self.parts(stage), cost.rows, cost.keys)
 
 
 def _travelling(placed: Layout) -> int:

@@ -18,8 +18,7 @@ class MicroBatchCost(NamedTuple):
     Attributes:
         rows: of each rank, padding included.
         keys: most that a rank's segments read.
-        saved_keys: of which a rank keeps so many from forward to backward: of slices, whose
-            earlier keys are read again, its own rows.
+        indexed: of these keys, so many are put in order by an index; 0 where none are.
         kept_rows: rows whose keys and values later slices read; 0 if none do.
         attention_ns: of one layer, on the slowest rank.
         mean_attention_ns: of one layer, mean over the ranks.
@@ -28,7 +27,7 @@ class MicroBatchCost(NamedTuple):
 
     rows: int
     keys: int
-    saved_keys: int
+    indexed: int
     kept_rows: int
     attention_ns: tuple[int, int]
     mean_attention_ns: tuple[float, float]

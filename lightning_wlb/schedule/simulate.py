@@ -15,7 +15,9 @@ not occupy the rank's compute; a send needs no partner that is ready (no rendezv
 slow each other down.
 
 Memory: a forward opens bytes when it begins, its backward frees them when it ends; a forward
-without a backward in its program (an evaluation) frees its own. A constant per rank is added.
+without a backward in its program (an evaluation) frees its own. A backward that runs forward again
+opens bytes too, and frees these. Besides, an action may leave bytes that another one frees
+(gradients of an earlier slice's keys, messages on their way). A constant per rank is added.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from functools import cached_property, partial
 from operator import index as as_integer
 from typing import NamedTuple
 
-from lightning_wlb.schedule.actions import Action
+from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.graph import NONE, Graph, Programs, graph_of
 from lightning_wlb.schedule.timeline import Span
 
@@ -42,7 +44,7 @@ class Simulation:
         self, run: _Run, constant: Sequence[int], compute_ns: int, synchronisation_ns: int
     ) -> None:
         """Made by :func:`simulate` and :func:`simulate_replicas`."""
-        self._graph, self._begin, self._end, self._opened = run[:4]
+        self._graph, self._begin, self._end, self._opened, self._freed = run[:5]
         self._constant = constant
         self.compute_ns = compute_ns
         self.synchronisation_ns = synchronisation_ns
@@ -88,15 +90,27 @@ class Simulation:
         """For each rank the most bytes that it ever holds."""
         return tuple(max(held for _, held in changes) for changes in self.memory)
 
+    @cached_property
+    def held_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank what it holds while each action runs, in the order of its program."""
+        result = []
+        for numbers, held in zip(self._graph.ranks, self._constant, strict=True):
+            of_rank = []
+            for number in numbers:
+                held += self._opened[number]
+                of_rank.append(held)
+                held -= self._freed[number]
+            result.append(tuple(of_rank))
+        return tuple(result)
+
     def _changes(self, numbers: range, held: int) -> list[tuple[int, int]]:
         changes = [(0, held)]
         for number in numbers:
             if self._opened[number]:
                 held += self._opened[number]
                 changes.append((self._begin[number], held))
-            freed = self._graph.frees[number]
-            if freed != NONE and self._opened[freed]:
-                held -= self._opened[freed]
+            if self._freed[number]:
+                held -= self._freed[number]
                 changes.append((self._end[number], held))
         return changes
 
@@ -107,6 +121,7 @@ def simulate(
     transfer: Callable[[Action], int] | None = None,
     *,
     opened_bytes: Callable[[Action], int] | None = None,
+    freed_bytes: Callable[[Action], int] | None = None,
     constant_bytes: Sequence[int] | None = None,
     synchronisation_ns: int = 0,
 ) -> Simulation:
@@ -117,8 +132,10 @@ def simulate(
         duration: how long an action computes, in ns.
         transfer: how long the message that an action needs travels, in ns; asked only for actions
             whose message comes from another rank. None: no time.
-        opened_bytes: what a forward opens until its backward has run; asked only for forwards.
-            None: nothing.
+        opened_bytes: what a forward opens until its backward has run, or a backward that runs
+            forward again opens while it runs; asked only for these. None: nothing.
+        freed_bytes: what an action frees of what others have left, less what it leaves to others:
+            a forward when it begins, a backward when it has run. None: nothing.
         constant_bytes: what each rank holds all along. None: nothing.
         synchronisation_ns: how long gradients are synchronised at the end.
 
@@ -127,7 +144,7 @@ def simulate(
             what), list an action twice or put a stage on two ranks, or if a number is negative.
         TypeError: if a number is not an integer.
     """
-    run = _run(graph_of(tuple(map(tuple, programs))), duration, transfer, opened_bytes)
+    run = _run(graph_of(tuple(map(tuple, programs))), duration, transfer, opened_bytes, freed_bytes)
     return _close([run], constant_bytes, synchronisation_ns)[0]
 
 
@@ -137,6 +154,7 @@ def simulate_replicas(
     transfer: Callable[[int, Action], int] | None = None,
     *,
     opened_bytes: Callable[[int, Action], int] | None = None,
+    freed_bytes: Callable[[int, Action], int] | None = None,
     constant_bytes: Sequence[int] | None = None,
     synchronisation_ns: int = 0,
     shared: Callable[[int, Action], Hashable] | None = None,
@@ -148,6 +166,7 @@ def simulate_replicas(
         duration: of (replica, action), otherwise as for :func:`simulate`; so are the others.
         transfer: of (replica, action).
         opened_bytes: of (replica, action).
+        freed_bytes: of (replica, action).
         constant_bytes: of each rank, the same for all replicas.
         synchronisation_ns: begins when the slowest replica has computed.
         shared: of (replica, action), what the action is called on all replicas that run it
@@ -168,6 +187,7 @@ def simulate_replicas(
                 partial(duration, replica),
                 None if transfer is None else partial(transfer, replica),
                 None if opened_bytes is None else partial(opened_bytes, replica),
+                None if freed_bytes is None else partial(freed_bytes, replica),
             )
         )
     if shared is not None:
@@ -176,12 +196,18 @@ def simulate_replicas(
 
 
 class _Run(NamedTuple):
-    """A graph with the times and bytes of its actions, by number."""
+    """A graph with the times and bytes of its actions, by number.
+
+    Attributes:
+        opened: when the action begins, less what it frees then.
+        freed: when it ends; negative where it leaves more than it frees.
+    """
 
     graph: Graph
     begin: list[int]
     end: list[int]
     opened: list[int]
+    freed: list[int]
     transfers: list[int]
 
 
@@ -224,6 +250,7 @@ def _run(
     duration: Callable[[Action], int],
     transfer: Callable[[Action], int] | None,
     opened_bytes: Callable[[Action], int] | None,
+    freed_bytes: Callable[[Action], int] | None,
 ) -> _Run:
     """Every action's begin and end, from those it waits for."""
     count = len(graph.actions)
@@ -232,9 +259,20 @@ def _run(
     if transfer is not None:
         transfers = _integers("transfer", transfer, graph, graph.received)
     if opened_bytes is not None:
-        opened = _integers("opened_bytes", opened_bytes, graph, graph.forwards)
+        opening = [*graph.forwards, *graph.recomputed]
+        opened = _integers("opened_bytes", opened_bytes, graph, opening)
+    freed = [0 if forward == NONE else opened[forward] for forward in graph.frees]
+    for number in graph.recomputed:
+        freed[number] += opened[number]
+    if freed_bytes is not None:
+        for number, action in enumerate(graph.actions):
+            size = as_integer(freed_bytes(action))
+            if action.kind == FORWARD:
+                opened[number] -= size
+            else:
+                freed[number] += size
     begin, end = _times(graph, durations, transfers, None)
-    return _Run(graph, begin, end, opened, transfers)
+    return _Run(graph, begin, end, opened, freed, transfers)
 
 
 def _times(

@@ -8,7 +8,7 @@ import torch
 from lightning_wlb.attention.sharding import layout, rank_indices
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.cost.communication import Mesh
-from lightning_wlb.cost.memory import MemoryModel, StageParts, peak_bytes
+from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
@@ -44,9 +44,10 @@ def saved_bytes(model: Transformer, batch: MicroBatchTensors, *, hidden: bool) -
     x = torch.randn(batch.rows, CONFIG.dim, requires_grad=True) if hidden else None
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         out = model(batch, x)
-    for tensor in (batch.tokens, batch.labels, batch.positions, out):
-        assert tensor is not None
-        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+    storages.setdefault(out.untyped_storage().data_ptr(), out.untyped_storage().nbytes())
+    for given in (batch.tokens, batch.labels, batch.positions):
+        assert given is not None
+        storages.pop(given.untyped_storage().data_ptr(), None)  # there for the whole step
     return sum(storages.values())
 
 
@@ -58,7 +59,7 @@ def test_a_middle_stage_saves_what_the_model_says(checkpointing: str, lengths: l
         torch.nn.init.normal_(parameter, std=0.02)
     batch = micro_batch(lengths)
     memory = MemoryModel(CONFIG.shape, Mesh(), checkpointing, dtype="float32", fused_norm=False)
-    predicted = memory.micro_batch_bytes(StageParts(3), batch.rows, batch.rows)
+    predicted = memory.micro_batch_bytes(StageParts(3), batch.rows)
     assert predicted == saved_bytes(model, batch, hidden=True)
 
 
@@ -68,7 +69,7 @@ def test_a_last_stage_saves_what_the_model_says() -> None:
         torch.nn.init.normal_(parameter, std=0.02)
     batch = micro_batch([100, 156])
     memory = MemoryModel(CONFIG.shape, dtype="float32", fused_norm=False)
-    predicted = memory.micro_batch_bytes(StageParts(1, head=True), batch.rows, batch.rows)
+    predicted = memory.micro_batch_bytes(StageParts(1, head=True), batch.rows)
     # torch's own loss in float32 keeps the head's input and no log-sums; ours keeps both.
     assert saved_bytes(model, batch, hidden=True) == pytest.approx(predicted, rel=0.01)
 
@@ -102,13 +103,15 @@ def test_the_longest_micro_batch_fits_and_one_more_row_does_not(
 ) -> None:
     memory = MemoryModel(CONFIG.shape, mesh, checkpointing)
     parts, available = StageParts(3, embedding=True), 200_000_000
-    tokens = memory.longest_micro_batch(parts, 4, available)
+    tokens = memory.longest_micro_batch(parts, 4, available, 6)
 
     def total(rows: int) -> int:
         keys = memory.most_keys(rows)
+        inputs = memory.input_bytes(parts, rows, keys if mesh.context > 1 else 0)
         return (
             memory.state_bytes(parts)
-            + 4 * memory.micro_batch_bytes(parts, rows, keys)
+            + 4 * memory.micro_batch_bytes(parts, rows)
+            + 6 * inputs
             + memory.transient_bytes(parts, rows, keys)
         )
 
@@ -118,21 +121,27 @@ def test_the_longest_micro_batch_fits_and_one_more_row_does_not(
 
 def test_a_model_whose_state_does_not_fit_has_no_micro_batch() -> None:
     memory = MemoryModel(CONFIG.shape)
-    assert memory.longest_micro_batch(StageParts(3), 1, 100_000) == 0
+    assert memory.longest_micro_batch(StageParts(3), 1, 100_000, 1) == 0
 
 
 def test_checkpointing_saves_less_and_less() -> None:
     sizes = [
-        MemoryModel(CONFIG.shape, activation_checkpointing=how).layer_bytes(1000, 1000)
+        MemoryModel(CONFIG.shape, activation_checkpointing=how).layer_bytes(1000)
         for how in ("none", "selective", "full")
     ]
     assert sizes[0] > sizes[1] > sizes[2] > 0
 
 
-def test_the_peak_is_that_of_the_program() -> None:
-    sizes = {0: (5, 1), 1: (7, 2), 2: (1, 30)}
-    # F0 F1 B0 F2 B1 B2: 12 with B0 running at 13, then 8, then 8 + 2, then 1 + 30.
-    program = [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
-    assert peak_bytes(program, sizes) == 31
-    assert peak_bytes(program[:3], sizes) == 13
-    assert peak_bytes([], sizes) == 0
+def test_inputs_are_what_the_ends_read_positions_and_the_index_of_keys() -> None:
+    memory = MemoryModel(CONFIG.shape)
+    assert memory.input_bytes(StageParts(1), 100, 0) == 8 * 100
+    assert memory.input_bytes(StageParts(1, embedding=True, head=True), 100, 250) == 8 * 550
+
+
+def test_keys_that_later_slices_read() -> None:
+    memory = MemoryModel(CONFIG.shape, dtype="bfloat16")
+    keys = 3 * 2 * 10 * 2 * 16  # layers, keys and values, rows, heads, width of a head
+    assert memory.kept_keys_bytes(StageParts(3), 10) == 0  # autograd keeps them
+    assert memory.key_gradient_bytes(StageParts(3), 10) == 4 * keys  # summed in float32
+    again = MemoryModel(CONFIG.shape, activation_checkpointing="full", dtype="bfloat16")
+    assert again.kept_keys_bytes(StageParts(3), 10) == 2 * keys

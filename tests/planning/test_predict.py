@@ -149,7 +149,8 @@ def test_the_peak_counts_the_open_micro_batches_of_the_schedule(schedule: str) -
         most = max(
             most,
             model.memory.state_bytes(parts)
-            + opened * model.memory.micro_batch_bytes(parts, 2048, 2048)
+            + 6 * model.memory.input_bytes(parts, 2048, 0)
+            + opened * model.memory.micro_batch_bytes(parts, 2048)
             + model.memory.transient_bytes(parts, 2048, 2048),
         )
     assert prediction.peak_bytes == most
@@ -264,7 +265,7 @@ def test_replicas_that_share_a_micro_batch_are_one_context_group() -> None:
         )
 
 
-def test_slices_keep_their_own_keys_and_the_gradients_of_what_later_slices_read() -> None:
+def test_slices_hold_their_own_keys_and_the_gradients_of_what_later_slices_read() -> None:
     model = predictor(Mesh())
     parts = (Slice(0, 0, 0, 1000), Slice(0, 0, 1000, 3000))
     groups = tuple(
@@ -272,13 +273,20 @@ def test_slices_keep_their_own_keys_and_the_gradients_of_what_later_slices_read(
     )
     replica = ReplicaPlan(parts, groups, groups[::-1])
     plan = replace(plan_of([[[3000]]]), replicas=(replica,)).validate()
-    first, second = model.predict(plan).costs[0]
-    assert (first.keys, first.saved_keys, first.kept_rows) == (1000, 1000, 1000)
-    assert (second.keys, second.saved_keys, second.kept_rows) == (3000, 2000, 0)
-    opened = model.predict(plan).simulations[0].memory[0][1][1] - model.state_bytes[0]
-    memory, all_parts = model.memory, model.parts(0)
-    key_values = 8 * 2 * 1000 * 4 * 64  # layers, keys and values, rows, heads, width of a head
-    assert opened == memory.micro_batch_bytes(all_parts, 1000, 1000) + 4 * key_values
+    prediction = model.predict(plan)
+    first, second = prediction.costs[0]
+    assert (first.keys, first.indexed, first.kept_rows) == (1000, 1000, 1000)
+    assert (second.keys, second.indexed, second.kept_rows) == (3000, 3000, 0)
+    memory, ends = model.memory, model.parts(0)
+    constant = memory.state_bytes(ends) + memory.input_bytes(ends, 3000, 4000)
+    opened = [memory.micro_batch_bytes(ends, rows) for rows in (1000, 2000)]
+    gradients = 4 * 8 * 2 * 1000 * 4 * 64  # bytes, layers, keys and values, rows, heads, width
+    # Forward and forward; the second slice's backward leaves gradients to the first one's.
+    (held,) = prediction.simulations[0].held_bytes
+    assert [each - constant for each in held] == [
+        opened[0], sum(opened), sum(opened), opened[0] + gradients,
+    ]  # fmt: skip
+    assert prediction.simulations[0].memory[0][-1][1] == constant
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:

@@ -187,6 +187,32 @@ def test_memory_over_time():
     assert found.peak_bytes == (22,)
 
 
+def test_what_actions_leave_to_others():
+    """A backward leaves 4 when it ends; a forward frees 3 of them when it begins."""
+    left = {"0B0": -4, "0F1": 3, "0B1": 1}
+    found = simulate(
+        parse("0F0 0B0 0F1 0B1"),
+        lambda _: 5,
+        opened_bytes=lambda _: 10,
+        freed_bytes=lambda action: left.get(str(action), 0),
+        constant_bytes=[100],
+    )
+    assert found.memory == (((0, 100), (0, 110), (10, 104), (10, 111), (20, 100)),)
+    assert found.held_bytes == ((110, 110, 111, 111),)
+    assert found.peak_bytes == (111,)
+
+
+def test_a_backward_that_runs_forward_again_opens_and_frees():
+    found = simulate(
+        parse("0F0 0F1 0R0"),
+        lambda _: 5,
+        opened_bytes=lambda action: 30 if action.kind == "R" else 10,
+        freed_bytes=lambda action: 20 if action.kind == "R" else 0,
+    )
+    assert found.held_bytes == ((10, 20, 50),)
+    assert found.memory[0][-1] == (15, 0)
+
+
 def test_an_evaluation_frees_what_each_forward_opened():
     found = simulate(parse("0F0 0F1", "1F0 1F1"), lambda _: 5, opened_bytes=lambda _: 10)
     assert found.memory[0] == ((0, 0), (0, 10), (5, 0), (5, 10), (10, 0))
