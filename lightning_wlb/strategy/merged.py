@@ -5,9 +5,9 @@ an aligned power-of-two set of replicas, for its own micro-batch only. Parameter
 rank of the set holds the same stage anyway, and gradients are summed over data and context alike.
 
 Communicators are made at the start of the first step in which any replica needs one of that size:
-by every rank, for every set of that size, in one order. All ranks hold the whole plan and so agree
-on it. The members alone would not do: with NCCL a new communicator is split off the one of all
-ranks, which waits for every one of them.
+by every rank, for the set of that size that it is in. All ranks hold the whole plan and so agree on
+it. The members of the micro-batch alone would not do: with NCCL a new communicator is split off the
+one of all ranks, which waits for every one of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_wlb.plan import StepPlan
+from lightning_wlb.strategy.collectives import own_group
 from lightning_wlb.strategy.mesh import MeshSizes, set_timeout
 
 
@@ -49,10 +50,9 @@ class MergedGroups:
         """
         counts = {len(group.replicas) for replica in plan.replicas for group in replica.forward}
         for count in sorted(counts - {1} - set(self._groups)):
-            for members in self._sets(count):
-                group = dist.new_group(members, timeout=self._timeout)
-                if self._rank in members:
-                    self._groups[count] = group
+            group = own_group(self._sets(count), self._rank, self._timeout)
+            if group is not None:
+                self._groups[count] = group
         return self._groups
 
     def _sets(self, count: int) -> list[list[int]]:

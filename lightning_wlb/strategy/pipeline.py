@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action, Channel
 from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.strategy.collectives import own_group
 from lightning_wlb.strategy.mesh import MeshSizes
 
 
@@ -94,13 +95,14 @@ def pipeline_groups(
         for closes_ring in ((False, True) if ring else (False,))
         for kind in (FORWARD, BACKWARD)
     ]
-    # Every rank creates every group, in the same order.
-    for channel in channels:
+    pipelines = [
+        [sizes.rank(data, place, context, tensor) for place in range(sizes.pipeline)]
         for data, context, tensor in product(
             range(sizes.data), range(sizes.context), range(sizes.tensor)
-        ):
-            ranks = [sizes.rank(data, place, context, tensor) for place in range(sizes.pipeline)]
-            group = dist.new_group(ranks, timeout=timeout)
-            if rank in ranks:
-                mine[channel] = group
+        )
+    ]
+    for channel in channels:
+        group = own_group(pipelines, rank, timeout)
+        assert group is not None
+        mine[channel] = group
     return mine
