@@ -7,14 +7,21 @@ Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the dat
 is the same on every rank and stands in ``meta.pt``, written by rank 0, readable with
 ``weights_only=True``.
 
-The folder is written aside and renamed when every rank is done, so that a folder that bears the
-final name is whole. What it replaces is kept, as ``.NAME.old``, until then.
+The folder is written aside, as ``.partial/NAME``, and renamed when every rank is done, so that a
+folder that bears the final name is whole. What it replaces is kept, as ``.old/NAME``, until then,
+and is read where the process died between the two renames. (Folders of their own, because Lightning
+finds the last checkpoint, and Slurm's, by what the names in a folder contain.)
+
+A save that died leaves its ``.partial/NAME``. The next save in the same folder removes what nothing
+has been written to for an hour: what is younger may be another run's.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +41,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_ASIDE, _REPLACED = ".partial", ".old"
+_STALE_SECONDS = 3600
 # Lightning's consolidate_checkpoint looks for this key.
 _WEIGHTS = "model"
 
@@ -54,10 +64,10 @@ def save(
         renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
             that a single process knows by its other name.
     """
-    aside = path.with_name(f".{path.name}.partial")
+    aside = path.parent / _ASIDE / path.name
     leader = not dist.is_initialized() or dist.get_rank() == 0
     if leader:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove_leftovers(aside)
         aside.mkdir(parents=True)
     _barrier()
     state: dict[str, Any] = {_WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
@@ -95,10 +105,19 @@ def load(
     Returns:
         What :func:`save` was given as ``rest``.
 
+    Where a save died while it replaced ``path``, what it was to replace is read, with a warning.
+
     Raises:
         FileNotFoundError: if the folder is not there or is not such a checkpoint.
         ValueError: if there are optimizers and the checkpoint holds weights only.
     """
+    replaced = path.parent / _REPLACED / path.name
+    if not path.exists() and (replaced / _METADATA_FILENAME).is_file():
+        rank_zero_warn(
+            f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"
+            " checkpoint from before it."
+        )
+        path = replaced
     if not (path / _METADATA_FILENAME).is_file():
         raise FileNotFoundError(
             f"{path} is not a checkpoint of WLBStrategy: it should be a folder that contains"
@@ -137,12 +156,29 @@ def load(
 
 def _replace(path: Path, new: Path) -> None:
     """Rename ``new`` to ``path``, and only then delete what stood there."""
-    old = path.with_name(f".{path.name}.old")
-    _delete(old)
+    old = path.parent / _REPLACED / path.name
     if path.exists() or path.is_symlink():
+        _delete(old)
+        old.parent.mkdir(exist_ok=True)
         path.rename(old)
     new.rename(path)
     _delete(old)
+    for folder in (new.parent, old.parent):
+        with suppress(OSError):  # not there, or not empty
+            folder.rmdir()
+
+
+def _remove_leftovers(aside: Path) -> None:
+    """Remove what earlier saves that died have left, of this name at once, of others when stale."""
+    _delete(aside)
+    if not aside.parent.is_dir():
+        return
+    for other in aside.parent.iterdir():
+        with suppress(FileNotFoundError):  # its own run may rename it just now
+            written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
+            if time.time() - written > _STALE_SECONDS:
+                rank_zero_info(f"Removing {other}: a save that broke off has left it.")
+                _delete(other)
 
 
 def _delete(path: Path) -> None:

@@ -1,10 +1,14 @@
 """Resume: 6 steps, save, resume, 6 more equal 12 steps without a break, on this or another mesh."""
 
 import multiprocessing
+import os
 import runpy
+import shutil
 import sys
+import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
+from lightning_wlb.strategy import checkpoint
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
@@ -211,7 +216,7 @@ def test_on_another_mesh_to_ten_digits(results):
 
 
 def test_a_checkpoint_is_whole_and_of_plain_types(folder, results):
-    assert not list(folder.glob("**/*.partial"))
+    assert not list(folder.glob("**/.partial"))
     home = folder / name_of((1, 2, 1, 1), UNTIED)
     assert sorted(path.name for path in home.iterdir()) == sorted(
         ["mine.ckpt", "weights.ckpt", default_name(home).name]
@@ -282,3 +287,62 @@ def test_what_is_not_a_checkpoint_is_answered(folder, results, tmp_path):
         assert "Pass the folder that ModelCheckpoint" in message
     assert "weights.ckpt holds weights only, so training cannot resume" in messages[3]
     assert "got s3://bucket/run.ckpt" in messages[4]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def broken_saves(rank: int, scratch: Path) -> list[str]:
+    """Saves that die; what the next save and the next resume make of it."""
+    runner, _ = fit((1, 1, 1, 1), UNTIED, 6)
+    path = scratch / "run.ckpt"
+    runner.save_checkpoint(path)
+    at_six = sorted(file.name for file in path.iterdir())
+
+    def dies(*_: Any) -> None:
+        raise Killed
+
+    rename = Path.rename
+
+    def dies_at_the_second(source: Path, target: Path) -> None:
+        dies() if target == path else rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Before it renames: the checkpoint that bears the name is whole.
+        patch.setattr(checkpoint, "_replace", dies)
+        with pytest.raises(Killed):
+            runner.save_checkpoint(path)
+    assert (scratch / ".partial" / "run.ckpt" / ".metadata").exists()
+    assert sorted(file.name for file in path.iterdir()) == at_six
+    with pytest.MonkeyPatch.context() as patch:
+        # Between the two renames: what was to be replaced is read.
+        patch.setattr(Path, "rename", dies_at_the_second)
+        with pytest.raises(Killed):
+            runner.save_checkpoint(path)
+    assert not path.exists()
+    with pytest.warns(UserWarning, match=r"run.ckpt is missing: .* Reading .*\.old.run.ckpt"):
+        losses = resume((1, 1, 1, 1), UNTIED, path)["losses"]
+    assert losses == fit((1, 1, 1, 1), UNTIED, 12)[1]["losses"][6:]
+    # The next save of another name removes what is stale, and what is not is another run's.
+    for name, hours in (("stale.ckpt", 2), ("busy.ckpt", 0)):
+        part = scratch / ".partial" / name
+        part.mkdir()
+        (part / "__0_0.distcp").write_text("half")
+        then = time.time() - hours * 3600
+        for each in (part / "__0_0.distcp", part):
+            os.utime(each, (then, then))
+    runner.save_checkpoint(scratch / "other.ckpt")
+    assert sorted(each.name for each in (scratch / ".partial").iterdir()) == [
+        "busy.ckpt",
+        "run.ckpt",
+    ]
+    # The next save of the same name leaves nothing but itself.
+    shutil.rmtree(scratch / ".partial" / "busy.ckpt")
+    runner.save_checkpoint(path)
+    return sorted(each.name for each in scratch.iterdir())
+
+
+def test_saves_that_die_leave_a_whole_checkpoint_and_are_cleaned_up(tmp_path):
+    (left,) = run_ranks(broken_saves, 1, tmp_path, process_group=False)
+    assert left == ["other.ckpt", "run.ckpt"]
