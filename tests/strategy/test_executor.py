@@ -5,6 +5,7 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_wlb.schedule.one_f_one_b import one_f_one_b
+from lightning_wlb.strategy import executor, messages
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
@@ -55,6 +56,31 @@ def test_measured_actions_are_those_of_the_schedule():
     for compared in run_ranks(timed, 2, process_group=False):
         assert compared["train"] == 3
         assert compared["validate"] >= 1
+
+
+def held(rank: int, counts: tuple[int, ...]) -> list[int]:
+    """Most sends that a rank held at once in a step, for steps of so many micro-batches."""
+    made: list[messages.Messages] = []
+
+    class Recorded(messages.Messages):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    executor.Messages = Recorded
+    most = []
+    for count in counts:
+        options = {"micro_batches": count, "packing": "original", "cap": WINDOW}
+        runner = trainer(WLBStrategy(1, 2), 2, max_steps=1)
+        runner.fit(module(CASES[0]), data(CASES[0], **options))
+        assert made[-1].held == []
+        most.append(made[-1].most_held)
+    return most
+
+
+def test_sends_are_held_until_they_have_certainly_arrived():
+    """Not until the step's end: as many for 10 micro-batches as for 4."""
+    assert run_ranks(held, 2, (4, 10), process_group=False) == [[2, 2], [2, 2]]
 
 
 def disagreement(rank: int, mesh: tuple[int, ...], options: list[dict]) -> tuple[str, float, int]:
