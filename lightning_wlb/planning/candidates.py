@@ -1,8 +1,10 @@
 """The ways in which one replica's pieces can become micro-batches, and a search among them.
 
 Whole pieces in as few micro-batches as they need; whole pieces in M; slices in M equal MicroPacks,
-or in tapered ones (:mod:`~lightning_wlb.planning.slicing`); for M at logarithmic distances from
-half of a nominal number to twelve times it (SlimPack §5.1).
+or in tapered ones (:mod:`~lightning_wlb.planning.slicing`); and, if asked for, packs for forward
+and others for backward (:mod:`~lightning_wlb.planning.asymmetric`), run in units or with the
+forward computed again; for M at logarithmic distances from half of a nominal number to twelve times
+it (SlimPack §5.1).
 
 Trying all of them would cost 26 simulations. But the step's length falls with M, as the pipeline
 fills faster, and then rises, as every action costs something of its own. So the search begins at
@@ -22,15 +24,34 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
+from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.packing.wlb import pack
-from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, whole
+from lightning_wlb.planning.replicas import (
+    Shard,
+    Shared,
+    asymmetric_replica_plan,
+    replica_plan,
+    whole,
+)
 from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
 
 HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M in halves of the nominal number
 START = HALVES.index(8)
 
-Packs = list[list[Slice]]
+Kind = Literal["whole", "equal", "tapered", "units", "recomputed"]
+
+
+class Packs(NamedTuple):
+    """The slices of each micro-batch.
+
+    Attributes:
+        forward: in forward order; none where the pieces cannot be packed so.
+        backward: in backward order, where these are others; else None.
+    """
+
+    forward: list[list[Slice]]
+    backward: list[list[Slice]] | None = None
 
 
 class Way(NamedTuple):
@@ -41,7 +62,7 @@ class Way(NamedTuple):
         halves: how many, in halves of the nominal number; 0: as few as the pieces need.
     """
 
-    kind: Literal["whole", "equal", "tapered"]
+    kind: Kind
     halves: int
 
 
@@ -80,6 +101,8 @@ class Candidates:
         stages_per_rank: virtual ones of each rank.
         judge: what plans are chosen by.
         shard: how micro-batches are laid out to be judged.
+        passes: forward and backward work of a piece's prefix apart, if packs of their own for
+            each pass are to be tried; such a replica shares no micro-batch.
     """
 
     pieces: list[Piece]
@@ -91,11 +114,12 @@ class Candidates:
     stages_per_rank: int
     judge: Judge
     shard: Shard
+    passes: tuple[PrefixWork, PrefixWork] | None = None
     _packs: dict[Way, Packs] = field(default_factory=dict, init=False)
     _scores: dict[Way, Score] = field(default_factory=dict, init=False)
 
     def packs(self, way: Way) -> Packs:
-        """The slices of each micro-batch; none where whole pieces do not fit into so many."""
+        """The micro-batches; none where whole pieces do not fit into so many."""
         if way not in self._packs:
             self._packs[way] = self._make(way)
         return self._packs[way]
@@ -103,17 +127,16 @@ class Candidates:
     def score(self, way: Way) -> Score:
         """The replica's step, without what it shares with others; the worst if there is none."""
         if way not in self._scores:
-            packs = self.packs(way)
             self._scores[way] = (
-                score_of([replica_plan(packs, 0, self.shard)], self.judge)
-                if packs
+                score_of([self.plan(way, 0, (), self.shard)], self.judge)
+                if self.packs(way).forward
                 else Score(True, sys.maxsize)
             )
         return self._scores[way]
 
     def best(self) -> Way:
         """The way with the best score that the search finds; whole pieces among equals."""
-        fewest = Way("equal", 0) if not self.packs(FEWEST) else FEWEST
+        fewest = FEWEST if self.packs(FEWEST).forward else Way("equal", 0)
         if self.stages == 1:
             return fewest
         # Virtual stages drain so fast that tapering gains them nothing.
@@ -124,11 +147,17 @@ class Candidates:
         # Else one of the whole pieces would make a micro-batch of its own that all wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             ways.insert(1, Way("whole", halves))
+        if self.passes is not None:
+            ways += [Way("units", halves), Way("recomputed", halves)]
         return min(ways, key=self.score)
 
     def plan(self, way: Way, number: int, shared: Sequence[Shared], shard: Shard) -> ReplicaPlan:
         """The plan of replica ``number``, which comes first to what it shares with others."""
-        return replica_plan(self.packs(way), number, shard, shared)
+        forward, backward = self.packs(way)
+        if backward is None:
+            return replica_plan(forward, number, shard, shared)
+        recompute = way.kind == "recomputed"
+        return asymmetric_replica_plan(forward, backward, number, shard, recompute=recompute)
 
     def _walk(self, kind: Literal["equal", "tapered"]) -> int:
         """From the start up while the score improves, or else down; an index of ``HALVES``."""
@@ -149,7 +178,10 @@ class Candidates:
             for bins in [count] if count else [least, least + 1]:
                 groups, carried = pack(self.pieces, bins, self.cap, self.total)
                 if not carried:
-                    return [[whole(piece) for piece in group] for group in groups if group]
-            return []
+                    return Packs([[whole(piece) for piece in group] for group in groups if group])
+            return Packs([])
+        if way.kind in ("units", "recomputed"):
+            assert self.passes is not None
+            return Packs(*slice_pieces_asymmetric(self.pieces, count, self.cap, *self.passes))
         taper = self.stages - 1 if way.kind == "tapered" else 0
-        return slice_pieces(self.pieces, count or least, self.cap, self.work, taper=taper)
+        return Packs(slice_pieces(self.pieces, count or least, self.cap, self.work, taper=taper))

@@ -22,10 +22,11 @@ from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
 from lightning_wlb.cost.memory import USABLE_PERCENT
-from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.plan import MicroBatch, ReplicaPlan
 from lightning_wlb.planning.merging import shared_work
 from lightning_wlb.planning.predict import Predictor
-from lightning_wlb.schedule.actions import BACKWARD
+from lightning_wlb.planning.units import units
+from lightning_wlb.schedule.actions import FORWARD, RECOMPUTED, Action
 from lightning_wlb.schedule.packflow import (
     backward_order,
     backward_orders,
@@ -97,10 +98,14 @@ class PipelineJudge:
         Returns:
             The peak counts tokens of open micro-batches, once for each stage.
         """
+        replicas = [
+            replica if _runs_whole(replica) else units(replica, 1, 1) for replica in replicas
+        ]
         passes = [self._passes(replica) for replica in replicas]
-        if self.stages_per_rank == 1 and meetings_of(replicas) is None:
+        meetings = meetings_of(replicas)
+        if self.stages_per_rank == 1 and meetings is None:
             alone = [
-                _run_alone(*each, *backward_order(replica), self.ranks)
+                _run_alone(each, *backward_order(replica), self.ranks)
                 for each, replica in zip(passes, replicas, strict=True)
             ]
             return Verdict(
@@ -108,47 +113,99 @@ class PipelineJudge:
                 max((peak for _, peak in alone), default=0),
             )
         programs = [
-            [packflow(rank, self.ranks, *order, self.stages_per_rank) for rank in range(self.ranks)]
-            for order in backward_orders(replicas)
+            [
+                packflow(
+                    rank,
+                    self.ranks,
+                    *order,
+                    self.stages_per_rank,
+                    len(replica.forward) if replica.recompute else None,
+                )
+                for rank in range(self.ranks)
+            ]
+            for replica, order in zip(replicas, backward_orders(replicas), strict=True)
         ]
         steps = simulate_replicas(
             programs,
-            lambda replica, action: passes[replica][action.kind == BACKWARD][action.micro_batch],
-            opened_bytes=lambda replica, action: passes[replica][2][action.micro_batch],
-            shared=meetings_of(replicas),
+            lambda replica, action: passes[replica].of(action),
+            opened_bytes=lambda replica, action: passes[replica].opened(action),
+            freed_bytes=lambda replica, action: passes[replica].freed(action),
+            shared=meetings,
         )
         return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
 
-    def _passes(self, replica: ReplicaPlan) -> tuple[list[int], list[int], list[int]]:
-        """Of each micro-batch how long its passes are, and its tokens on one replica."""
+    def _passes(self, replica: ReplicaPlan) -> _Passes:
         forward, backward, tokens = [], [], []
+        each, overhead = self.stages_per_rank, self.overhead
         for group in replica.forward:
-            total = first = count = 0
-            for index in group.slices:
-                _, origin, start, stop = replica.slices[index]
-                end = stop - origin
-                total += self.total(end)
-                first += self.forward(end)
-                if start > origin:
-                    total -= self.total(start - origin)
-                    first -= self.forward(start - origin)
-                count += stop - start
-            members = len(group.replicas)
-            if members > 1:
-                total, first = shared_work(total, members), shared_work(first, members)
-            forward.append(first // self.stages_per_rank + self.overhead)
-            backward.append((total - first) // self.stages_per_rank + self.overhead)
-            tokens.append(-(-count // members))
-        return forward, backward, tokens
+            total, first, count = self._work(replica, group)
+            forward.append(first // each + overhead)
+            backward.append((total - first) // each + overhead)
+            tokens.append(count)
+        if not replica.recompute:
+            return _Passes(forward, backward, tokens, tokens)
+        again = [self._work(replica, group) for group in replica.backward]
+        return _Passes(
+            forward,
+            [total // each + overhead for total, _, _ in again],
+            tokens,
+            [count for _, _, count in again],
+        )
+
+    def _work(self, replica: ReplicaPlan, group: MicroBatch) -> tuple[int, int, int]:
+        """Of a micro-batch on one of its replicas: all work, its forward, tokens."""
+        total = first = count = 0
+        for index in group.slices:
+            _, origin, start, stop = replica.slices[index]
+            end = stop - origin
+            total += self.total(end)
+            first += self.forward(end)
+            if start > origin:
+                total -= self.total(start - origin)
+                first -= self.forward(start - origin)
+            count += stop - start
+        members = len(group.replicas)
+        if members > 1:
+            total, first = shared_work(total, members), shared_work(first, members)
+        return total, first, -(-count // members)
+
+
+class _Passes(NamedTuple):
+    """Lengths and tokens of the passes of a replica, by number of the action's micro-batch.
+
+    Attributes:
+        forward: length of each forward on one stage.
+        backward: of each backward, with the forward that it runs again.
+        opens: tokens of each forward.
+        frees: tokens of each backward.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    opens: list[int]
+    frees: list[int]
+
+    def of(self, action: Action) -> int:
+        passes = self.forward if action.kind == FORWARD else self.backward
+        return passes[action.micro_batch]
+
+    def opened(self, action: Action) -> int:
+        return self.opens[action.micro_batch] if action.kind == FORWARD else 0
+
+    def freed(self, action: Action) -> int:
+        """What the simulator does not free by itself."""
+        return self.frees[action.micro_batch] if action.kind == RECOMPUTED else 0
+
+
+def _runs_whole(replica: ReplicaPlan) -> bool:
+    """Whether every backward runs at once: the plan is symmetric, or recomputes."""
+    return replica.recompute or {group.slices for group in replica.forward} == {
+        group.slices for group in replica.backward
+    }
 
 
 def _run_alone(
-    forward: Sequence[int],
-    backward: Sequence[int],
-    tokens: Sequence[int],
-    order: Sequence[int],
-    needs: Sequence[int],
-    ranks: int,
+    passes: _Passes, order: Sequence[int], needs: Sequence[int], ranks: int
 ) -> tuple[int, int]:
     """Length of a replica's step with one stage per rank, and the most tokens open on a rank.
 
@@ -157,13 +214,12 @@ def _run_alone(
     forwards before backward j, all that this backward needs has run.
 
     Args:
-        forward: length of each micro-batch's forward on one stage.
-        backward: likewise.
-        tokens: of each micro-batch.
+        passes: of the replica.
         order: micro-batches in the order of their backwards.
         needs: forwards that each backward needs, see ``packflow``.
         ranks: of the pipeline, P.
     """
+    forward, backward, opens, frees = passes
     count = len(forward)
     if not count:
         return 0, 0
@@ -189,8 +245,8 @@ def _run_alone(
                 now = ready
             ready = clock[rank] = now + duration
     # The first rank runs the most forwards ahead.
-    opened = [0, *accumulate(tokens)]
-    freed = [0, *accumulate(tokens[place] for place in order)]
+    opened = [0, *accumulate(opens)]
+    freed = [0, *accumulate(frees[place] for place in order)]
     peak = max(opened[min(count, need + ranks - 1)] - freed[at] for at, need in enumerate(planned))
     return clock[0], peak
 

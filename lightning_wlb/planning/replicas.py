@@ -44,21 +44,21 @@ def replica_plan(
 
 def unsharded(slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
     """In place of a :data:`Shard`, where the plan is only simulated: choosing one takes longer."""
-    return "", 0
+    return "per_sequence", 0
 
 
 def sharded(replica: ReplicaPlan, shard: Shard) -> ReplicaPlan:
-    """The symmetric plan with every micro-batch laid out by ``shard``."""
-    made = {
-        group.slices: MicroBatch(
-            group.slices, *shard(replica.slices_of(group), len(group.replicas)), group.replicas
-        )
-        for group in replica.forward
-    }
+    """The plan with every micro-batch laid out by ``shard``."""
+    made: dict[tuple[int, ...], MicroBatch] = {}
+    for group in (*replica.forward, *replica.backward):
+        if group.slices not in made:
+            sharding, rows = shard(replica.slices_of(group), len(group.replicas))
+            made[group.slices] = MicroBatch(group.slices, sharding, rows, group.replicas)
     return ReplicaPlan(
         replica.slices,
         tuple(made[group.slices] for group in replica.forward),
         tuple(made[group.slices] for group in replica.backward),
+        replica.recompute,
     )
 
 
@@ -67,6 +67,8 @@ def asymmetric_replica_plan(
     backward: Sequence[Sequence[Slice]],
     replica: int,
     shard: Shard,
+    *,
+    recompute: bool = False,
 ) -> ReplicaPlan:
     """The plan of a replica whose backward micro-batches group the slices otherwise.
 
@@ -75,6 +77,7 @@ def asymmetric_replica_plan(
         backward: the same slices, in micro-batches in backward order.
         replica: its number.
         shard: how a micro-batch is laid out.
+        recompute: whether backward runs the forward of its slices again.
     """
     slices = [part for pack in forward for part in pack]
     number = {part: index for index, part in enumerate(slices)}
@@ -87,4 +90,4 @@ def asymmetric_replica_plan(
             made.append(MicroBatch(members, sharding, rows, (replica,)))
         return tuple(made)
 
-    return ReplicaPlan(tuple(slices), groups(forward), groups(backward))
+    return ReplicaPlan(tuple(slices), groups(forward), groups(backward), recompute)

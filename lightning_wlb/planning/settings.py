@@ -64,6 +64,10 @@ class DataSettings:
         micro_packs: micro-batches that ``slim`` makes of a global batch, as a multiple of N. More
             fill the pipeline better, and make kernels smaller. It does not change what enters a
             step.
+        asymmetric: whether ``auto`` also tries slices that are grouped apart for forward and for
+            backward, in units and with recomputation, and takes them where their simulated step is
+            shorter. Off, because it was not on any workload that we know, and planning takes half
+            as long again (benchmarks/slimpack.py). It does not change what enters a step.
 
     Raises:
         ValueError: a value out of range, with the remedy.
@@ -87,6 +91,7 @@ class DataSettings:
     solver: Solver = "cbc"
     solver_nodes: int = 100
     micro_packs: int = 4
+    asymmetric: bool = False
 
     def __post_init__(self) -> None:
         given = {
@@ -98,6 +103,7 @@ class DataSettings:
             },
             "delay_budget": number("delay_budget", self.delay_budget, 0),
             "shuffle": flag("shuffle", self.shuffle),
+            "asymmetric": flag("asymmetric", self.asymmetric),
             "packing": choice("packing", self.packing, PACKINGS),
             "long_documents": choice(
                 "long_documents", self.long_documents, get_args(LongDocuments)
@@ -152,6 +158,7 @@ class DataSettings:
             micro_batches=self.micro_batches,
             cap=self.token_cap,
             work=work,
+            forward=forward or work,
             costs=PieceCosts(work, self.context_window, forward),
             queues=self.queues,
             thresholds=self.thresholds,
@@ -163,6 +170,7 @@ class DataSettings:
             solver=self.solver,
             solver_nodes=self.solver_nodes,
             micro_packs=self.micro_packs,
+            asymmetric=self.asymmetric,
         )
 
 

@@ -21,10 +21,10 @@ EVERY = [
 ]
 
 
-def candidates(lengths, stages=4, per_rank=1, overhead=SMALL, **limits):
+def candidates(lengths, stages=4, per_rank=1, overhead=SMALL, nominal=4, passes=None, **limits):
     return Candidates(
         [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)],
-        nominal=4,
+        nominal=nominal,
         cap=WINDOW,
         work=PrefixWork.of(TOTAL),
         total=TOTAL,
@@ -32,6 +32,7 @@ def candidates(lengths, stages=4, per_rank=1, overhead=SMALL, **limits):
         stages_per_rank=per_rank,
         judge=PipelineJudge(TOTAL, FORWARD, stages, per_rank, overhead, **limits),
         shard=unsharded,
+        passes=passes,
     )
 
 
@@ -62,9 +63,9 @@ def test_one_stage_has_nothing_to_fill():
 
 def test_slices_where_whole_pieces_do_not_fit_one_stage():
     tried = candidates([WINDOW * 3 // 5] * 5, stages=1)
-    assert tried.packs(FEWEST) == []
+    assert tried.packs(FEWEST).forward == []
     assert tried.score(FEWEST).overflows
-    packs = tried.packs(tried.best())
+    packs = tried.packs(tried.best()).forward
     assert sum(part.tokens for pack in packs for part in pack) == 5 * (WINDOW * 3 // 5)
     assert len(packs) == 3
 
@@ -79,7 +80,33 @@ def test_what_overflows_is_taken_only_where_nothing_fits():
 
 def test_a_shared_micro_batch_comes_first():
     tried = candidates([600, 500])
-    plan = tried.plan(FEWEST, 1, [([tried.packs(FEWEST)[0][0]], (0, 1))], unsharded)
+    plan = tried.plan(FEWEST, 1, [([tried.packs(FEWEST).forward[0][0]], (0, 1))], unsharded)
     assert [group.replicas for group in plan.forward] == [(0, 1), (1,)]
     assert Score(False, 2) < Score(True, 1)
     assert score_of([], tried.judge) == (False, 0)
+
+
+def asymmetric_candidates(**settings):
+    """One long piece, cut into as many slices as M allows; units are more and smaller."""
+    work, forward = PrefixWork.of(TOTAL), PrefixWork.of(FORWARD)
+    backward = PrefixWork(work.linear - forward.linear, work.pair - forward.pair)
+    return candidates([WINDOW], nominal=1, passes=(forward, backward), **settings)
+
+
+def test_packs_of_their_own_for_backward_where_they_are_faster():
+    tried = asymmetric_candidates(overhead=0)
+    way = tried.best()
+    assert way.kind == "units"
+    assert tried.score(way).time < min(tried.score(each).time for each in EVERY)
+    plan = tried.plan(way, 0, (), unsharded)
+    assert {group.slices for group in plan.forward} != {group.slices for group in plan.backward}
+    dear = asymmetric_candidates(overhead=FORWARD(WINDOW))
+    assert dear.best().kind not in ("units", "recomputed")
+
+
+def test_computing_forward_again_costs_what_it_takes():
+    tried = asymmetric_candidates(overhead=0, stages=1)
+    again = Way("recomputed", 8)
+    assert tried.plan(again, 0, (), unsharded).recompute
+    assert tried.score(again).time == TOTAL(WINDOW) + FORWARD(WINDOW)
+    assert tried.score(Way("units", 8)).time == TOTAL(WINDOW)

@@ -11,7 +11,7 @@ from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
 from lightning_wlb.planning.predict import Predictor
-from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan, unsharded
 from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
@@ -133,3 +133,16 @@ def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
         for group in plan.replicas[0].forward:
             assert group.rows == plan.replicas[0].tokens_of(group)
     assert counts["profile"] < counts["work"]
+
+
+def test_units_and_recomputation_take_what_the_executor_runs():
+    """Slices of one piece of 100, forward [0, 50) [50, 100), backward [20, 100) [0, 20)."""
+    a, b, c = (Slice(0, 0, start, stop) for start, stop in ((0, 20), (20, 50), (50, 100)))
+    plan = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, unsharded)
+    again = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, unsharded, recompute=True)
+    for per_rank in (1, 2):
+        judge = PipelineJudge(total, forward, 1, per_rank, overhead=6)
+        # Three units; two forwards and two backwards.
+        assert judge([plan]).time == total(100) + per_rank * 6 * 6
+        assert judge([again]).time == total(100) + forward(100) + per_rank * 4 * 6
+        assert judge([plan]).peak == judge([again]).peak == 100 * per_rank

@@ -60,7 +60,13 @@ class AutoPacker(TaperedPacker):
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(replace(rules, nominal_stages=1))
-        self._prefix_work = PrefixWork.of(rules.work)
+        self._prefix_work = work = PrefixWork.of(rules.work)
+        self._passes: tuple[PrefixWork, PrefixWork] | None = None
+        if rules.asymmetric:
+            forward = PrefixWork.of(rules.forward)
+            backward = PrefixWork(work.linear - forward.linear, work.pair - forward.pair)
+            # A planner that was not told the forward's part takes both passes to be alike.
+            self._passes = forward, backward if backward.linear else forward
 
     def replicas(self, groups: Groups, mesh: Mesh, shard: Shard) -> list[ReplicaPlan]:
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
@@ -137,6 +143,7 @@ class AutoPacker(TaperedPacker):
                 mesh.stages_per_rank,
                 judge,
                 layout,
+                None if merged.shared else self._passes,
             )
             if latest.time == 0 or candidates.score(way) > latest:
                 way = candidates.best()

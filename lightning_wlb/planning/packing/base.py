@@ -42,9 +42,10 @@ class Rules:
         micro_batches: N, micro-batches of a global batch over all replicas.
         cap: most tokens of a micro-batch.
         work: exact cost of a piece from its tokens, forward and backward.
-        costs: the same scaled to 41 bits, with the forward apart.
+        forward: its forward alone, if the planner was told it; else the same.
+        costs: both scaled to 41 bits.
         queues, thresholds, packing_window, delay_budget, max_age, nominal_replicas,
-            nominal_stages, solver, solver_nodes, micro_packs: see
+            nominal_stages, solver, solver_nodes, micro_packs, asymmetric: see
             :class:`~lightning_wlb.planning.settings.DataSettings`.
     """
 
@@ -53,6 +54,7 @@ class Rules:
     micro_batches: int
     cap: int
     work: Callable[[int], int]
+    forward: Callable[[int], int]
     costs: PieceCosts
     queues: int
     thresholds: tuple[int, ...] | None
@@ -64,6 +66,7 @@ class Rules:
     solver: str
     solver_nodes: int
     micro_packs: int
+    asymmetric: bool
 
     @property
     def nominal_tokens(self) -> int:

@@ -87,3 +87,23 @@ def test_pieces_above_a_nominal_replicas_share_wait_whatever_the_mesh():
 def test_nothing_waits_without_a_budget_or_with_one_nominal_replica():
     for plans_ in (released(budget=0), released(nominal=1)):
         assert all(plan.max_delay == 0 for plan in plans_)
+
+
+def test_asymmetric_plans_are_tried_if_asked_for():
+    made = {}
+    for asymmetric in (False, True):
+        planner = Planner(
+            [3600] * 12,
+            DataSettings(4096, 2, packing="auto", asymmetric=asymmetric, shuffle=False),
+            TOTAL,
+            MeshSettings(pipeline_parallel_size=4),
+            forward=FORWARD,
+        )
+        planner.next_step()  # validates
+        made[asymmetric] = planner.next_step()
+    assert made[True].pieces == made[False].pieces
+    times = {
+        key: PipelineJudge(TOTAL, FORWARD, 4, 1, FORWARD(4096 // OVERHEAD))(plan.replicas).time
+        for key, plan in made.items()
+    }
+    assert times[True] <= times[False]
