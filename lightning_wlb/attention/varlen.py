@@ -57,6 +57,8 @@ class AttentionMetadata:
             None where the all-to-all is not used.
         send_counts: rows sent to each rank by all-to-all.
         receive_counts: rows that arrive from each rank by all-to-all.
+        head_rows: where heads and not keys are exchanged (:mod:`.head_parallel`), rows of each
+            rank that hold a token; the segments are then those of the whole micro-batch.
         replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
         slices: what is needed beyond where pieces are sliced over micro-batches; None where the
             micro-batch's pieces are whole. Then ``key_index`` is never None.
@@ -74,6 +76,7 @@ class AttentionMetadata:
     send_index: Tensor | None = None
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
+    head_rows: tuple[int, ...] = ()
     replicas: int = 1
     slices: SliceMetadata | None = None
     recomputed: bool = False
@@ -125,6 +128,7 @@ class AttentionMetadata:
             send_index=torch.from_numpy(indices.send_index) if indices.send_counts else None,
             send_counts=indices.send_counts,
             receive_counts=indices.receive_counts,
+            head_rows=indices.head_rows,
         )
 
 

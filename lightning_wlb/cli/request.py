@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.attention.sharding import ADAPTIVE, SHARDINGS
+from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 from lightning_wlb.cli.arguments import mesh_of, model_config, names_of
 from lightning_wlb.cli.forecast import Forecast, plan_steps
 from lightning_wlb.cli.lengths import Lengths, load_lengths
@@ -24,7 +24,7 @@ from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
 
 BASELINE = "original"
-SHARDING_NAMES = [ADAPTIVE, *SHARDINGS]
+SHARDING_NAMES = [ADAPTIVE, *NAMES]
 PRECISIONS = {
     # name: (compute dtype, dtype at rest)
     "bf16-mixed": ("bfloat16", "float32"),
@@ -71,6 +71,8 @@ class Request:
         arguments.micro_batches = count
         packings = names_of("--packing", arguments.packing, list(PACKINGS))
         shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
+        if HEADS in shardings and mesh.context > 1:
+            check_heads(config.heads, config.kv_heads, mesh.context, mesh.tensor)
         candidates = [(name, sharding) for sharding in shardings for name in packings]
         baseline = (BASELINE, shardings[0])
 

@@ -132,6 +132,25 @@ class Communication:
         link: Link = getattr(self, axis)
         return round((ranks - 1) * link.latency_ns + size * 1e9 / link.bytes_per_second)
 
+    def all_to_all_ns(self, size: int) -> int:
+        """Every context-parallel rank sends ``size`` bytes, in equal parts to all the others.
+
+        Parts for other nodes go through the rank's own network adapter, at the same time as parts
+        for its own node through the node's link. No ring shares the adapters of a node here.
+        """
+        ranks = self.mesh.context
+        if ranks == 1 or size == 0:
+            return 0
+        together = self._together("context")
+        if together == ranks:
+            return self.exchange_ns("context", ranks, size)
+        network = self._network[0]
+        outside = size * (ranks - together) // (ranks - 1)
+        seconds = max(
+            outside / network.bytes_per_second, (size - outside) / self._node.bytes_per_second
+        )
+        return round((ranks - 1) * network.latency_ns + seconds * 1e9)
+
     def message_ns(self, source: int, size: int) -> int:
         """A message of ``size`` bytes between pipeline stages ``source`` and ``source + 1``."""
         link = self.pipeline[source % self.mesh.pipeline]
@@ -147,12 +166,16 @@ class Communication:
 
     def _of_groups(self, *axes: str) -> Link:
         """The slowest group decides: the step waits for it."""
-        node = self.mesh.groups(*axes) // self.profile.devices_per_node
-        if (node == node[:, :1]).all():
+        together = self._together(*axes)
+        if together == self.mesh.groups(*axes).shape[1]:
             return self._node
         network = self._network[0]
-        together = min(int(np.unique(row, return_counts=True)[1].min()) for row in node)
         rate = together * network.bytes_per_second
         if together > 1:
             rate = min(rate, self._node.bytes_per_second)
         return Link(network.latency_ns, rate)
+
+    def _together(self, *axes: str) -> int:
+        """Fewest ranks of a group that lie in one node, over its nodes and all groups."""
+        node = self.mesh.groups(*axes) // self.profile.devices_per_node
+        return min(int(np.unique(row, return_counts=True)[1].min()) for row in node)

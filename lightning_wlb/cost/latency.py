@@ -94,17 +94,20 @@ class LatencyModel:
 
     # Compute, one layer on one rank
 
-    def attention_ns(self, queries: Integers, keys: Integers, *, backward: bool) -> int:
+    def attention_ns(
+        self, queries: Integers, keys: Integers, *, backward: bool, head_split: int = 1
+    ) -> int:
         """The attention kernel of one layer on one rank, its part of the heads.
 
         Args:
             queries: int64 [segments], queries of each.
             keys: int64 [segments], keys of each, at least its queries.
             backward: the backward pass, recomputation included; else the forward pass.
+            head_split: context-parallel ranks that split the heads.
         """
-        result = self._kernel_ns(queries, keys, backward=backward)
+        result = self._kernel_ns(queries, keys, backward, head_split)
         if backward and self.activation_checkpointing == "full":
-            result += self._kernel_ns(queries, keys, backward=False)
+            result += self._kernel_ns(queries, keys, False, head_split)
         return result
 
     def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
@@ -116,10 +119,10 @@ class LatencyModel:
         """
         forward = self._segments_ps(queries, keys, backward=False)
         result = forward + self._segments_ps(queries, keys, backward=True)
-        copies = self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
+        # Backward puts the keys together again, whether or not the whole layer runs again.
+        copies = 2 * self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
         if self.activation_checkpointing == "full":
             result += forward
-            copies += self._copied_bytes(backward=False)
         if self.mesh.context > 1:
             result += keys * round(copies * _PICOSECONDS / self.profile.element_bytes_per_second)
         return result
@@ -202,6 +205,26 @@ class LatencyModel:
         ) + self._traffic_ns(keys * self._copied_bytes(backward=True))
         return result + (forward if self.activation_checkpointing == "full" else 0)
 
+    def head_parallel_ns(self, rows: int, *, backward: bool) -> int:
+        """Two all-to-alls of one layer: queries, keys and values there, outputs back.
+
+        Args:
+            rows: of each rank.
+            backward: the same two with gradients; recomputation exchanges again.
+        """
+        ranks = self.mesh.context
+        width = DTYPE_BYTES[self.profile.dtype] * self.shape.head_dim
+        heads = self.shape.heads // self.mesh.tensor // ranks
+        key_heads = max(self.rank_kv_heads // ranks, 1)
+        passes = 0
+        for each in (heads + 2 * key_heads, heads):
+            size = rows * ranks * each * width
+            # What is sent is written once and read once, and so is what arrives.
+            passes += self.communication.all_to_all_ns(size * (ranks - 1) // ranks)
+            passes += self._traffic_ns(4 * size)
+        again = backward and self.activation_checkpointing == "full"
+        return passes * (2 if again else 1)
+
     def pipeline_ns(self, rows: int, source: int) -> int:
         """A boundary tensor of a micro-batch between stages ``source`` and ``source + 1``."""
         if self.mesh.pipeline == 1:
@@ -245,12 +268,12 @@ class LatencyModel:
         elements = 2 * self.rank_kv_heads * self.shape.head_dim
         return elements * (width + 2 * max(width, 4) if backward else 2 * width)
 
-    def _kernel_ns(self, queries: Integers, keys: Integers, *, backward: bool) -> int:
+    def _kernel_ns(self, queries: Integers, keys: Integers, backward: bool, head_split: int) -> int:
         if len(queries) == 0:
             return 0
         overhead = self.profile.attention_table(self.shape.head_dim).call_ns[backward]
         segments = self._segments_ps(queries, keys, backward=backward)
-        return int(segments.sum()) // 1000 + round(overhead)
+        return int(segments.sum()) // (1000 * head_split) + round(overhead)
 
     def _segments_ps(self, queries: Integers, keys: Integers, *, backward: bool) -> Integers:
         """Picoseconds of each segment, from FLOPs with the queries padded to the tile."""

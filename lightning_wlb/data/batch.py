@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache, RowsAt, SliceMetadata
-from lightning_wlb.attention.sharding import Layout, RankIndices, rank_indices
+from lightning_wlb.attention.sharding import Layout, RankIndices, head_indices, rank_indices
 from lightning_wlb.attention.slices import SlicedIndices, SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.data.documents import DocumentStore
@@ -351,7 +351,8 @@ def _micro_batch(
             slices=SliceMetadata.from_indices(parts, number),
         )
     else:
-        indices = rank_indices(arrangement, rank)
+        of_rank = head_indices if arrangement.by_heads else rank_indices
+        indices = of_rank(arrangement, rank)
         offsets = indices.offset
         attention = AttentionMetadata.from_indices(indices, rows, arrangement.ranks)
     positions = np.zeros(rows, np.int64)

@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, flag, whole
-from lightning_wlb.attention.sharding import ADAPTIVE, SHARDINGS
+from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
@@ -69,7 +69,7 @@ class WLBDataModule(L.LightningDataModule):
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
-            in ``lightning_wlb.attention.sharding.SHARDINGS``, or ``"adaptive"``, the one of least
+            in ``lightning_wlb.attention.sharding.NAMES``, or ``"adaptive"``, the one of least
             predicted attention latency for each micro-batch.
         profile: the device profile that ``"adaptive"`` predicts with: a shipped name (``"h100"``),
             the file that ``lightning-wlb profile`` wrote, or a
@@ -151,7 +151,7 @@ class WLBDataModule(L.LightningDataModule):
                 " lightning_wlb.cost.flops.ModelShape, or None for that of the LightningModule."
             )
         self.documents = documents
-        self.sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
+        self.sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
         self.profile = Profile.load(profile) if isinstance(profile, str) else profile
         self.num_workers = whole("num_workers", num_workers, 0)
         self.validation_documents = validation_documents
@@ -308,6 +308,9 @@ class WLBDataModule(L.LightningDataModule):
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
         work, at = Work(shape), _place(trainer)
+        if self.sharding == HEADS and at.context_parallel_size > 1:
+            sizes = at.context_parallel_size, at.tensor_parallel_size
+            check_heads(shape.heads, shape.kv_heads, *sizes)
         return StepDataset(
             store,
             settings,

@@ -36,6 +36,7 @@ from lightning_wlb.attention.context_parallel import (
     gather_rows,
     scatter_rows,
 )
+from lightning_wlb.attention.head_parallel import head_parallel_attention
 from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
@@ -152,6 +153,9 @@ class Transformer(nn.Module):
         kernel = self.attention_kernel
         if metadata.slices is not None:
             return sliced_attention(queries(), k, v, metadata, kernel, group)
+        if metadata.head_rows:
+            assert group is not None
+            return head_parallel_attention(queries(), k, v, metadata, kernel, group)
         return context_parallel_attention(queries, k, v, metadata, kernel, group)
 
     def set_parallel_groups(

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.attention.sharding import ADAPTIVE, choose, layout
+from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, choose, layout
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
@@ -206,8 +206,11 @@ class Planner:
         mesh = self._mesh
         lengths = [part.tokens for part in slices]
         sizes = (mesh.context_parallel_size * replicas, mesh.tensor_parallel_size)
-        if mesh.sharding == ADAPTIVE:
-            contexts = [part.context for part in slices]
+        contexts = [part.context for part in slices]
+        if mesh.sharding == ADAPTIVE or (
+            mesh.sharding == HEADS and (replicas > 1 or any(contexts))
+        ):
+            # Slices and shared micro-batches exchange keys, which HEADS does not spread evenly.
             name, chosen = choose(lengths, *sizes, self._kernel_cost, contexts=contexts)
             return name, chosen.rows
         return mesh.sharding, layout(mesh.sharding, lengths, *sizes).rows

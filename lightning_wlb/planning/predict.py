@@ -212,7 +212,11 @@ class Predictor:
         travelling = _travelling(placed) + (placed.ranks - 1) * -(
             -int(before.sum()) // placed.ranks
         )
-        again = sliced and latency.activation_checkpointing != "full"  # which counts it anyway
+        # Keys are put together again in backward; "full" counts that anyway.
+        reads_again = sliced or placed.ranks > 1
+        again = reads_again and latency.activation_checkpointing != "full"
+        if placed.by_heads and not sliced:
+            return self._by_heads(placed)
         _, document, start, stop = placed.table.T
         for first, end in pairwise(placed.first.tolist()):
             own = slice(first, end)
@@ -231,11 +235,7 @@ class Predictor:
             if again:
                 gather[1] += gather[0]
             layer.append((passes[0] + gather[0], passes[1] + gather[1]))
-        shared = [
-            latency.linear_ns(placed.rows, backward=backward)
-            + latency.tensor_parallel_ns(placed.rows, backward=backward)
-            for backward in (False, True)
-        ]
+        shared = self._shared_ns(placed.rows)
         return MicroBatchCost(
             rows=placed.rows,
             keys=most_keys,
@@ -248,6 +248,39 @@ class Predictor:
             ),
             layer_ns=(_slowest(layer)[0] + shared[0], _slowest(layer)[1] + shared[1]),
         )
+
+    def _by_heads(self, placed: Layout) -> MicroBatchCost:
+        """The cost of a micro-batch whose context-parallel ranks split the heads: alike on all."""
+        latency, ranks = self.latency, placed.ranks
+        lengths = np.array(placed.lengths, dtype=np.int64)
+        forward, backward = (
+            latency.attention_ns(lengths, lengths, backward=backward, head_split=ranks)
+            for backward in (False, True)
+        )
+        exchange = [
+            latency.head_parallel_ns(placed.rows, backward=backward) for backward in (False, True)
+        ]
+        shared = self._shared_ns(placed.rows)
+        # As many keys as rows, of some of the heads; heads that several ranks read are copied.
+        keys = placed.rows * max(ranks // latency.rank_kv_heads, 1)
+        return MicroBatchCost(
+            rows=placed.rows,
+            keys=keys,
+            indexed=0,
+            kept_rows=0,
+            attention_ns=(forward, backward),
+            mean_attention_ns=(float(forward), float(backward)),
+            layer_ns=(forward + exchange[0] + shared[0], backward + exchange[1] + shared[1]),
+        )
+
+    def _shared_ns(self, rows: int) -> tuple[int, int]:
+        """Everything of a layer but attention and its exchange, forward and backward."""
+        forward, backward = (
+            self.latency.linear_ns(rows, backward=backward)
+            + self.latency.tensor_parallel_ns(rows, backward=backward)
+            for backward in (False, True)
+        )
+        return forward, backward
 
     def piece_work(self, micro_batch_tokens: int) -> Callable[[int], int]:
         """W_a + W_l of WLB-LLM Equation 2 as time: a function from a piece's tokens to ps.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.arguments import choice, flag, number, whole, wholes
-from lightning_wlb.attention.sharding import ADAPTIVE, SHARDINGS
+from lightning_wlb.attention.sharding import ADAPTIVE, NAMES
 from lightning_wlb.planning.costs import PieceCosts
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.packing.base import Packer, Rules
@@ -185,7 +185,7 @@ class MeshSettings:
         pipeline_parallel_size: stages of the pipeline, which the number and order of micro-batches
             go by.
         sharding: name of the sharding of every micro-batch, in
-            ``lightning_wlb.attention.sharding.SHARDINGS``, or ``"adaptive"``: for each micro-batch
+            ``lightning_wlb.attention.sharding.NAMES``, or ``"adaptive"``: for each micro-batch
             the one of least predicted attention latency.
         stages_per_rank: virtual stages of each pipeline rank.
 
@@ -206,4 +206,4 @@ class MeshSettings:
             "stages_per_rank",
         ):  # fmt: skip
             object.__setattr__(self, name, whole(name, getattr(self, name), 1))
-        choice("sharding", self.sharding, (ADAPTIVE, *SHARDINGS))
+        choice("sharding", self.sharding, (ADAPTIVE, *NAMES))

@@ -175,10 +175,10 @@ def test_the_cost_of_segments_is_what_the_kernel_takes() -> None:
     assert costs.shape == (3,)
     assert int(costs.sum()) // 1000 == pytest.approx(both, abs=1)
     # Under context parallelism a segment's keys are copied: 2·32·128 elements, 2 + 2 bytes
-    # forward, 2 + 4 + 4 backward, at 1 TB/s.
+    # forward and again in backward, and 2 + 4 + 4 for their gradients, at 1 TB/s.
     slow = replace(FLAT, element_bytes_per_second=1e12)
     copying = LatencyModel(slow, SHAPE, Mesh(context=2))
-    assert (copying.segment_cost(queries, keys) - costs == keys * 2 * 32 * 128 * 14).all()
+    assert (copying.segment_cost(queries, keys) - costs == keys * 2 * 32 * 128 * 18).all()
 
 
 def test_recomputation_is_added_to_the_backward() -> None:
@@ -221,6 +221,23 @@ def test_communication_in_bytes_over_bandwidth() -> None:
     assert model.pipeline_ns(1000, 0) == 250 * 4096 * 2 * 10
     # A ring over data × context, two ranks in each node.
     assert model.data_parallel_ns(4_000_000) == 3 * 1_000_000 * (2 + 4) * 5
+
+
+def test_attention_split_by_heads() -> None:
+    """Each of 4 ranks: 8 query and 8 key/value heads of 128, two bytes each, of all its rows."""
+    model = LatencyModel(FLAT, SHAPE, Mesh(context=4))
+    segments = arrays((4096, 4096))
+    for backward in (False, True):
+        whole = model.attention_ns(*segments, backward=backward)
+        part = model.attention_ns(*segments, backward=backward, head_split=4)
+        assert part == pytest.approx(whole / 4, abs=1)
+        sent = 1000 * 3 * (8 + 16) * 128 * 2 + 1000 * 3 * 8 * 128 * 2
+        assert model.head_parallel_ns(1000, backward=backward) == pytest.approx(sent, abs=2)
+    # 8 key/value heads over 16 ranks: each rank reads one.
+    few = LatencyModel(FLAT, replace(SHAPE, kv_heads=8), Mesh(context=16))
+    # Of 15 parts 8 go to the other node, through the rank's own adapter: 0.1 GB/s.
+    sent = 1000 * 8 * (2 + 2) * 128 * 2 + 1000 * 8 * 2 * 128 * 2
+    assert few.head_parallel_ns(1000, backward=False) == pytest.approx(10 * sent, abs=2)
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -70,6 +70,27 @@ def test_equal_micro_batches_take_the_closed_form_of_1f1b(pipeline: int, count: 
     assert lower <= compute <= lower + 2 * (pipeline + count) * message
 
 
+def test_attention_split_by_heads_is_equal_on_all_ranks() -> None:
+    lengths = [5000, 300, 40]
+    pieces = [Slice(number, 0, 0, length) for number, length in enumerate(lengths)]
+    model = predictor(Mesh(context=4))
+    cost = model.micro_batch(pieces, "heads")
+    every = np.array(lengths)
+    for backward in (False, True):
+        attention = model.latency.attention_ns(every, every, backward=backward, head_split=4)
+        assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
+        assert cost.layer_ns[backward] == (
+            attention
+            + model.latency.head_parallel_ns(cost.rows, backward=backward)
+            + model.latency.linear_ns(cost.rows, backward=backward)
+        )
+    assert cost.keys == cost.rows == sum(lengths) // 4
+    assert cost.indexed == 0
+    # Where a later micro-batch reads its keys, keys are exchanged, and the ranks are not equal.
+    sliced = model.micro_batch(pieces, "heads", kept=True)
+    assert sliced.attention_ns[0] > sliced.mean_attention_ns[0]
+
+
 def test_an_action_is_the_sum_of_its_parts() -> None:
     model = predictor(Mesh(pipeline=2))
     pieces = [Slice(0, 0, 0, 3000), Slice(1, 0, 0, 500)]
@@ -233,8 +254,8 @@ def test_earlier_keys_travel_in_both_passes() -> None:
         expected = whole.layer_ns[backward] - whole.attention_ns[backward]
         expected += later.attention_ns[backward]
         expected += gather(512 + 1500, later.keys, backward) - gather(512, whole.keys, backward)
-        if backward:
-            expected += gather(512 + 1500, later.keys, False)
+        if backward:  # which reads them once more
+            expected += gather(512 + 1500, later.keys, False) - gather(512, whole.keys, False)
         # The slowest rank may be the one that reads fewer keys.
         assert later.layer_ns[backward] == pytest.approx(expected, rel=0.005)
 

@@ -106,6 +106,19 @@ def test_gradients_and_parameters_equal_one_process(mesh):
         assert len(counts) > 1
 
 
+BY_HEADS = (
+    Case("wlb", "heads", tied=True, activation_checkpointing="full", masked=True),
+    Case("slim", "heads"),  # slices exchange keys, also under this sharding
+)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2, 2), (1, 2, 2, 1)], ids=str)
+def test_attention_split_by_heads_gives_the_same_gradients(mesh):
+    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, BY_HEADS, process_group=False)
+    for index, case in enumerate(BY_HEADS):
+        check_equal([rank[index] for rank in ranks], case)
+
+
 def check_equal(records: list[dict], case: Case) -> None:
     """All ranks' losses, gradients of three steps and final parameters against one process."""
     want = expected(case)

@@ -10,6 +10,7 @@ of one piece) and deals them to the ranks of the context-parallel group:
 ``per_document_contiguous``  the same with each remainder kept together
 ``hybrid``                   long pieces cut at tile boundaries, short ones whole on one rank
 ``ptrr``                     tiles of queries dealt greedily by work
+``heads``                    equal ranges of tokens; attention split by heads, not by queries
 ===========================  ==================================================================
 
 :func:`choose` takes the one of least predicted latency for a micro-batch; a plan names it.
@@ -17,25 +18,39 @@ of one piece) and deals them to the ranks of the context-parallel group:
 The rows of a rank are its chunks one after another, padded at the end so that all ranks have
 equally many and tensor parallelism can divide them. Each chunk is one attention segment: its
 queries are the chunk's rows, its keys the piece from its start to the chunk's end, causal and
-aligned at the bottom right (the last query sees every key).
+aligned at the bottom right (the last query sees every key). Under ``heads`` the segments are the
+whole pieces.
 """
 
 from lightning_wlb.attention.sharding.choice import ADAPTIVE, choose, predicted_latency
+from lightning_wlb.attention.sharding.heads import HEADS, check_heads
 from lightning_wlb.attention.sharding.indices import (
     RankIndices,
+    head_indices,
     rank_indices,
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.attention.sharding.layout import SHARDINGS, Chunk, Layout, layout, regrouped
+from lightning_wlb.attention.sharding.layout import (
+    NAMES,
+    SHARDINGS,
+    Chunk,
+    Layout,
+    layout,
+    regrouped,
+)
 
 __all__ = [
     "ADAPTIVE",
+    "HEADS",
+    "NAMES",
     "SHARDINGS",
     "Chunk",
     "Layout",
     "RankIndices",
+    "check_heads",
     "choose",
+    "head_indices",
     "layout",
     "predicted_latency",
     "rank_indices",

@@ -47,6 +47,8 @@ class RankIndices:
         send_index: int64 [sum of send_counts], local rows to send, by receiving rank.
         send_counts: rows to send to each rank; empty where the all-to-all is not used.
         receive_counts: rows that arrive from each rank; empty where it is not used.
+        head_rows: where heads and not keys are exchanged, rows of each rank; the segments are then
+            the whole pieces, and there is no ``key_index``. Else empty.
     """
 
     document: Integers
@@ -60,6 +62,7 @@ class RankIndices:
     send_index: Integers
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
+    head_rows: tuple[int, ...] = ()
 
 
 def traffic(layout: Layout) -> Integers:
@@ -137,6 +140,38 @@ def rank_indices(layout: Layout, rank: int) -> RankIndices:
         send_index=send_index,
         send_counts=send_counts,
         receive_counts=receive_counts,
+    )
+
+
+def head_indices(layout: Layout, rank: int) -> RankIndices:
+    """The rows of one rank of the group where ranks split the heads; the segments are the pieces.
+
+    Raises:
+        ValueError: if the layout is not one of heads, or has no such rank.
+    """
+    if not layout.by_heads or not 0 <= rank < layout.ranks:
+        raise ValueError(
+            f"rank {rank} of {layout.ranks} ranks: head_indices is for a rank of a layout by"
+            " heads, rank_indices for all others."
+        )
+    _, document, start, stop = layout.table.T
+    own = slice(int(layout.first[rank]), int(layout.first[rank + 1]))
+    queries = (stop - start)[own]
+    pieces = offsets(np.array(layout.lengths, dtype=np.int64)).astype(np.int32)
+    nothing = np.empty(0, dtype=np.int64)
+    return RankIndices(
+        document=np.repeat(document[own], queries),
+        offset=ranges(start[own], queries),
+        cu_seqlens_q=pieces,
+        cu_seqlens_k=pieces,
+        max_seqlen_q=max(layout.lengths, default=0),
+        max_seqlen_k=max(layout.lengths, default=0),
+        key_index=nothing,
+        gathered=0,
+        send_index=nothing,
+        send_counts=(),
+        receive_counts=(),
+        head_rows=tuple(np.diff(offsets(stop - start)[layout.first]).tolist()),
     )
 
 

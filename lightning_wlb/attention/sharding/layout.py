@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.attention.sharding.arrays import Integers, offsets
+from lightning_wlb.attention.sharding.heads import HEADS, equal_ranges
 from lightning_wlb.attention.sharding.hybrid import hybrid
 from lightning_wlb.attention.sharding.paired import (
     per_document,
@@ -32,6 +33,9 @@ The columns are rank, piece, first token and end of a chunk, tokens counted from
 start. A new sharding is a function and a line here. Every token belongs to exactly one chunk, no
 chunk is empty; their order is free, and chunks may be adjacent, :func:`layout` merges them.
 """
+
+NAMES = (*SHARDINGS, HEADS)
+"""What :func:`layout` knows: the shardings whose ranks exchange keys, and the one of heads."""
 
 
 class Chunk(NamedTuple):
@@ -57,6 +61,8 @@ class Layout:
         table: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of
             ranks and of their local rows; none empty, none adjacent to its predecessor.
         first: int64 [ranks + 1], where the chunks of each rank begin, then their number.
+        by_heads: whether ranks split the heads (:mod:`.heads`) and the rows are in rank order
+            those of the concatenated pieces. Slices exchange keys all the same.
     """
 
     lengths: tuple[int, ...]
@@ -64,6 +70,7 @@ class Layout:
     shared: int
     table: Integers
     first: Integers
+    by_heads: bool = False
 
     @property
     def ranks(self) -> int:
@@ -87,7 +94,7 @@ def layout(
     """Spread the pieces of a micro-batch over the context-parallel group.
 
     Args:
-        sharding: a name in :data:`SHARDINGS`.
+        sharding: a name in :data:`NAMES`.
         lengths: length in tokens of each piece, each at least 1; none for an empty micro-batch.
         context_parallel_size: ranks of the group.
         tensor_parallel_size: the padded rows are a multiple of it.
@@ -95,9 +102,9 @@ def layout(
     Raises:
         ValueError: naming an unknown sharding and the known ones, or a size or length below 1.
     """
-    if sharding not in SHARDINGS:
+    if sharding not in NAMES:
         raise ValueError(
-            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(SHARDINGS))},"
+            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(NAMES))},"
             " and 'adaptive' for the choice among them where a plan is made."
         )
     if context_parallel_size < 1 or tensor_parallel_size < 1:
@@ -112,14 +119,21 @@ def layout(
             " a piece has at least 1. Leave empty pieces out."
         )
     ranks = context_parallel_size
+    by_heads = sharding == HEADS and ranks > 1
     if ranks == 1:
         number = np.arange(len(sizes))
         table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
+    elif by_heads:
+        table = equal_ranges(sizes, ranks)
     else:
         table = _merged(SHARDINGS[sharding](sizes, ranks), sizes)
-    table, first, rows, shared = _ordered(table, len(sizes), ranks)
+    if by_heads:
+        first = np.searchsorted(table[:, 0], np.arange(ranks + 1))
+        rows = shared = -(-int(sizes.sum()) // ranks)
+    else:
+        table, first, rows, shared = _ordered(table, len(sizes), ranks)
     rows = -(-rows // tensor_parallel_size) * tensor_parallel_size
-    return Layout(tuple(sizes.tolist()), rows, shared, table, first)
+    return Layout(tuple(sizes.tolist()), rows, shared, table, first, by_heads)
 
 
 def regrouped(parts: Sequence[tuple[Layout, int]], tensor_parallel_size: int) -> Layout:
