@@ -9,8 +9,13 @@ Bytes are the keys and values that a rank sends in one layer's forward (LLaMA2-7
 tensor parallelism), against an all-gather of all rows; what an all-gather sends is counted as
 (ranks - 1) times a rank's part. Time is that of the choice and of one rank's index arithmetic.
 
+A second table compares the exchange of keys (the adaptive choice, by the same profile) with
+attention split by heads (``sharding="heads"``, DeepSpeed Ulysses): modelled milliseconds of the
+slowest rank's kernel, exchange and copies, forward and backward of one layer, by the analytic
+``h100`` profile.
+
 Run ``python -m benchmarks.context_parallel --help``. Prints tables and then, as its last line, one
-JSON object.
+JSON object; ``--output FOLDER`` also writes it, with a picture.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +34,7 @@ from rich.table import Table
 
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
 from lightning_wlb.attention.sharding import (
+    HEADS,
     SHARDINGS,
     Layout,
     choose,
@@ -37,10 +44,20 @@ from lightning_wlb.attention.sharding import (
     traffic,
     uses_all_to_all,
 )
+from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.plan import Slice
+from lightning_wlb.planning.predict import Predictor
 
 PAPER = ("per_sequence", "per_document")
 KEY_VALUE_BYTES = 2 * 2 * LLAMA2_7B_LAYER.kv_heads * LLAMA2_7B_LAYER.head_dim
+
+PROFILE = "h100"
+HEAD_MODELS = (("7b", 1), ("7b", 4), ("llama3-8b", 1), ("llama3-8b", 2), ("70b", 8))
+"""(preset, tensor-parallel ranks) in the comparison with attention split by heads."""
 
 Shard = Callable[[list[int], int, SegmentCost], Layout]
 
@@ -68,7 +85,7 @@ METHODS: dict[str, Shard] = {
 
 def sequences(window: int, count: int, seed: int) -> list[list[int]]:
     """The first windows of Generator A, each as the lengths of its pieces."""
-    pieces = window_pieces(generator_a(count * window // 1000, window, seed), window)
+    pieces = window_pieces(generator_a(max(count * window // 1000, 64), window, seed), window)
     ends = np.cumsum(pieces)
     cuts = np.searchsorted(ends, window * np.arange(1, count + 1)) + 1
     assert cuts[-1] <= len(pieces), "too few documents for so many windows"
@@ -142,6 +159,107 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return result
 
 
+def by_heads(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each model, window and number of ranks that divides its heads."""
+    result = []
+    for model, tensor in HEAD_MODELS:
+        shape = TransformerConfig.preset(model).shape
+        for window in arguments.windows:
+            every = sequences(window, arguments.head_sequences, arguments.seed)
+            for ranks in arguments.ranks:
+                if shape.heads // tensor % ranks:
+                    continue
+                mesh = Mesh(context=ranks, tensor=tensor)
+                latency = LatencyModel(Profile.load(PROFILE), shape, mesh)
+                predictor = Predictor(latency, (range(1),))
+                times = np.array([_attention_ms(predictor, lengths) for lengths in every])
+                keys, heads = times.mean(axis=0)
+                result.append(
+                    {
+                        "model": model,
+                        "tensor": tensor,
+                        "window": window,
+                        "ranks": ranks,
+                        "modelled_ms_keys": round(float(keys), 3),
+                        "modelled_ms_heads": round(float(heads), 3),
+                        "modelled_speed_of_heads": round(float(keys / heads), 3),
+                    }
+                )
+    return result
+
+
+def _attention_ms(predictor: Predictor, lengths: list[int]) -> tuple[float, float]:
+    """Slowest rank's attention and exchange, by keys and by heads."""
+    latency = predictor.latency
+    pieces = [Slice(number, 0, 0, length) for number, length in enumerate(lengths)]
+    name, _ = choose(lengths, latency.mesh.context, latency.mesh.tensor, latency.segment_cost)
+    times = []
+    for sharding in (name, HEADS):
+        cost = predictor.micro_batch(pieces, sharding)
+        others = sum(
+            latency.linear_ns(cost.rows, backward=backward)
+            + latency.tensor_parallel_ns(cost.rows, backward=backward)
+            for backward in (False, True)
+        )
+        times.append((sum(cost.layer_ns) - others) / 1e6)
+    return times[0], times[1]
+
+
+def show_heads(table: list[dict[str, Any]], console: Console) -> None:
+    """The comparison of both ways to attend."""
+    shown = Table(
+        title="Attention, exchange and copies of one layer, forward + backward, modelled by the"
+        f" analytic profile {PROFILE!r}"
+    )
+    for title in ("model", "TP", "window", "CP", "keys, ms", "heads, ms", "keys / heads"):
+        shown.add_column(title, justify="left" if title == "model" else "right")
+    for row in table:
+        shown.add_row(
+            row["model"],
+            str(row["tensor"]),
+            f"{row['window'] // 1024}K",
+            str(row["ranks"]),
+            f"{row['modelled_ms_keys']:.2f}",
+            f"{row['modelled_ms_heads']:.2f}",
+            f"{row['modelled_speed_of_heads']:.2f}",
+        )
+    console.print(shown)
+
+
+def draw(table: list[dict[str, Any]], overhead: int, path: Path) -> None:
+    """Modelled latency over the ideal and bytes sent, over the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in table if row["overhead_tiles"] == overhead]
+    windows = sorted({row["window"] for row in rows})
+    figure, axes = pyplot.subplots(
+        2, len(windows), figsize=(6 * len(windows), 8), squeeze=False, layout="constrained"
+    )
+    for column, window in enumerate(windows):
+        top, bottom = axes[0][column], axes[1][column]
+        for name in METHODS:
+            of = [row for row in rows if row["window"] == window and row["sharding"] == name]
+            ranks = [str(row["ranks"]) for row in of]
+            style = {"linewidth": 3 if name == "adaptive (ours)" else 1, "marker": "o"}
+            top.plot(
+                ranks, [row["modelled_max_over_ideal_mean"] for row in of], label=name, **style
+            )
+            bottom.plot(ranks, [row["sent_busiest_rank_mib"] for row in of], **style)
+        plain = [row["plain_all_gather_mib"] for row in of]
+        bottom.plot(ranks, plain, "k--", label="plain all-gather")
+        top.set(
+            title=f"{window // 1024}K tokens of Generator A (modelled)",
+            ylabel="attention latency, slowest rank / ideal",
+        )
+        bottom.set(xlabel="context-parallel ranks", ylabel="MiB sent by the busiest rank", ylim=0)
+        bottom.legend()
+    axes[0][0].legend()
+    figure.savefig(path, dpi=110)
+
+
 def show(table: list[dict[str, Any]], times: list[dict[str, Any]], console: Console) -> None:
     """One table for each window and overhead, then the time of the index arithmetic."""
     groups = sorted({(row["window"], row["overhead_tiles"]) for row in table})
@@ -203,6 +321,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--overheads", type=int, nargs="+", default=[2, 1, 3], help="tiles (default 2 1 3)"
     )
+    parser.add_argument(
+        "--head-sequences", type=int, default=40, help="in the comparison by heads (default 40)"
+    )
+    parser.add_argument("--output", type=Path, help="folder for the JSON and the picture")
     parser.add_argument("--seed", type=int, default=0, help="of Generator A (default 0)")
     arguments = parser.parse_args(argv)
     table = rows(arguments)
@@ -215,18 +337,27 @@ def main(argv: list[str] | None = None) -> None:
         for window in arguments.windows
         for ranks in arguments.ranks
     ]
-    show(table, times, Console(width=160))
-    print(
-        json.dumps(
-            {
-                "benchmark": "context_parallel",
-                "modelled": True,
-                **vars(arguments),
-                "rows": table,
-                "milliseconds": times,
-            }
-        )
+    heads = by_heads(arguments)
+    console = Console(width=160)
+    show(table, times, console)
+    show_heads(heads, console)
+    settings = {name: value for name, value in vars(arguments).items() if name != "output"}
+    result = json.dumps(
+        {
+            "benchmark": "context_parallel",
+            "modelled": True,
+            **settings,
+            "rows": table,
+            "milliseconds": times,
+            "heads_profile": PROFILE,
+            "heads": heads,
+        }
     )
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        draw(table, arguments.overheads[0], arguments.output / "context_parallel.png")
+        (arguments.output / "context_parallel.json").write_text(result + "\n")
+    print(result)
 
 
 if __name__ == "__main__":

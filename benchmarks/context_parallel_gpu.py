@@ -2,19 +2,24 @@
 
 Real kernels on the segments that each sharding gives each rank: forward and backward of one
 LLaMA2-7B layer (32 heads of 128, bfloat16) by CUDA events; the group's latency is that of its
-slowest rank. No collective runs. Two results:
+slowest rank. No collective runs. The device is profiled first, unless ``--profile`` names a file,
+and what is predicted and chosen goes by that profile. Results:
 
 * ``segments`` (WLB-LLM Figure 10): forward latency and achieved TFLOP/s over the number of queries
   of equal segments, with the keys each of them reads fixed;
-* ``shardings`` (WLB-LLM Figure 15): every sharding on windows of Generator A, the paper's choice
-  between two of them by the reference kernel cost, the best of the two, and the default choice;
-  with the ratio of measured to predicted latency, scaled to a median of 1.
+* ``shardings`` (WLB-LLM Figure 15): every sharding on windows of Generator A; of the paper's two
+  the predicted choice and the better one ("optimal"); our choice; attention split by heads
+  (``heads``, each rank alike); our choice over the best single sharding; and the relative error of
+  the predicted slowest rank;
+* ``path``: our call over the kernel library's own function on the same segments.
 
-Not yet run by this project, which had no CUDA device while it was written: expect to fix details.
-A sharding whose ranks read more keys than ``--most-keys`` (PTRR on long documents) is left out.
+Not yet run by this project, which had no CUDA device while it was written; its tests run it on a
+CPU. A sharding whose ranks read more keys than ``--most-keys`` (PTRR on long documents) is left
+out.
 
-Run ``python -m benchmarks.context_parallel_gpu --help``. Prints tables and then, as its last line,
-one JSON object; ``--output`` also writes it, and a picture, to a folder.
+Run ``python -m benchmarks.context_parallel_gpu``; ``--help`` lists the options. Prints tables and
+then, as its last line, one JSON object. ``--output`` (default benchmarks/results) gets that, a
+picture, and the measured profile, which ``lightning-wlb plan --profile`` takes.
 """
 
 from __future__ import annotations
@@ -29,10 +34,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.context_parallel import PAPER, sequences
 from benchmarks.workloads import LLAMA2_7B_LAYER
+from lightning_wlb.attention.gpu_kernels import flash_function
 from lightning_wlb.attention.sharding import (
+    HEADS,
     SHARDINGS,
     Layout,
     choose,
@@ -41,15 +49,22 @@ from lightning_wlb.attention.sharding import (
     rank_indices,
 )
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import causal_pairs
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.profiling import measure
 
-HEADS, KV_HEADS, HEAD_DIM = (
-    LLAMA2_7B_LAYER.heads,
-    LLAMA2_7B_LAYER.kv_heads,
-    LLAMA2_7B_LAYER.head_dim,
-)
+HEAD_DIM = LLAMA2_7B_LAYER.head_dim
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
 WARM_UP = 2
 REPEATS = 5
+LENGTHS = (16, 32, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096)
+
+Segments = tuple[list[int], list[int]]
+"""Queries and keys of each segment."""
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -67,10 +82,11 @@ def milliseconds(function: Callable[[], object]) -> float:
     return float(np.median(times))
 
 
-def attention_ms(
-    attention: VarlenAttention, queries: list[int], keys: list[int], backward: bool = True
-) -> float:
-    """Forward, and backward unless told otherwise, of one kernel call over segments."""
+def inputs(
+    segments: Segments, heads: int, kv_heads: int
+) -> tuple[list[torch.Tensor], torch.Tensor, AttentionMetadata]:
+    """Random q, k, v, an output gradient, and the metadata of one kernel call."""
+    queries, keys = segments
     metadata = AttentionMetadata(
         rows=sum(queries),
         queries=sum(queries),
@@ -80,36 +96,55 @@ def attention_ms(
         max_seqlen_k=max(keys),
         # Only its length is looked at: keys are given in the order of the segments.
         key_index=torch.empty(sum(keys), dtype=torch.int64),
-    ).to("cuda")
+    ).to(DEVICE)
     q, k, v, gradient = (
-        torch.randn(count, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        for count, heads in (
-            (sum(queries), HEADS),
-            (sum(keys), KV_HEADS),
-            (sum(keys), KV_HEADS),
-            (sum(queries), HEADS),
+        torch.randn(count, number, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+        for count, number in (
+            (sum(queries), heads),
+            (sum(keys), kv_heads),
+            (sum(keys), kv_heads),
+            (sum(queries), heads),
         )
     )
-    for leaf in (q, k, v):
+    return [q, k, v], gradient, metadata
+
+
+def kernel_ms(
+    call: Callable[..., torch.Tensor],
+    leaves: list[torch.Tensor],
+    gradient: torch.Tensor,
+    backward: bool = True,
+) -> float:
+    """Forward, and backward unless told otherwise, of ``call(q, k, v)``."""
+    for leaf in leaves:
         leaf.requires_grad_(backward)
 
     def run() -> None:
-        out = attention(q, k, v, metadata)
+        out = call(*leaves)
         if backward:
-            torch.autograd.grad(out, (q, k, v), gradient)
+            torch.autograd.grad(out, leaves, gradient)
 
     return milliseconds(run)
 
 
-def segments(attention: VarlenAttention, tokens: int, keys: int) -> list[dict[str, float]]:
-    """Figure 10: forward over equal segments of 16 to 4096 queries, ``keys`` keys each."""
+def attention_ms(
+    attention: VarlenAttention, segments: Segments, *, ranks: int = 1, backward: bool = True
+) -> float:
+    """One call over segments, of the heads of one of ``ranks`` ranks that split them."""
+    shape = LLAMA2_7B_LAYER
+    leaves, gradient, metadata = inputs(segments, shape.heads // ranks, shape.kv_heads // ranks)
+    return kernel_ms(lambda q, k, v: attention(q, k, v, metadata), leaves, gradient, backward)
+
+
+def figure_10(attention: VarlenAttention, tokens: int, keys: int) -> list[dict[str, float]]:
+    """Forward over equal segments of 16 to 4096 queries, ``keys`` keys each."""
     rows = []
-    for length in (16, 32, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096):
+    for length in LENGTHS:
         # As many segments for all, so that latency shows the tile, and enough to fill the device.
         count = max(tokens // max(length, 256), 1)
-        ms = attention_ms(attention, [length] * count, [keys] * count, backward=False)
+        ms = attention_ms(attention, ([length] * count, [keys] * count), backward=False)
         pairs = causal_pairs(length, keys - length) * count
-        flops = 4 * HEADS * HEAD_DIM * pairs
+        flops = 4 * LLAMA2_7B_LAYER.heads * HEAD_DIM * pairs
         rows.append(
             {
                 "queries": length,
@@ -122,52 +157,95 @@ def segments(attention: VarlenAttention, tokens: int, keys: int) -> list[dict[st
     return rows
 
 
-def group_ms(attention: VarlenAttention, made: Layout, most_keys: int) -> list[float] | None:
-    """Each rank's forward and backward; None where a rank reads too many keys to hold."""
+def rank_segments(made: Layout) -> list[Segments]:
+    """Segments of each rank."""
     parts = []
     for rank in range(made.ranks):
         indices = rank_indices(made, rank)
-        parts.append((np.diff(indices.cu_seqlens_q), np.diff(indices.cu_seqlens_k)))
-    if max(int(keys.sum()) for _, keys in parts) > most_keys:
-        return None
-    return [
-        attention_ms(attention, queries.tolist(), keys.tolist()) if len(queries) else 0.0
-        for queries, keys in parts
-    ]
+        parts.append(
+            (np.diff(indices.cu_seqlens_q).tolist(), np.diff(indices.cu_seqlens_k).tolist())
+        )
+    return parts
 
 
-def shardings(
-    attention: VarlenAttention, every: list[list[int]], ranks: int, most_keys: int
+def predicted_ms(latency: LatencyModel, segments: Segments) -> float:
+    """Forward and backward of one rank by the device profile."""
+    queries, keys = (np.array(part, dtype=np.int64) for part in segments)
+    passes = (latency.attention_ns(queries, keys, backward=backward) for backward in (False, True))
+    return sum(passes) / 1e6
+
+
+def figure_15(
+    attention: VarlenAttention,
+    profile: Profile,
+    every: list[list[int]],
+    ranks: int,
+    most_keys: int,
 ) -> dict[str, Any]:
-    """Figure 15: mean over sequences of the slowest rank's milliseconds, for each sharding."""
-    slowest: dict[str, list[float]] = {name: [] for name in SHARDINGS}
-    chosen: dict[str, list[float]] = {"paper's choice": [], "best of the paper's": [], "ours": []}
-    ratios: list[float] = []
+    """Mean over sequences of the slowest rank's milliseconds, for each sharding."""
+    latency = LatencyModel(profile, LLAMA2_7B_LAYER, Mesh(context=ranks))
+    times: dict[str, list[float]] = {
+        name: []
+        for name in (*SHARDINGS, HEADS, "paper's choice", "optimal of the paper's", "our choice")
+    }
+    errors: list[float] = []
     for lengths in every:
-        latency: dict[str, float] = {}
-        predicted: dict[str, int] = {}
+        slowest: dict[str, float] = {}
+        cost: dict[str, int] = {}
         for name in SHARDINGS:
             made = layout(name, lengths, ranks, 1)
-            times = group_ms(attention, made, most_keys)
-            if times is None:
+            parts = rank_segments(made)
+            if max(sum(keys) for _, keys in parts) > most_keys:
                 continue
-            latency[name] = max(times)
-            predicted[name] = predicted_latency(made)
-            slowest[name].append(latency[name])
-            ratios.append(latency[name] / predicted[name])
-        chosen["paper's choice"].append(latency[min(PAPER, key=predicted.__getitem__)])
-        chosen["best of the paper's"].append(min(latency[name] for name in PAPER))
-        chosen["ours"].append(latency[choose(lengths, ranks, 1)[0]])
-    scaled = np.array(ratios) / np.median(ratios)
+            measured = [attention_ms(attention, part) if part[0] else 0.0 for part in parts]
+            slowest[name] = max(measured)
+            cost[name] = predicted_latency(made, latency.segment_cost)
+            errors.append(max(predicted_ms(latency, part) for part in parts) / max(measured) - 1)
+        for name, ms in slowest.items():
+            times[name].append(ms)
+        times[HEADS].append(attention_ms(attention, (lengths, lengths), ranks=ranks))
+        times["paper's choice"].append(slowest[min(PAPER, key=cost.__getitem__)])
+        times["optimal of the paper's"].append(min(slowest[name] for name in PAPER))
+        ours, _ = choose(lengths, ranks, 1, latency.segment_cost)
+        if ours in slowest:
+            times["our choice"].append(slowest[ours])
+    # A mean over fewer sequences than the others' would not compare.
+    means = {name: float(np.mean(each)) for name, each in times.items() if len(each) == len(every)}
+    best = min(means[name] for name in SHARDINGS if name in means)
     return {
-        # A mean over fewer sequences than the others' would not compare.
-        "ms": {
-            name: float(np.mean(times))
-            for name, times in {**slowest, **chosen}.items()
-            if len(times) == len(every)
-        },
-        "measured_over_predicted": [float(x) for x in np.percentile(scaled, [5, 50, 95])],
+        "ms": means,
+        "ours_over_best_single": means["our choice"] / best if "our choice" in means else None,
+        "predicted_error": [float(x) for x in np.percentile(errors, [5, 50, 95])],
     }
+
+
+def path_over_library(attention: VarlenAttention, lengths: list[int], ranks: int) -> float:
+    """Time of our call over that of the library's own function, on one rank's segments."""
+    segments = rank_segments(layout("hybrid", lengths, ranks, 1))[0]
+    shape = LLAMA2_7B_LAYER
+    leaves, gradient, metadata = inputs(segments, shape.heads, shape.kv_heads)
+    bounds = metadata.cu_seqlens_q, metadata.cu_seqlens_k
+    most = metadata.max_seqlen_q, metadata.max_seqlen_k
+
+    def direct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if library is None:
+            out = varlen_attn(q, k, v, *bounds, *most, window_size=(-1, 0))
+        else:
+            out = library(
+                q,
+                k,
+                v,
+                cu_seqlens_q=bounds[0],
+                cu_seqlens_k=bounds[1],
+                max_seqlen_q=most[0],
+                max_seqlen_k=most[1],
+                causal=True,
+            )
+        return out[0] if isinstance(out, tuple) else out
+
+    library = flash_function() if attention.kernel_name(DEVICE) == "flash" else None
+    ours = kernel_ms(lambda q, k, v: attention(q, k, v, metadata), leaves, gradient)
+    return ours / kernel_ms(direct, leaves, gradient)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -185,17 +263,21 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     table = Table(title="Slowest rank, forward + backward of one layer, ms, measured")
     names = list(dict.fromkeys(name for row in result["shardings"] for name in row["ms"]))
-    for title in ("window", "CP", *names, "measured / predicted 5-95 %"):
+    for title in ("window", "CP", *names, "ours / best single", "predicted - measured, 5-95 %"):
         table.add_column(title, justify="right")
     for row in result["shardings"]:
-        low, _, high = row["measured_over_predicted"]
+        low, _, high = row["predicted_error"]
+        over = row["ours_over_best_single"]
         table.add_row(
             f"{row['window'] // 1024}K",
             str(row["ranks"]),
             *(f"{row['ms'][name]:.2f}" if name in row["ms"] else "-" for name in names),
-            f"{low:.2f}-{high:.2f}",
+            "-" if over is None else f"{over:.3f}",
+            f"{low:+.0%} to {high:+.0%}",
         )
     console.print(table)
+    ratios = ", ".join(f"{ratio:.3f}" for ratio in result["path_over_library"])
+    console.print(f"Our call over the library's own, one rank of each window: {ratios}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -207,7 +289,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     queries = [row["queries"] for row in result["segments"]]
-    left.semilogx(queries, [row["forward_tflops"] for row in result["segments"]], "o-", base=2)
+    left.plot(queries, [row["forward_tflops"] for row in result["segments"]], "o-")
+    left.set_xscale("log", base=2)
     left.set(xlabel="queries of a segment", ylabel="TFLOP/s, forward", title=result["device"])
     for row in result["shardings"]:
         base = row["ms"]["per_sequence"]
@@ -223,7 +306,40 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> None:
+def run(arguments: argparse.Namespace, profile: Profile) -> dict[str, Any]:
+    """Every measurement."""
+    attention = VarlenAttention(arguments.backend)
+    every = {
+        window: sequences(window, arguments.sequences, arguments.seed)
+        for window in arguments.windows
+    }
+    return {
+        "benchmark": "context_parallel_gpu",
+        "measured": True,
+        "device": profile.device,
+        "torch": torch.__version__,
+        "kernel": attention.kernel_name(DEVICE),
+        "sequences": arguments.sequences,
+        "keys": arguments.keys,
+        "profile_errors": dict(profile.errors),
+        "segments": figure_10(attention, arguments.tokens, arguments.keys),
+        "shardings": [
+            {
+                "window": window,
+                "ranks": ranks,
+                **figure_15(attention, profile, every[window], ranks, arguments.most_keys),
+            }
+            for window in arguments.windows
+            for ranks in arguments.ranks
+        ],
+        "path_over_library": [
+            path_over_library(attention, every[window][0], arguments.ranks[-1])
+            for window in arguments.windows
+        ],
+    }
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.context_parallel_gpu", description=__doc__.split("\n")[0]
     )
@@ -231,43 +347,42 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--sequences", type=int, default=8, help="per window (default 8)")
     parser.add_argument("--keys", type=int, default=8192, help="of Figure 10's segments")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of Figure 10's calls")
     parser.add_argument("--most-keys", type=int, default=1 << 20, help="default 1048576")
     parser.add_argument("--seed", type=int, default=0, help="of Generator A (default 0)")
     parser.add_argument("--backend", default="auto", help="torch, flash or auto (default)")
-    parser.add_argument("--output", type=Path, help="folder for the JSON and the picture")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--profile", help="of this device; measured first where none is given")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("results"),
+        help="folder for the JSON, the picture and the profile",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parsed(argv)
     if not torch.cuda.is_available():
-        parser.exit(1, "This benchmark measures kernels on a CUDA device, and there is none.\n")
-    attention = VarlenAttention(arguments.backend)
-    result: dict[str, Any] = {
-        "benchmark": "context_parallel_gpu",
-        "measured": True,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "backend": arguments.backend,
-        "sequences": arguments.sequences,
-        "keys": arguments.keys,
-        "segments": segments(attention, 16_384, arguments.keys),
-        "shardings": [
-            {
-                "window": window,
-                "ranks": ranks,
-                **shardings(
-                    attention,
-                    sequences(window, arguments.sequences, arguments.seed),
-                    ranks,
-                    arguments.most_keys,
-                ),
-            }
-            for window in arguments.windows
-            for ranks in arguments.ranks
-        ],
-    }
-    show(result, Console(width=160))
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        draw(result, arguments.output / "context_parallel_gpu.png")
-        (arguments.output / "context_parallel_gpu.json").write_text(json.dumps(result) + "\n")
+        raise SystemExit("This benchmark measures kernels on a CUDA device, and there is none.")
+    console = Console(width=180)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.profile:
+        profile = Profile.load(arguments.profile)
+    else:
+        profile = measure(
+            TransformerConfig.preset("7b"),
+            name="measured",
+            device=torch.device(DEVICE),
+            dtype=DTYPE,
+            links=False,
+            report=lambda text: console.print(f"Profile: {text}", highlight=False),
+        )
+        (arguments.output / "measured_profile.json").write_text(profile.to_json())
+    result = run(arguments, profile)
+    show(result, console)
+    draw(result, arguments.output / "context_parallel_gpu.png")
+    (arguments.output / "context_parallel_gpu.json").write_text(json.dumps(result) + "\n")
     print(json.dumps(result))
 
 

@@ -13,9 +13,11 @@ tests marked ``gpu`` compare them with dense attention where there is a CUDA dev
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Kernel = Callable[
@@ -27,6 +29,11 @@ Kernel = Callable[
 def load_torch() -> Kernel:
     """FlashAttention-2 as built into torch: ``torch.nn.attention.varlen`` (torch 2.11 or newer)."""
     from torch.nn.attention.varlen import varlen_attn
+
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        raise ImportError(
+            f"varlen_attn of torch {torch.__version__} has no window_size; 2.11 or newer is needed"
+        )
 
     def attention(
         q: Tensor,
@@ -40,6 +47,8 @@ def load_torch() -> Kernel:
         sliding_window: int | None,
     ) -> Tensor:
         left = -1 if sliding_window is None else sliding_window - 1
+        # Not every version that has windows knows the option, and without groups none needs it.
+        grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         out = varlen_attn(
             q,
             k,
@@ -50,7 +59,7 @@ def load_torch() -> Kernel:
             max_seqlen_k,
             scale=scale,
             window_size=(left, 0),  # how this function spells causal
-            enable_gqa=q.shape[1] != k.shape[1],
+            **grouped,
         )
         assert isinstance(out, Tensor)  # a tuple only where log-sum-exp was asked for
         return out
@@ -64,7 +73,7 @@ def load_flash() -> Kernel:
     Both may be installed side by side; 2.x goes first because 4.x declares itself alpha. Of 4.x,
     versions of January 2026 or later: older ones do not take the longest lengths.
     """
-    function = _flash_function()
+    function = flash_function()
 
     def attention(
         q: Tensor,
@@ -99,7 +108,8 @@ def load_flash() -> Kernel:
     return attention
 
 
-def _flash_function() -> Callable[..., Any]:
+def flash_function() -> Callable[..., Any]:
+    """The library's own function. Raises ImportError where there is none."""
     try:
         import flash_attn
         from flash_attn import flash_attn_varlen_func

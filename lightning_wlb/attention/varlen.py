@@ -289,15 +289,24 @@ class VarlenAttention:
             self.sliding_window,
         )
 
-    def _kernel_for(self, q: Tensor) -> Kernel:
-        device = q.device.type
-        if device not in self._kernels:
+    def kernel_name(self, device_type: str) -> str:
+        """The backend that tensors on a kind of device get: ``auto`` has been decided.
+
+        Raises:
+            ValueError: where there is none.
+        """
+        if device_type not in self._kernels:
             raise ValueError(
                 f"attention backend {self.backend!r} runs on {' and '.join(self._kernels)}, but"
-                f" the tensors are on {q.device}. Choose backend 'auto', or the accelerator that"
+                f" the tensors are on {device_type}. Choose backend 'auto', or the accelerator that"
                 " fits the backend."
             )
-        name, kernel = self._kernels[device]
+        return self._kernels[device_type][0]
+
+    def _kernel_for(self, q: Tensor) -> Kernel:
+        device = q.device.type
+        name = self.kernel_name(device)
+        _, kernel = self._kernels[device]
         if device == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
                 f"attention backend {name!r} has no kernel for {q.dtype} on CUDA, only for"

@@ -7,7 +7,8 @@ of its own, so a group with m ranks in each node drives m of them, up to the nod
 
 Collectives are rings: an all-gather or reduce-scatter of B bytes over n ranks takes n - 1 steps
 in which each rank sends B/n bytes. Messages are not overlapped with computation, nor with each
-other: the executor overlaps neither.
+other: the executor overlaps neither. (Keys travel while the query projection runs, a part of the
+exchange that is charged here all the same.)
 
 Cost: a few integer operations per call; setting up enumerates the ranks once. Not for
 oversubscribed networks, where the bandwidth depends on who else sends.

@@ -1,5 +1,6 @@
 """Variable-length attention against the dense reference, its choice of kernel and its timer."""
 
+import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -338,6 +339,10 @@ def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
         calls.append((arguments[-4:], named))
         return q.clone()
 
+    from torch.nn.attention import varlen as of_torch
+
+    signature = inspect.signature(of_torch.varlen_attn)
+    varlen_attn.__signature__ = signature  # type: ignore[attr-defined]
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     _, kernel = VarlenAttention("torch")._kernels["cuda"]
     *inputs, _ = random_inputs([(3, 5)], 4, 2)
@@ -345,16 +350,29 @@ def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
     lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5)
     kernel(*inputs, *lengths, None, None)
     kernel(*inputs, *lengths, None, 4)
+    kernel(inputs[0][:, :2], *inputs[1:], *lengths, 0.5, None)
     assert calls == [
-        (lengths, {"scale": None, "window_size": window, "enable_gqa": True})
-        for window in ((-1, 0), (3, 0))
+        (lengths, {"scale": None, "window_size": (-1, 0), "enable_gqa": True}),
+        (lengths, {"scale": None, "window_size": (3, 0), "enable_gqa": True}),
+        (lengths, {"scale": 0.5, "window_size": (-1, 0)}),
     ]
+    for positional, named in calls:
+        signature.bind(*inputs, *positional, **named)
+
+
+def test_an_old_varlen_attn_is_refused(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
+    """As of torch 2.10, where causal was a flag."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        raise AssertionError
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    with pytest.raises(ValueError, match=r"has no window_size; 2\.11 or newer is needed"):
+        VarlenAttention("torch")
 
 
 def test_the_torch_signature_has_what_is_passed() -> None:
     """Pins the real function: a renamed parameter shows here and not on a user's GPU."""
-    import inspect
-
     from torch.nn.attention.varlen import varlen_attn
 
     names = list(inspect.signature(varlen_attn).parameters)
