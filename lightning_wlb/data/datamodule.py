@@ -193,6 +193,13 @@ class WLBDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
+        overfit = getattr(self.trainer, "overfit_batches", 0)
+        if overfit > 0:
+            raise MisconfigurationException(
+                f"Trainer(overfit_batches={overfit}) would repeat batches of a loader, but each"
+                " step is planned from the documents that come next. To overfit, give"
+                " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
+            )
         dataset = self._dataset(self._stores()[0], self.settings)
         if not self._described:
             self._described = True
@@ -273,6 +280,13 @@ class WLBDataModule(L.LightningDataModule):
                 f"max_tokens={self.settings.max_tokens} is reached after {steps} steps, but"
                 f" Trainer(min_steps={trainer.min_steps}) asks for more. Raise max_tokens or lower"
                 " min_steps."
+            )
+        epochs = trainer.current_epoch + 1
+        if trainer.min_epochs is not None and trainer.min_epochs > epochs:
+            raise MisconfigurationException(
+                f"max_tokens={self.settings.max_tokens} is reached in epoch {epochs}, but"
+                f" Trainer(min_epochs={trainer.min_epochs}) asks for more. Raise max_tokens or"
+                " lower min_epochs."
             )
         trainer.should_stop = True
 
@@ -377,11 +391,6 @@ def _check_documents(name: str, documents: Any) -> None:
 
 def _store(documents: Any) -> DocumentStore:
     if isinstance(documents, str):
-        if documents != "stdlib":
-            raise MisconfigurationException(
-                f"documents={documents!r}: the only store with a name is 'stdlib'. Pass a document"
-                " store or sequences of token numbers for anything else."
-            )
         return StdlibDocuments()
     if isinstance(documents, DocumentStore):
         return documents

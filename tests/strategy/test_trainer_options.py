@@ -1,0 +1,88 @@
+"""Options of the Trainer do what they say, or are refused with the remedy."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import CASES, Recorder, data, module, trainer
+
+CASE = CASES[0]
+HELD_OUT = {"validation_documents": 5}
+
+# Options of the Trainer, those of the data module, what follows: steps taken, validations.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
+    "fast_dev_run": ({"fast_dev_run": True}, HELD_OUT, (1, 1)),
+    "fast_dev_run of three": ({"fast_dev_run": 3}, HELD_OUT, (3, 1)),
+    "limit_train_batches": ({"limit_train_batches": 2, "max_epochs": 2}, {}, (4, 0)),
+    "val_check_interval": ({"val_check_interval": 2, "max_steps": 5}, HELD_OUT, (5, 2)),
+    "max_time": ({"max_time": {"seconds": 0}, "max_epochs": -1}, {}, (0, 0)),
+    "max_tokens": ({"max_epochs": -1}, {"max_tokens": 200}, (3, 0)),
+    "min_epochs that are reached": (
+        {"max_epochs": -1, "min_epochs": 2},
+        {"max_tokens": 600},
+        (9, 0),
+    ),
+    "deterministic": ({"deterministic": True, "max_steps": 2}, {}, (2, 0)),
+    "inference_mode": ({"inference_mode": False, "max_steps": 2}, HELD_OUT, (2, 0)),
+}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "min_epochs": (
+        {"max_epochs": -1, "min_epochs": 2},
+        {"max_tokens": 200},
+        "max_tokens=200 is reached in epoch 1, but Trainer.min_epochs=2. .* lower min_epochs",
+    ),
+    "min_steps": (
+        {"max_epochs": -1, "min_steps": 9},
+        {"max_tokens": 200},
+        "max_tokens=200 is reached after 3 steps, .* lower min_steps",
+    ),
+    "overfit_batches": ({"overfit_batches": 1}, {}, "give WLBDataModule a few documents"),
+    "limit_train_batches": ({"limit_train_batches": 0.5}, {}, "must be `1.0` or an int"),
+    "val_check_interval": ({"val_check_interval": 0.5}, HELD_OUT, "`1.0` or an int"),
+}
+
+
+class Validations(L.Callback):
+    """Counts those that are no sanity check."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        self.count += not trainer.sanity_checking
+
+
+def fit(options: dict[str, Any], settings: dict[str, Any]) -> tuple[L.Trainer, Recorder, int]:
+    recorder, validations = Recorder(), Validations()
+    defaults = {"max_steps": -1, "callbacks": [recorder, validations]}
+    runner = trainer(WLBStrategy(1, 2), 2, **(defaults | options))
+    runner.fit(module(CASE), data(CASE, num_workers=0, **settings))
+    return runner, recorder, validations.count
+
+
+def runs(rank: int) -> dict[str, tuple[int, int]]:
+    results = {}
+    for name, (options, settings, _) in RUNS.items():
+        runner, recorder, validations = fit(options, settings)
+        assert len(recorder.losses) == runner.global_step
+        results[name] = (runner.global_step, validations)
+        if name == "limit_train_batches":
+            # The next epoch of the Trainer goes on in the documents.
+            plans = [StepPlan.from_json(text) for text in recorder.plans]
+            pieces = [(piece.document, piece.origin) for plan in plans for piece in plan.pieces]
+            assert len(set(pieces)) == len(pieces)
+    for options, settings, message in REFUSED.values():
+        with pytest.raises(MisconfigurationException, match=message) as info:
+            fit(options, settings)
+        assert "\n" not in str(info.value)
+    return results
+
+
+def test_options_do_what_they_say_or_are_refused():
+    for results in run_ranks(runs, 2, process_group=False):
+        assert results == {name: want for name, (_, _, want) in RUNS.items()}
