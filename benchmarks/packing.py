@@ -6,15 +6,19 @@ Three tables and some single figures:
 * every method on both workloads by simulated step time over work (four stages, 1F1B), imbalance,
   tokens per step, delay and milliseconds;
 * dealing to 16 replicas;
-* verl and Megatron Core on the same lengths (``--others``), and 100,000 documents in one step.
+* verl and Megatron Core on the same lengths, and 100,000 documents in one step.
 
 All methods pack the same pieces, those that ``original`` cuts from the stream. The cost is one
 layer of LLaMA2-7B (benchmarks/workloads.py). Steps before the warm-up and in the drain are left
-out; pieces that still wait at the end are not in the delay.
+out; pieces that still wait at the end are not in the delay. Seconds are processor time.
 
 Run ``python -m benchmarks.packing --help``. The last line is one JSON object, whose ``methods``
-are keyed ``workload/N/cap/method`` (``workload/N@R/cap/method`` for R replicas), one of them being
-``default``. About two hours on one core in full, two minutes with ``--quick``.
+are keyed ``workload/N/cap/method`` (``workload/N@R/cap/method`` for R replicas of four stages,
+``workload/N@Rx1/cap/method`` of one), one of them being ``default``. With ``--output FILE.json``
+every row is written there, and to a table in FILE.md, as soon as it is finished; rows that are
+there already, of as many steps and the same seeds, are not run again. So a run can be stopped and
+continued, and split between processes by ``--parts``, ``--workloads`` and ``--counts``. About
+25 minutes on one core in full, one minute with ``--quick``; ``--steps 200`` takes a fifth.
 """
 
 from __future__ import annotations
@@ -22,13 +26,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.packing_others import compare
+from benchmarks.packing_report import Results, show
 from benchmarks.packing_runs import STAGES, WARM, averaged, measure, run
 from benchmarks.workloads import (
     CALIBRATION_DOCUMENTS,
@@ -61,6 +68,18 @@ CAPS = (1.25, 1.5, 2.0)
 COUNTS = (4, 16, 64)
 AT_WINDOW = ("original", "best_fit", "tapered", "slim", "auto")  # methods with a cap of C
 AT_CAPS = ("wlb", "balanced")
+SLICED = ("slim", "auto")  # simulated slice by slice
+Case = tuple[str, int, Mesh]
+CASES: list[Case] = [
+    *(("generator_a", count, Mesh(1, STAGES)) for count in COUNTS),
+    ("stdlib", 4, Mesh(1, STAGES)),
+    ("generator_a_whole", 4, Mesh(1, STAGES)),
+    ("generator_a", 64, Mesh(16, STAGES)),
+    ("generator_a", 16, Mesh(4, 1)),
+    ("generator_a", 64, Mesh(16, 1)),
+]
+WORKLOADS = ("generator_a", "stdlib", "generator_a_whole")
+PARTS = ("table_2", "solver", "methods", "many", "others")
 DEFAULT = DataSettings.__dataclass_fields__["packing"].default
 
 
@@ -77,11 +96,10 @@ def calibration(window: int = WINDOW, micro_batches: int = 4) -> dict[str, Any]:
     }
 
 
-def table_2(solver: bool) -> dict[str, dict[str, Any]]:
+def table_2(results: Results, solver: bool) -> None:
     """The paper's rows, forward imbalance, on the documents of the calibration gate."""
     lengths = generator_a(CALIBRATION_DOCUMENTS, WINDOW, 0)
     pieces = window_pieces(lengths, WINDOW)
-    rows: dict[str, dict[str, Any]] = {}
     for name, (degree, overhead) in PAPER.items():
         method, _, size = name.partition("/")
         if method == "fixed_ilp" and not solver:
@@ -91,20 +109,25 @@ def table_2(solver: bool) -> dict[str, dict[str, Any]]:
             WINDOW, 4, packing=method, shuffle=False, packing_window=number, queues=number,
             cap=WINDOW * 5 // 4 if method == "wlb" else None,
         )  # fmt: skip
-        if method == "fixed_ilp":
-            row = solver_row(lengths, data, INSTANCES[number])
-        else:
-            measured = measure(pieces if method == "wlb" else lengths, data, 1400)
-            row = {
-                "imbalance_forward_mean": round(float(measured["imbalance_forward_mean"]), 4),
-                "ms_per_step": round(float(measured["ms_per_step"]), 3),
-                "steps": measured["steps"],
-            }
-        if name in GATE:
-            row["gate"] = GATE[name]
-            row["passed"] = abs(row["imbalance_forward_mean"] - GATE[name]) <= TOLERANCE
-        rows[name] = {"paper": degree, "paper_ms": overhead, **row}
-    return rows
+
+        made = partial(
+            solver_row if method == "fixed_ilp" else gate_row,
+            pieces if method == "wlb" else lengths, data,
+            INSTANCES[number] if method == "fixed_ilp" else GATE.get(name),
+        )  # fmt: skip
+        results.row("table_2", name, {"paper": degree, "paper_ms": overhead}, made)
+
+
+def gate_row(lengths: np.ndarray, data: DataSettings, gate: float | None) -> dict[str, Any]:
+    """A method of plain Python over 1,400 steps, and whether the calibration gate holds."""
+    measured = measure(lengths, data, 1400)
+    degree = float(measured["imbalance_forward_mean"])
+    row = {
+        "imbalance_forward_mean": round(degree, 4),
+        "ms_per_step": round(float(measured["ms_per_step"]), 3),
+        "steps": measured["steps"],
+    }
+    return row if gate is None else {**row, "gate": gate, "passed": abs(degree - gate) <= TOLERANCE}
 
 
 def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[str, Any]:
@@ -112,8 +135,9 @@ def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[
     gaps, degrees = [], []
     squares: list[int] = []
     longest = 0
-    begin = time.perf_counter()
+    seconds = 0.0
     for step in run(lengths, data, Mesh(1, 1)):
+        seconds += step.seconds
         groups = [
             [part.tokens for part in replica.slices_of(group)]
             for replica in step.replicas
@@ -131,53 +155,49 @@ def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[
                 break
     return {
         "imbalance_forward_mean": round(float(np.mean(degrees)), 4),
-        "ms_per_step": round(1e3 * (time.perf_counter() - begin) / len(degrees), 1),
+        "ms_per_step": round(1e3 * seconds / len(degrees), 1),
         "steps": len(degrees),
         "gap_mean": round(float(np.mean(gaps)), 5),
         "gap_max": round(float(np.max(gaps)), 5),
     }
 
 
-def settings_of(method: str, count: int, cap: float, replicas: int) -> DataSettings:
+def settings_of(method: str, count: int, cap: float, mesh: Mesh) -> DataSettings:
     """The settings of a row; ``tapered/0`` is ``tapered`` without delay."""
     name, _, budget = method.partition("/")
     return DataSettings(
         WINDOW, count, packing=name, cap=int(cap * WINDOW), shuffle=False,
-        nominal_replicas=replicas, nominal_stages=STAGES,
+        nominal_replicas=mesh.replicas, nominal_stages=mesh.stages,
         delay_budget=float(budget) if budget else 0.25,
     )  # fmt: skip
 
 
-def methods(arguments: argparse.Namespace, console: Console) -> dict[str, dict[str, float]]:
+def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) -> None:
     """All methods on all workloads; a row of the default for each (workload, N)."""
-    rows: dict[str, dict[str, float]] = {}
-    for workload, count, replicas in arguments.cases:
+    for workload, count, mesh in cases:
         steps = max(arguments.steps * 4 // count, 5) if count > 4 else arguments.steps
         warm = max(WARM * 4 // count, 5)
-        streams = _streams(workload, steps + warm, count, arguments.seeds)
-        if workload == "stdlib":
-            steps, warm = 10**6, 0  # the whole epoch, which is short
         chosen = [(method, 1.0) for method in (*AT_WINDOW, "tapered/0")]
         chosen += [(method, cap) for cap in arguments.caps for method in AT_CAPS]
-        if replicas > 1:
-            chosen = [("tapered", 1.0), ("auto", 1.0), *((method, 1.5) for method in AT_CAPS)]
+        if mesh.replicas > 1:
+            chosen = [(method, 1.0) for method in ("tapered", "slim", "auto")]
+            chosen += [(method, 1.5) for method in AT_CAPS]
+        size = f"{count}@{mesh.replicas}" if mesh.replicas > 1 else str(count)
+        size += f"x{mesh.stages}" if mesh.stages != STAGES else ""
+        streams = _Streams(workload, steps + warm, count, arguments.seeds)
+        if workload == "stdlib":
+            steps, warm = 10**6, 0  # the whole epoch, which is short
         for method, cap in chosen:
             # A simulation of hundreds of slices takes long and says little more.
-            most = steps if method != "auto" else max(steps // 5, 5)
-            begin = time.perf_counter()
-            row = averaged(
-                streams, settings_of(method, count, cap, replicas), most, Mesh(replicas, STAGES),
-                warm,
-            )  # fmt: skip
-            size = f"{count}@{replicas}" if replicas > 1 else str(count)
-            rows[f"{workload}/{size}/{cap:g}/{method}"] = row
+            most = steps if method not in SLICED else max(steps // 5, 5)
+
+            data = settings_of(method, count, cap, mesh)
+            made = partial(_averaged, streams, data, most, mesh, warm)
+            asked = {"seeds": arguments.seeds, "steps_per_seed": most}
+            key = f"{workload}/{size}/{cap:g}/"
+            row = results.row("methods", key + method, asked, made)
             if method == DEFAULT:
-                rows[f"{workload}/{size}/{cap:g}/default"] = row
-            console.print(
-                f"[dim]{workload}/{size}/{cap:g}/{method}: {row['time_over_work']:.3f}"
-                f" ({time.perf_counter() - begin:.0f} s)"
-            )
-    return rows
+                results.row("methods", key + "default", asked, lambda row=row: row)
 
 
 def many() -> dict[str, float]:
@@ -199,50 +219,32 @@ def many() -> dict[str, float]:
     }
 
 
-def _streams(workload: str, steps: int, count: int, seeds: list[int]) -> list[np.ndarray]:
-    if workload == "generator_a":
-        documents = documents_for(steps + 20, count, WINDOW)
-        return [window_pieces(generator_a(documents, WINDOW, seed), WINDOW) for seed in seeds]
-    if workload == "generator_a_whole":
-        documents = documents_for(steps + 20, count, WINDOW)
-        return [generator_a(documents, WINDOW, seed) for seed in seeds]
-    lengths = stdlib_lengths()
-    orders = [np.random.default_rng(seed).permutation(lengths) for seed in seeds]
-    return [window_pieces(order, WINDOW) for order in orders]
+def _averaged(
+    streams: _Streams, data: DataSettings, steps: int, mesh: Mesh, warm: int
+) -> dict[str, Any]:
+    return averaged(streams.get(), data, steps, mesh, warm)
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Print the tables."""
-    table = Table(title="Table 2 of WLB-LLM: forward imbalance max·N/Σ, N = 4, C = 128K")
-    for title in ("method/window or queues", "paper", "here", "gate", "paper ms", "ms", "gap"):
-        table.add_column(title, justify="left" if title.startswith("method") else "right")
-    for name, row in result["table_2"].items():
-        gate = "" if "gate" not in row else ("passed" if row["passed"] else "FAILED")
-        gap = f"{100 * row['gap_mean']:.2f} %" if "gap_mean" in row else ""
-        table.add_row(
-            name, f"{row['paper']:.2f}", f"{row['imbalance_forward_mean']:.3f}", gate,
-            f"{row['paper_ms']}", f"{row['ms_per_step']:.1f}", gap,
-        )  # fmt: skip
-    console.print(table)
-    columns = {
-        "time_over_work": "T/S", "time_over_work_p99": "p99", "formula_over_work": "formula",
-        "time_over_equal": "T/T equal", "imbalance_mean": "imbalance", "imbalance_p99": "p99",
-        "imbalance_aggregate": "aggr.", "imbalance_forward_mean": "fwd",
-        "imbalance_backward_mean": "bwd", "tokens_variation": "tokens cv",
-        "tokens_least": "least", "delay_mean": "delay", "delay_max": "max",
-        "micro_batches": "M", "ms_per_step": "ms",
-    }  # fmt: skip
-    table = Table(title=f"Simulated step time over work, {STAGES} stages; imbalance max·K/Σ")
-    table.add_column("workload/N/cap/method")
-    for title in columns.values():
-        table.add_column(title, justify="right")
-    for name, row in result["methods"].items():
-        if not name.endswith("/default"):
-            table.add_row(name, *(f"{row[column]:.3f}" for column in columns))
-    console.print(table)
-    for row in result["others"]:
-        console.print(row)
-    console.print(result["many"])
+class _Streams:
+    """The lengths of the pieces of a workload for each seed, made when they are asked for."""
+
+    def __init__(self, workload: str, steps: int, count: int, seeds: list[int]) -> None:
+        self._asked = workload, steps, count, seeds
+        self._made: list[np.ndarray] | None = None
+
+    def get(self) -> list[np.ndarray]:
+        if self._made is None:
+            workload, steps, count, seeds = self._asked
+            if workload == "stdlib":
+                lengths = stdlib_lengths()
+                made = [np.random.default_rng(seed).permutation(lengths) for seed in seeds]
+            else:
+                documents = documents_for(steps + 20, count, WINDOW)
+                made = [generator_a(documents, WINDOW, seed) for seed in seeds]
+            if workload != "generator_a_whole":
+                made = [window_pieces(lengths, WINDOW) for lengths in made]
+            self._made = made
+        return self._made
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -253,31 +255,41 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--caps", type=float, nargs="+", default=list(CAPS), help="in windows")
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="N")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="60 steps, one seed, N = 4")
-    parser.add_argument("--others", action="store_true", help="fetch and run verl and Megatron")
-    parser.add_argument("--no-solver", action="store_true", help="leave the integer programs out")
+    parser.add_argument("--output", type=Path, help="a JSON file that rows are kept in")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.steps, arguments.seeds, arguments.counts = 60, [1], [4]
-    arguments.cases = [("generator_a", count, 1) for count in arguments.counts]
-    arguments.cases += [("stdlib", 4, 1)]
-    if not arguments.quick:
-        arguments.cases += [("generator_a_whole", 4, 1), ("generator_a", 64, 16)]
+        arguments.workloads, arguments.parts = ["generator_a", "stdlib"], ["table_2", *PARTS[2:4]]
+    cases = [
+        (workload, count, mesh)
+        for workload, count, mesh in CASES
+        if workload in arguments.workloads and (count in arguments.counts or mesh.replicas > 1)
+    ]
+    if arguments.quick:
+        cases = [case for case in cases if case[2].replicas == 1]
     console = Console(width=200)
-    sample = window_pieces(generator_a(documents_for(450, 4, WINDOW), WINDOW, 1), WINDOW)
-    result: dict[str, Any] = {
-        "benchmark": "packing",
-        "default": DEFAULT,
-        "stages": STAGES,
-        "seeds": arguments.seeds,
-        "steps": arguments.steps,
-        "table_2": table_2(not arguments.no_solver),
-        "methods": methods(arguments, console),
-        "many": many(),
-        "others": compare(sample, WINDOW, WINDOW * 3 // 2, 400) if arguments.others else [],
+    head = {"benchmark": "packing", "default": DEFAULT, "stages": STAGES}
+    results = Results(head, arguments.output, console)
+    parts: dict[str, Callable[[], None]] = {
+        "table_2": lambda: table_2(results, "solver" in arguments.parts),
+        "methods": lambda: methods(results, cases, arguments),
+        "many": lambda: results.put("many", many()),
+        "others": lambda: others(results),
     }
-    show(result, console)
-    print(json.dumps(result))
+    for name, part in parts.items():
+        if name in arguments.parts:
+            part()
+    show(results.content, console)
+    print(json.dumps(results.content))
+
+
+def others(results: Results) -> None:
+    """Of verl and Megatron Core, on the global batches of Generator A."""
+    sample = window_pieces(generator_a(documents_for(450, 4, WINDOW), WINDOW, 1), WINDOW)
+    results.put("others", compare(sample, WINDOW, WINDOW * 3 // 2, 400))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import NamedTuple
 LONG = 8  # pieces above 1/8 of the context window may wait
 LEAST_TOKENS = 45  # percent of the nominal tokens that a step should have
 UNIT = 1 << 16  # of a price: the work of a piece counts price/UNIT times
-_SLOWNESS = 64  # steps in which the price would double if twice the budget waited
+_SLOWNESS = 32  # steps in which the price would double if twice the budget waited
 _LEAST_PRICE, _MOST_PRICE = UNIT >> 8, UNIT << 8
 
 
@@ -109,4 +109,7 @@ def next_price(price: int, held: int, budget: int, nominal: int) -> int:
     """
     change = price * (held - budget) // (_SLOWNESS * max(budget, nominal // 20, 1))
     change = min(max(change, -price // 4), price // 4)
+    # The second term of the exponential: without it rises and falls by the same share would not
+    # cancel out, and more would wait than the budget says.
+    change += change * change // (2 * price)
     return min(max(price + change, _LEAST_PRICE), _MOST_PRICE)

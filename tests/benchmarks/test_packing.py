@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import packing
-from benchmarks.packing import GATE, TOLERANCE, WINDOW, calibration, main, many
+from benchmarks.packing import CASES, GATE, TOLERANCE, WINDOW, calibration, main, many
+from benchmarks.packing_report import targets
 from benchmarks.packing_runs import measure
 from benchmarks.workloads import documents_for, generator_a, window_pieces
 from lightning_wlb.planning import DataSettings
@@ -86,16 +87,40 @@ def test_many_is_fast_and_even() -> None:
     assert result["ms"] <= 100  # 13 on an idle core
 
 
-def test_last_line_is_json(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(packing, "table_2", lambda solver: {})
-    monkeypatch.setattr(packing, "many", dict)
-    main(["--steps", "3", "--seeds", "1", "--counts", "4", "--caps", "1.5", "--quick"])
+ARGUMENTS = ["--steps", "3", "--seeds", "1", "--counts", "4", "--caps", "1.5", "--parts", "methods"]
+
+
+def test_last_line_is_json_and_rows_are_kept(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(packing, "CASES", [case for case in CASES if case[2].replicas == 1])
+    path = tmp_path / "packing.json"
+    arguments = [*ARGUMENTS, "--workloads", "generator_a", "--output", str(path)]
+    main(arguments)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     methods = result["methods"]
-    assert {"generator_a/4/1/original", "generator_a/4/1.5/wlb", "stdlib/4/1/tapered"} <= set(
+    assert {"generator_a/4/1/original", "generator_a/4/1.5/wlb", "generator_a/4/1/auto"} <= set(
         methods
     )
     defaults = [name for name in methods if name.endswith("/default")]
     assert defaults
     for name in defaults:
         assert methods[name] == methods[name.replace("default", result["default"])]
+    assert json.loads(path.read_text())["methods"] == methods
+    assert "| generator_a/4/1.5/balanced |" in path.with_suffix(".md").read_text()
+
+    def once(*arguments):
+        raise AssertionError("a row that is there was run again")
+
+    monkeypatch.setattr(packing, "averaged", once)
+    main(arguments)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["methods"] == methods
+    with pytest.raises(AssertionError, match="run again"):
+        main([*arguments, "--seeds", "2"])
+
+
+def test_targets_say_what_was_missed() -> None:
+    figures = {"time_over_work": 1.5, "delay_mean": 0.2, "imbalance_mean": 1.0, "tokens_least": 0.4}
+    rows = targets({"generator_a/4/1/tapered": figures, "stdlib/4/1.5/balanced": figures})
+    assert [(row["figure"], row["met"]) for row in rows] == [
+        ("time_over_work", False), ("delay_mean", True), ("imbalance_mean", True),
+        ("tokens_least", False),
+    ]  # fmt: skip

@@ -62,11 +62,20 @@ def test_is_the_least_of_all_prefixes(cost, others, replicas, stages, price, lea
 
 def test_price_moves_towards_the_budget_and_stays_bounded() -> None:
     assert next_price(UNIT, 100, 100, 400) == UNIT
-    assert next_price(UNIT, 200, 100, 400) == UNIT + UNIT // 64
-    assert next_price(UNIT, 0, 100, 400) == UNIT - UNIT // 64
+    # A 32nd up or down, and half the square of a 32nd: a factor of exp(±1/32).
+    assert next_price(UNIT, 200, 100, 400) == UNIT + UNIT // 32 + UNIT // 2048
+    assert next_price(UNIT, 0, 100, 400) == UNIT - UNIT // 32 + UNIT // 2048
     low = high = UNIT
     for _ in range(2000):
         low, high = next_price(low, 0, 100, 400), next_price(high, 400, 100, 400)
     assert 0 < low < UNIT < high < 1000 * UNIT
     # From a bound it comes back.
     assert next_price(low, 200, 100, 400) > low
+
+
+def test_price_is_where_it_was_after_as_much_above_the_budget_as_below() -> None:
+    price = 100 * UNIT
+    for _ in range(200):
+        price = next_price(price, 300, 200, 400)
+        price = next_price(price, 100, 200, 400)
+    assert abs(price - 100 * UNIT) < UNIT // 10

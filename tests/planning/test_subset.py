@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.planning.holding import UNIT, Others, Waiting
-from lightning_wlb.planning.subset import Batch, Bins, _level, _value, hold_subset
+from lightning_wlb.planning.subset import Batch, Bins, _level, _Long, _Step, _value, hold_subset
 
 NO_DUE = [False] * 9
 
@@ -59,12 +60,18 @@ def test_is_no_worse_than_any_single_change(pieces, others, price, count) -> Non
     settings_ = bins(count=count, price=price)
     rest = Others(others, 2 * others)
     chosen = hold_subset(waiting, rest, [], settings_)
-    reached = _value(waiting, rest, chosen, settings_)
+    step = _Step(count, 300, 0, 800, price, 200, others, 2 * others * UNIT * 16 // 500)
+    long = _Long(tokens, [cost * UNIT * 16 // 500 for cost in waiting.cost], [0] * len(tokens))
+
+    def value(held: Sequence[bool]) -> int:
+        return _value(long, sum(1 << piece for piece, waits in enumerate(held) if waits), step)
+
+    reached = value(chosen)
     for held in product([False, True], repeat=len(tokens)):
         differing = sum(a != b for a, b in zip(held, chosen, strict=True))
         exchange = differing == 2 and sum(held) == sum(chosen)
         if differing <= 1 or exchange:
-            assert reached <= _value(waiting, rest, held, settings_)
+            assert reached <= value(held)
 
 
 @given(
@@ -73,14 +80,12 @@ def test_is_no_worse_than_any_single_change(pieces, others, price, count) -> Non
     rate=st.integers(1, 4),
 )
 def test_level_is_that_of_pouring_unit_by_unit(loads, tokens, rate) -> None:
-    others = Others(tokens, tokens * rate)
-    heap = [(load, index) for index, (load, _) in enumerate(loads)]
-    room = [room for _, room in loads]
-    work = sum(load for load, _ in loads) + others.cost
-    level, overflow = _level(heap, room, others, work)
+    level, overflow = _level(
+        [load for load, _ in loads], [room for _, room in loads], tokens, tokens * rate
+    )
     poured = [load for load, _ in loads]
-    left = [space * rate for space in room]
-    rest = others.cost
+    left = [space * rate for _, space in loads]
+    rest = tokens * rate
     while rest and any(left):
         index = min((i for i in range(len(loads)) if left[i]), key=lambda i: poured[i])
         poured[index] += 1

@@ -1,0 +1,186 @@
+"""What ``benchmarks.packing`` keeps and prints: rows in a file, tables, targets beside figures."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = {
+    "time_over_work": "T/S", "time_over_work_p99": "p99", "time_over_equal": "T/T equal",
+    "time_over_equal_p99": "p99", "imbalance_mean": "imbalance", "imbalance_p99": "p99",
+    "imbalance_aggregate": "aggr.", "imbalance_forward_mean": "fwd",
+    "imbalance_backward_mean": "bwd", "tokens_variation": "tokens cv", "tokens_least": "least",
+    "delay_mean": "delay", "delay_max": "max", "micro_batches": "M", "ms_per_step": "ms",
+    "steps": "steps",
+}  # fmt: skip
+# Row, figure, target, stretch, on Generator A and the standard library; negative: at least.
+TARGETS = (
+    ("generator_a/4/1/tapered", "time_over_work", 1.46, None),
+    ("generator_a/4/1/tapered", "delay_mean", 0.26, None),
+    ("generator_a/16/1/tapered", "time_over_work", 1.15, None),
+    ("generator_a/64@16/1/tapered", "time_over_equal", 1.029, 1.02),
+    ("generator_a/64@16/1/tapered", "time_over_equal_p99", 1.10, None),
+    ("generator_a/64@16/1/tapered", "delay_mean", 0.3, None),
+    ("generator_a/64@16/1/tapered", "ms_per_step", 2, None),
+    ("generator_a/4/1.25/balanced", "imbalance_mean", 1.041, 1.03),
+    ("generator_a/4/1.25/balanced", "delay_mean", 0.25, None),
+    ("generator_a/4/1.5/balanced", "imbalance_mean", 1.016, 1.010),
+    ("generator_a/4/1.5/balanced", "imbalance_p99", 1.17, 1.10),
+    ("generator_a/4/1.5/balanced", "delay_mean", 0.25, None),
+    ("generator_a/4/1.5/balanced", "delay_max", 12, None),
+    ("generator_a/4/2/balanced", "imbalance_mean", 1.002, 1.001),
+    ("generator_a/4/2/balanced", "delay_mean", 0.25, None),
+    ("stdlib/4/1.5/balanced", "imbalance_mean", 1.018, None),
+    ("stdlib/4/1.5/balanced", "tokens_least", -0.45, None),
+)
+
+
+class Results:
+    """Figures of a run, kept in a file so that it can be continued or split.
+
+    Args:
+        head: what the file begins with.
+        path: of the JSON file, None to keep nothing; a table goes beside it, as ``.md``.
+        console: told of each row.
+    """
+
+    def __init__(self, head: Mapping[str, Any], path: Path | None, console: Console) -> None:
+        self.content: dict[str, Any] = {**head, "table_2": {}, "methods": {}}
+        self._path, self._console = path, console
+        if path is not None and path.exists():
+            self.content |= {**json.loads(path.read_text()), **head}
+
+    def row(
+        self, part: str, name: str, asked: dict[str, Any], make: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """A row that the file has for what is asked, or a new one."""
+        kept: dict[str, Any] = self.content[part].get(name, {})
+        if asked.items() <= kept.items():
+            return kept
+        begin = time.process_time()
+        row = {**asked, **make()}
+        self._update(lambda content: content[part].update({name: row}))
+        self._console.print(f"[dim]{part} {name} ({time.process_time() - begin:.0f} s)")
+        return row
+
+    def put(self, part: str, value: Any) -> None:
+        """A part without rows."""
+        self._update(lambda content: content.update({part: value}))
+
+    def _update(self, change: Callable[[dict[str, Any]], None]) -> None:
+        if self._path is None:
+            change(self.content)
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may have written rows since.
+        with self._path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._path.exists():
+                self.content |= json.loads(self._path.read_text())
+            change(self.content)
+            self.content["targets"] = targets(self.content["methods"])
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(json.dumps(self.content, indent=1) + "\n")
+            os.replace(partial, self._path)
+            self._path.with_suffix(".md").write_text(markdown(self.content))
+
+
+def targets(methods: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """The targets beside what was reached."""
+    rows = []
+    for name, figure, target, stretch in TARGETS:
+        if name in methods:
+            value = methods[name][figure]
+            rows.append({
+                "row": name, "figure": figure, "target": abs(target), "reached": value,
+                "met": value <= target if target >= 0 else value >= -target,
+                "stretch": stretch,
+                "stretch_met": stretch is not None and value <= stretch,
+            })  # fmt: skip
+    return rows
+
+
+def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Titles, headings and rows."""
+    paper = []
+    for name, row in content["table_2"].items():
+        gate = "" if "gate" not in row else ("passed" if row["passed"] else "FAILED")
+        gap = f"{100 * row['gap_mean']:.2f} %" if "gap_mean" in row else ""
+        paper.append([
+            name, f"{row['paper']:.2f}", f"{row['imbalance_forward_mean']:.3f}", gate,
+            f"{row['paper_ms']}", f"{row['ms_per_step']:.1f}", gap, f"{row['steps']}",
+        ])  # fmt: skip
+    figures = [
+        [name, *(f"{row[column]:.{0 if column == 'steps' else 3}f}" for column in COLUMNS)]
+        for name, row in content["methods"].items()
+        if not name.endswith("/default")
+    ]
+    goals = [
+        [row["row"], row["figure"], f"{row['target']}", f"{row['reached']:.4f}",
+         "yes" if row["met"] else "NO", "" if row["stretch"] is None else f"{row['stretch']}",
+         "" if row["stretch"] is None else ("yes" if row["stretch_met"] else "no")]
+        for row in content.get("targets", [])
+    ]  # fmt: skip
+    return [
+        (
+            "Table 2 of WLB-LLM: forward imbalance max·N/Σ, N = 4, C = 128K",
+            ["method/window or queues", "paper", "here", "gate", "paper ms", "ms", "gap", "steps"],
+            paper,
+        ),
+        (
+            f"Simulated step time over work ({content['stages']} stages unless x1 is said),"
+            " imbalance max·K/Σ",
+            ["workload/N/cap/method", *COLUMNS.values()],
+            figures,
+        ),
+        ("Targets", ["row", "figure", "target", "here", "met", "stretch", "met"], goals),
+    ]
+
+
+def show(content: Mapping[str, Any], console: Console) -> None:
+    """Print the tables."""
+    for title, heads, rows in tables(content):
+        table = Table(title=title)
+        for number, head in enumerate(heads):
+            table.add_column(head, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for row in [*content.get("others", []), content.get("many", {})]:
+        console.print(row)
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The tables as a page."""
+    lines = [
+        "# Packing methods on the reference workloads",
+        "",
+        "Made by `python -m benchmarks.packing --output benchmarks/results/packing.json`; do not"
+        " edit. All times of steps are *simulated*: 1F1B, or PackFlow for slices, the exact work of"
+        " LLaMA2-7B's layers, no communication. `T/S` is the step's time over its work per rank"
+        " (1 = no bubble), `T/T equal` over that of N equal micro-batches, `delay` in steps,"
+        " `least` the fewest tokens of a step over N·C, `ms` processor time of planning per step.",
+    ]
+    for title, heads, rows in tables(content):
+        if rows:
+            lines += ["", f"## {title}", "", "| " + " | ".join(heads) + " |"]
+            lines.append("|---|" + "---:|" * (len(heads) - 1))
+            lines += ["| " + " | ".join(row) + " |" for row in rows]
+    for row in content.get("others", []):
+        lines += ["", ", ".join(f"{name} {value}" for name, value in row.items()) + "."]
+    if "many" in content:
+        row = content["many"]
+        lines += [
+            "",
+            f"{row['documents']:,} documents into {row['micro_batches']} micro-batches:"
+            f" {row['ms']} ms, imbalance {row['imbalance']}.",
+        ]
+    return "\n".join(lines) + "\n"
