@@ -3,8 +3,11 @@
     python -m benchmarks.context_parallel_cpu
 
 Two ranks, a core and a thread each, train a small decoder on the standard library's definitions.
-Every sharding runs the same plans (same documents, same micro-batches); runs alternate and the
-medians over all their steps are compared. The last line of the output is one JSON object.
+Every sharding runs the same plans (same documents, same micro-batches) in every round, one sharding
+after the other, every second round in reverse, so that a slow minute of the machine is everyone's.
+Compared are medians of wall-clock time per token over all steps of all rounds; beside them the
+spread of the ratio over rounds. Leave the machine alone meanwhile (five minutes). The last line of
+the output is one JSON object; ``--output FOLDER`` also writes it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import statistics
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -77,40 +81,77 @@ def run(sharding: str, arguments: argparse.Namespace) -> Steps:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each sharding")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of a run")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each sharding")
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--context-window", type=int, default=12_288, help="tokens")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    measured: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SHARDINGS}
-    for _ in range(arguments.rounds):
-        for sharding in SHARDINGS:
-            steps = run(sharding, arguments)
-            measured[sharding][0].extend(steps.microseconds)
-            measured[sharding][1].extend(steps.context)
-    result = {
-        name: {
-            "microseconds_per_token_median": statistics.median(seconds),
-            "imbalance_context_median": statistics.median(context),
-        }
-        for name, (seconds, context) in measured.items()
+    runs: dict[str, list[Steps]] = {name: [] for name in SHARDINGS}
+    for number in range(arguments.rounds):
+        for sharding in SHARDINGS if number % 2 == 0 else reversed(SHARDINGS):
+            runs[sharding].append(run(sharding, arguments))
+    result = {name: figures(runs[name], runs[SHARDINGS[0]]) for name in SHARDINGS}
+    if torch.distributed.get_rank() == 0:
+        report(result, arguments)
+
+
+def figures(runs: list[Steps], baseline: list[Steps]) -> dict[str, float]:
+    """Medians over all steps, and the range of the ratio to the baseline over rounds."""
+
+    def median(every: list[Steps]) -> float:
+        return statistics.median(each for steps in every for each in steps.microseconds)
+
+    ratios = [median([first]) / median([own]) for own, first in zip(runs, baseline, strict=True)]
+    return {
+        "microseconds_per_token_median": median(runs),
+        "speedup": median(baseline) / median(runs),
+        "speedup_least": min(ratios),
+        "speedup_most": max(ratios),
+        "imbalance_context_median": statistics.median(
+            each for steps in runs for each in steps.context
+        ),
     }
-    first = result[SHARDINGS[0]]["microseconds_per_token_median"]
-    table = Table(title="Context parallel 2, CPU, measured")
-    for heading in ("sharding", "µs per token", "per_sequence / this", "context imbalance"):
+
+
+def report(result: dict[str, dict[str, float]], arguments: argparse.Namespace) -> None:
+    """A table and the JSON."""
+    table = Table(
+        title="Context parallel 2, two ranks of one CPU thread each, wall clock, measured"
+    )
+    for heading in (
+        "sharding",
+        "µs per token",
+        "per_sequence / this",
+        "over rounds",
+        "context imbalance",
+    ):
         table.add_column(heading, justify="right" if heading != "sharding" else "left")
-    for name, figures in result.items():
-        figures["speedup"] = first / figures["microseconds_per_token_median"]
+    for name, row in result.items():
         table.add_row(
             name,
-            f"{figures['microseconds_per_token_median']:.2f}",
-            f"{figures['speedup']:.3f}",
-            f"{figures['imbalance_context_median']:.3f}",
+            f"{row['microseconds_per_token_median']:.2f}",
+            f"{row['speedup']:.3f}",
+            f"{row['speedup_least']:.3f} to {row['speedup_most']:.3f}",
+            f"{row['imbalance_context_median']:.3f}",
         )
-    if torch.distributed.get_rank() == 0:
-        Console().print(table)
-        print(json.dumps({"device": "CPU, two ranks of one thread", **result}))
+    Console(width=110).print(table)
+    line = json.dumps(
+        {
+            "benchmark": "context_parallel_cpu",
+            "measured": True,
+            "device": "CPU, two ranks of one thread",
+            "rounds": arguments.rounds,
+            "steps": arguments.steps,
+            "context_window": arguments.context_window,
+            "shardings": result,
+        }
+    )
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "context_parallel_cpu.json").write_text(line + "\n")
+    print(line)
 
 
 if __name__ == "__main__":
