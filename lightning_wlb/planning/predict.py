@@ -19,9 +19,9 @@ data-parallel axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -39,10 +39,10 @@ from lightning_wlb.cost.flops import (
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning.leaving import freed_bytes
+from lightning_wlb.planning.leaving import freed_bytes, freed_bytes_recomputed
 from lightning_wlb.planning.prediction import MicroBatchCost, StepPrediction
-from lightning_wlb.planning.units import units
-from lightning_wlb.schedule.actions import BACKWARD, Action
+from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, units
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, RECOMPUTED, Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.registry import make_programs
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
@@ -86,15 +86,15 @@ class SimulatedReplicas(NamedTuple):
 
     Attributes:
         costs: of each replica's micro-batches.
-        times: forward and backward, in ns, by stage, replica and micro-batch.
-        saved: bytes from forward to backward, likewise.
+        again: of each replica's backward micro-batches that run forward again.
+        times: forward and backward, in ns, by stage, replica and number of micro-batch in its pass.
         programs: of each replica's ranks.
         simulations: one for each replica.
     """
 
     costs: list[list[MicroBatchCost]]
+    again: list[list[MicroBatchCost]]
     times: list[list[list[tuple[int, int]]]]
-    saved: list[list[list[int]]]
     programs: list[list[list[Action]]]
     simulations: list[Simulation]
 
@@ -200,9 +200,15 @@ class Predictor:
             replicas: that share the micro-batch.
             kept: whether a later micro-batch reads its keys.
         """
-        latency, mesh = self.latency, self.latency.mesh
         lengths = [piece.tokens for piece in pieces]
+        mesh = self.latency.mesh
         placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
+        return self._cost(pieces, placed, replicas, kept)
+
+    def _cost(
+        self, pieces: Sequence[Slice], placed: Layout, replicas: int, kept: bool
+    ) -> MicroBatchCost:
+        latency, mesh = self.latency, self.latency.mesh
         before = np.array([piece.context for piece in pieces], dtype=np.int64)
         attention: list[tuple[int, int]] = []
         layer: list[tuple[int, int]] = []
@@ -333,10 +339,12 @@ class Predictor:
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
             )
         step = self.simulate(plan.replicas)
-        work = np.zeros((len(step.costs), max(map(len, step.costs), default=0)), dtype=np.int64)
-        for number, of_replica in enumerate(step.costs):
-            for index in range(len(of_replica)):
-                work[number, index] = sum(sum(stage[number][index]) for stage in step.times)
+        most = max(map(len, step.times[0]), default=0)
+        work = np.zeros((len(step.costs), most), dtype=np.int64)
+        for stage in step.times:
+            for number, of_replica in enumerate(stage):
+                for index, times in enumerate(of_replica):
+                    work[number, index] += sum(times)
         return StepPrediction(
             plan=plan,
             simulations=tuple(step.simulations),
@@ -344,9 +352,9 @@ class Predictor:
             work_ns=work,
             peak_bytes=max(
                 (
-                    self._peak(program, held, costs)
-                    for programs, simulation, costs in zip(
-                        step.programs, step.simulations, step.costs, strict=True
+                    self._peak(program, held, costs, again)
+                    for programs, simulation, costs, again in zip(
+                        step.programs, step.simulations, step.costs, step.again, strict=True
                     )
                     for program, held in zip(programs, simulation.held_bytes, strict=True)
                 ),
@@ -362,51 +370,104 @@ class Predictor:
         mesh = self.latency.mesh
         replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         costs = [self._costs(replica) for replica in replicas]
+        again = [self._costs_again(replica) for replica in replicas]
+        both = list(zip(costs, again, strict=True))
         times = [
-            [[self.action_ns(stage, cost) for cost in of_replica] for of_replica in costs]
+            [self._times(stage, *of_replica) for of_replica in both]
             for stage in range(len(self.stages))
         ]
         programs = self._programs_of(replicas)
         saved = [
-            [[self._saved(stage, cost) for cost in of_replica] for of_replica in costs]
+            [self._saved(stage, *of_replica) for of_replica in both]
             for stage in range(len(self.stages))
         ]
-
         freed = [
-            self._freed(of_replica, replica, cost)
-            for of_replica, replica, cost in zip(programs, replicas, costs, strict=True)
+            self._freed(of_replica, replica, *each)
+            for of_replica, replica, each in zip(programs, replicas, both, strict=True)
         ]
 
         def transfer(replica: int, action: Action) -> int:
-            source = action.stage if action.kind == BACKWARD else action.stage - 1
-            return self.latency.pipeline_ns(costs[replica][action.micro_batch].rows, source)
+            source = action.stage - 1 if action.kind == FORWARD else action.stage
+            own = again if action.kind == RECOMPUTED else costs
+            return self.latency.pipeline_ns(own[replica][action.micro_batch].rows, source)
 
         simulations = simulate_replicas(
             programs,
             lambda replica, action: times[action.stage][replica][action.micro_batch][
-                action.kind == BACKWARD
+                action.kind != FORWARD
             ],
             transfer,
-            opened_bytes=lambda replica, action: saved[action.stage][replica][action.micro_batch],
+            opened_bytes=lambda replica, action: saved[action.stage][replica][action.micro_batch][
+                action.kind != FORWARD
+            ],
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
-            constant_bytes=self._constant(costs),
+            constant_bytes=self._constant(both),
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
-        return SimulatedReplicas(costs, times, saved, programs, simulations)
+        return SimulatedReplicas(costs, again, times, programs, simulations)
 
-    def _saved(self, stage: int, cost: MicroBatchCost) -> int:
-        """What a forward opens until its backward has run."""
+    @cached_property
+    def _again(self) -> Predictor:
+        """Predicts backwards that run forward again: they need no other checkpointing."""
+        return replace(self, latency=replace(self.latency, activation_checkpointing="none"))
+
+    def _times(
+        self, stage: int, costs: Sequence[MicroBatchCost], again: Sequence[MicroBatchCost]
+    ) -> list[tuple[int, int]]:
+        """Forward and backward by number; in a plan that recomputes, of unlike micro-batches."""
+        both = [self.action_ns(stage, cost) for cost in costs]
+        if not again:
+            return both
+        forward = [first for first, _ in both]
+        backward = [sum(self._again.action_ns(stage, cost)) for cost in again]
+        return list(zip_longest(forward, backward, fillvalue=0))
+
+    def _saved(
+        self, stage: int, costs: Sequence[MicroBatchCost], again: Sequence[MicroBatchCost]
+    ) -> list[tuple[int, int]]:
+        """What a forward opens, and what a backward that runs forward again opens, by number."""
         parts = self.parts(stage)
-        kept = self.memory.kept_keys_bytes(parts, cost.kept_rows)
-        return self.memory.micro_batch_bytes(parts, cost.rows) + kept
+        if again:
+            forward = [self._kept(stage, cost) for cost in costs]
+            backward = [self._again.memory.micro_batch_bytes(parts, cost.rows) for cost in again]
+            return list(zip_longest(forward, backward, fillvalue=0))
+        return [
+            (
+                self.memory.micro_batch_bytes(parts, cost.rows)
+                + self.memory.kept_keys_bytes(parts, cost.kept_rows),
+                0,
+            )
+            for cost in costs
+        ]
+
+    def _kept(self, stage: int, cost: MicroBatchCost) -> int:
+        """What a forward keeps that backward runs again: its input, and keys that others read."""
+        keys = replace(self.memory, activation_checkpointing="full").kept_keys_bytes(
+            self.parts(stage), cost.kept_rows
+        )
+        return keys + (self.memory.boundary_bytes(cost.rows) if stage else 0)
 
     def _freed(
         self,
         programs: Sequence[Sequence[Action]],
         replica: ReplicaPlan,
         costs: Sequence[MicroBatchCost],
+        again: Sequence[MicroBatchCost],
     ) -> Mapping[Action, int]:
+        if replica.recompute:
+            return freed_bytes_recomputed(
+                programs,
+                replica,
+                len(self.stages),
+                lambda stage, micro_batch: self._kept(stage, costs[micro_batch]),
+                lambda stage, micro_batch: self.memory.key_gradient_bytes(
+                    self.parts(stage), costs[micro_batch].kept_rows
+                ),
+                lambda action: self.memory.boundary_bytes(
+                    (again if action.kind == RECOMPUTED else costs)[action.micro_batch].rows
+                ),
+            )
         return freed_bytes(
             programs,
             replica,
@@ -417,11 +478,16 @@ class Predictor:
             lambda micro_batch: self.memory.boundary_bytes(costs[micro_batch].rows),
         )
 
-    def _constant(self, costs: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
+    def _constant(
+        self, costs: Sequence[tuple[Sequence[MicroBatchCost], Sequence[MicroBatchCost]]]
+    ) -> list[int]:
         """What each rank holds all along: its state, and the step's inputs."""
         inputs = (
             max(
-                sum(self.memory.input_bytes(parts, cost.rows, cost.indexed) for cost in of_replica)
+                sum(
+                    self.memory.input_bytes(parts, cost.rows, cost.indexed)
+                    for cost in chain(*of_replica)
+                )
                 for of_replica in costs
             )
             for parts in self.rank_parts
@@ -444,6 +510,24 @@ class Predictor:
             for at, group in enumerate(replica.forward)
         ]
 
+    def _costs_again(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        """Of backward micro-batches that run forward again; none where the plan does not."""
+        if not replica.recompute:
+            return []
+        mesh = self.latency.mesh
+        layouts = [
+            forward_layout(replica, group, mesh.context, mesh.tensor) for group in replica.forward
+        ]
+        return [
+            self._again._cost(
+                replica.slices_of(group),
+                backward_layout(layouts, parts, mesh.tensor),
+                len(group.replicas),
+                kept=False,
+            )
+            for group, parts in zip(replica.backward, forward_parts(replica), strict=True)
+        ]
+
     def _programs(self, micro_batches: int) -> list[list[Action]]:
         ranks = self.latency.mesh.pipeline
         return make_programs(self.schedule, ranks, micro_batches, len(self.stages) // ranks)
@@ -460,14 +544,23 @@ class Predictor:
         ]
 
     def _peak(
-        self, program: Sequence[Action], held: Sequence[int], costs: Sequence[MicroBatchCost]
+        self,
+        program: Sequence[Action],
+        held: Sequence[int],
+        costs: Sequence[MicroBatchCost],
+        again: Sequence[MicroBatchCost],
     ) -> int:
         """Most bytes on a pipeline rank: what it holds, and what lives only inside a backward."""
         return max(
             (
-                bytes_held + self._inside(action.stage, costs[action.micro_batch])
+                bytes_held
+                + (
+                    self._again._inside(action.stage, again[action.micro_batch])
+                    if action.kind == RECOMPUTED
+                    else self._inside(action.stage, costs[action.micro_batch])
+                )
                 for action, bytes_held in zip(program, held, strict=True)
-                if action.kind == BACKWARD
+                if action.kind != FORWARD
             ),
             default=0,
         )

@@ -319,3 +319,56 @@ def test_what_cannot_be_predicted_is_refused() -> None:
         predictor(Mesh(pipeline=2), stages=4)
     with pytest.raises(ValueError, match="unknown schedule"):
         predictor(Mesh(), schedule="zigzag")
+
+
+def test_backward_that_runs_forward_again_takes_its_time_and_holds_no_activations() -> None:
+    plan = plan_of([[[4000], [2000], [3000, 1000], [2500]]])
+    (replica,) = plan.replicas
+    order = [replica.backward[0], replica.backward[2], replica.backward[1], replica.backward[3]]
+    again = replace(
+        plan, replicas=(replace(replica, backward=tuple(order), recompute=True),)
+    ).validate()
+    model = predictor(Mesh(pipeline=2))
+    usual, recomputed = model.predict(plan), model.predict(again)
+    (one,), (other,) = usual.simulations, recomputed.simulations
+    for rank, (before, after) in enumerate(zip(one.busy_ns, other.busy_ns, strict=True)):
+        forward = sum(model.action_ns(rank, cost)[0] for cost in usual.costs[0])
+        assert after == before + forward
+    assert recomputed.peak_bytes < usual.peak_bytes
+    assert recomputed.work_ns.sum() == sum(other.busy_ns)
+    # Where everything is computed again anyway, only the ends and the actions' overhead are more.
+    full = predictor(Mesh(pipeline=2), activation_checkpointing="full")
+    assert full.predict(again).total_ns < 1.1 * full.predict(plan).total_ns
+    assert full.predict(again).total_ns == recomputed.total_ns
+
+
+def test_what_forward_keeps_is_held_until_the_last_backward_that_needs_it() -> None:
+    model = predictor(Mesh(pipeline=2))
+    parts = (Slice(0, 0, 0, 1024), Slice(0, 0, 1024, 2048), Slice(1, 0, 0, 512))
+
+    def group(*members: int) -> MicroBatch:
+        rows = sum(parts[member].tokens for member in members)
+        return MicroBatch(members, "per_document_contiguous", rows, (0,))
+
+    replica = ReplicaPlan(
+        parts, (group(0), group(1, 2)), (group(1), group(0), group(2)), recompute=True
+    )
+    plan = replace(plan_of([[[2048], [512]]]), replicas=(replica,)).validate()
+    step = model.simulate(plan.replicas)
+    assert [str(action) for action in step.programs[0][1]] == ["1F0", "1F1", "1R0", "1R1", "1R2"]
+    (simulation,) = step.simulations
+    held = [size - simulation.memory[1][0][1] for size in simulation.held_bytes[1]]
+    memory, last = model.memory, model.parts(1)
+    inputs = [memory.boundary_bytes(rows) for rows in (1024, 1536)]
+    keys = len(model.stages[1]) * 2 * 1024 * SHAPE.kv_heads * SHAPE.head_dim
+    again = [memory.micro_batch_bytes(last, rows) for rows in (1024, 1024, 512)]
+    sent = [memory.boundary_bytes(rows) for rows in (1024, 1024, 512)]
+    # Keys of the first slice in bfloat16, and their gradients, which 1R0 leaves, in float32.
+    assert held == [
+        inputs[0] + keys * 2,
+        sum(inputs) + keys * 2,
+        sum(inputs) + keys * 2 + again[0],
+        sum(inputs) + keys * 2 + keys * 4 + sent[0] + again[1],
+        inputs[1] + sent[0] + sent[1] + again[2],
+    ]
+    assert simulation.memory[1][-1][1] - simulation.memory[1][0][1] == sum(sent)
