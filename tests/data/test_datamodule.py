@@ -297,6 +297,18 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
         data(profile="h1000")
 
 
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    documents = data(sharding="heads")
+    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=SimpleNamespace(coordinates=Coordinates(0, 0, 2), root_device=torch.device("cpu")),
+        lightning_module=Recorder(),
+        global_step=0,
+    )
+    message = "splits the 1 query and 1 key/value heads .* over 2 context-parallel ranks"
+    with pytest.raises(ValueError, match=message):
+        documents.train_dataloader()
+
+
 def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(datamodule, "rank_zero_info", said.append)
