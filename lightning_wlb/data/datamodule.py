@@ -64,8 +64,12 @@ class WLBDataModule(L.LightningDataModule):
         micro_packs: micro-batches that ``slim`` packing makes of a global batch, as a multiple
             of N.
         packing_window: global batches that the fixed-length packings pack together.
-        delay_budget: mean delay of tokens in steps that ``balanced`` and ``tapered`` packing may
-            cost; 0: none.
+        delay_budget: mean delay of tokens in steps that ``balanced``, ``tapered`` and (with
+            several ``nominal_replicas``) ``auto`` packing may cost; 0: none.
+        nominal_replicas: data-parallel replicas that ``tapered`` and ``auto`` have in mind when
+            they let long pieces wait. It stays what it is when the run moves to another mesh.
+        asymmetric: whether ``auto`` packing also tries slices grouped apart for forward and for
+            backward, see :class:`~lightning_wlb.planning.settings.DataSettings`.
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
@@ -108,6 +112,8 @@ class WLBDataModule(L.LightningDataModule):
         micro_packs: int = 4,
         packing_window: int = 1,
         delay_budget: float = 0.25,
+        nominal_replicas: int = 1,
+        asymmetric: bool = False,
         long_documents: Literal["split", "truncate", "error"] = "split",
         sharding: str = ADAPTIVE,
         profile: str | Profile | None = None,
@@ -133,6 +139,8 @@ class WLBDataModule(L.LightningDataModule):
             micro_packs=micro_packs,
             packing_window=packing_window,
             delay_budget=delay_budget,
+            nominal_replicas=nominal_replicas,
+            asymmetric=asymmetric,
             long_documents=long_documents,
             seed=seed,
             shuffle=shuffle,

@@ -66,8 +66,8 @@ class DataSettings:
             step.
         asymmetric: whether ``auto`` also tries slices that are grouped apart for forward and for
             backward, in units and with recomputation, and takes them where their simulated step is
-            shorter. Off, because it was not on any workload that we know, and planning takes half
-            as long again (benchmarks/slimpack.py). It does not change what enters a step.
+            shorter. Off, because on Generator A it never was, and planning takes 2.5 to 4 times as
+            long. It does not change what enters a step.
 
     Raises:
         ValueError: a value out of range, with the remedy.
