@@ -1,4 +1,4 @@
-"""Predicted step times against real runs on CPU ranks: pipeline 2, context 2 and data 2.
+"""Predicted steps against real runs on CPU ranks: pipeline 2 (whole and sliced), context, data 2.
 
 A device profile is taken first, on as many processes as the runs have ranks, so that it feels the
 same neighbours. Then a small decoder trains on the standard library under a Trainer, on each mesh
@@ -9,6 +9,9 @@ with several windows and packings, and every step is judged:
 * *wall clock*: the whole step as the Trainer saw it, reduction and optimizer included, against
   the whole prediction. Only meaningful with a core for each rank and nothing else running.
 
+* *peak of activations*: the simulator's account against the executor's count, for every step and
+  rank of further runs on the pipelines.
+
 The profile knows none of the judged plans. The first steps of each run warm up and are left out.
 
 Run ``python -m benchmarks.simulator --help``. Prints a table and as its last line one JSON object.
@@ -18,43 +21,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import time
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as L
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measured import RankStep, replayed, train
 from benchmarks.paper_speedups import without_communication
 from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.profiling import measure, measure_link
-from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.registry import make_programs
-from lightning_wlb.schedule.simulate import simulate_replicas
-from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.ranks import run_ranks
+from lightning_wlb.profiling.ranks import run_ranks
 
 RANKS = 2
 WARM_UP = 2
 CONFIG = TransformerConfig.preset("tiny")
-MESHES = {
-    "pipeline 2": Mesh(pipeline=2),
-    "context 2": Mesh(context=2),
-    "data 2": Mesh(data=2),
-}
 
 
 @dataclass(frozen=True)
@@ -64,44 +54,28 @@ class Setting:
     window: int
     micro_batches: int
     packing: str
-    sharding: str
+    sharding: str = "per_document_contiguous"
+    micro_packs: int = 4
 
 
-SETTINGS = (
+WHOLE = (
     Setting(4096, 4, "original", "per_sequence"),
-    Setting(2048, 6, "wlb", "per_document_contiguous"),
-    Setting(8192, 3, "wlb", "per_document_contiguous"),
+    Setting(2048, 6, "wlb"),
+    Setting(8192, 3, "wlb"),
 )
-
-
-class Recorder(L.Callback):
-    """Keeps plan, timings and wall time of every step of this rank."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-        self.begin = 0.0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Time every action from here on."""
-        trainer.strategy.executor.measure()
-
-    def on_train_batch_start(self, *arguments: Any) -> None:
-        """Start the step's clock."""
-        self.begin = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, _: int
-    ) -> None:
-        """Keep the step."""
-        executor = trainer.strategy.executor
-        self.steps.append(
-            {
-                "plan": batch.plan.to_json(),
-                "wall": time.perf_counter() - self.begin,
-                "timings": [(str(each.action), each.compute) for each in executor.timings()],
-                "stages": [(part.start, part.stop) for part in executor.pipeline.stages],
-            }
-        )
+SLICED = (
+    Setting(4096, 4, "slim", micro_packs=1),
+    Setting(4096, 4, "slim", micro_packs=2),
+    Setting(4096, 4, "slim", micro_packs=4),
+    Setting(4096, 4, "auto"),
+)
+RUNS = {
+    "pipeline 2": (Mesh(pipeline=2), WHOLE),
+    "context 2": (Mesh(context=2), WHOLE),
+    "data 2": (Mesh(data=2), WHOLE),
+    "pipeline 2, slices": (Mesh(pipeline=2), SLICED),
+}
+"""The mesh and the runs on it."""
 
 
 def profile_rank(rank: int, link: tuple[float, float]) -> str:
@@ -113,77 +87,65 @@ def profile_rank(rank: int, link: tuple[float, float]) -> str:
     return replace(profile, links={"node": node}, devices_per_node=RANKS).to_json()
 
 
-def train_rank(rank: int, sizes: tuple[int, int, int, int], steps: int) -> list[list[Any]]:
-    """The recorded steps of every setting on one mesh."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    data, pipeline, context, tensor = sizes
-    runs = []
-    for setting in SETTINGS:
-        recorder = Recorder()
-        trainer = L.Trainer(
-            strategy=WLBStrategy(data, pipeline, context, tensor),
-            accelerator="cpu",
-            devices=RANKS,
-            max_steps=steps + WARM_UP,
-            max_epochs=-1,
-            callbacks=[recorder],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        # The Trainer shares the machine's cores out; the profile was taken on one thread.
-        torch.set_num_threads(1)
-        trainer.fit(
-            LanguageModule(CONFIG),
+def train_rank(rank: int, name: str, steps: int, counted: bool = False) -> list[list[RankStep]]:
+    """The recorded steps of every setting of a mesh."""
+    mesh, settings = RUNS[name]
+    return [
+        train(
+            CONFIG,
+            mesh,
             WLBDataModule(
                 context_window=setting.window,
                 micro_batches=setting.micro_batches,
                 packing=setting.packing,
                 sharding=setting.sharding,
-                num_workers=0,  # the ranks are daemons, which may not start processes
+                micro_packs=setting.micro_packs,
+                num_workers=0,  # ranks are daemons, which have no children
             ),
+            counted=counted,
+            max_steps=steps,
+            max_epochs=-1,
         )
-        runs.append(recorder.steps)
-    return runs
+        for setting in settings
+    ]
 
 
-def judge(mesh: Mesh, ranks: list[list[dict[str, Any]]], profile: Profile) -> list[dict[str, Any]]:
+def judge(mesh: Mesh, ranks: list[list[RankStep]], profile: Profile) -> list[dict[str, float]]:
     """Predicted and measured seconds of each step of one run; ``ranks`` in order of rank."""
     judged = []
     silent = without_communication(profile)
-    for step in range(WARM_UP, len(ranks[0])):
-        plan = StepPlan.from_json(ranks[0][step]["plan"])
-        stages = tuple(range(*part) for part in ranks[0][step]["stages"])
+    for of_ranks in list(zip(*ranks, strict=True))[WARM_UP:]:
+        plan = StepPlan.from_json(of_ranks[0].plan)
+        stages = tuple(range(*part) for part in of_ranks[0].stages)
         compute = Predictor(LatencyModel(silent, CONFIG.shape, mesh), stages).predict(plan)
         whole = Predictor(LatencyModel(profile, CONFIG.shape, mesh), stages).predict(plan)
-        measured = replayed_ns(mesh, plan, [rank[step]["timings"] for rank in ranks])
+        ran = replayed(mesh, plan, [rank.compute for rank in of_ranks])
         judged.append(
             {
                 "predicted": compute.simulations[0].compute_ns / 1e9,
-                "replayed": measured / 1e9,
+                "replayed": ran[0].compute_ns / 1e9,
                 "predicted_wall": whole.total_ns / 1e9,
-                "wall": max(rank[step]["wall"] for rank in ranks),
+                "wall": max(rank.wall for rank in of_ranks),
             }
         )
     return judged
 
 
-def replayed_ns(mesh: Mesh, plan: StepPlan, timings: list[list[tuple[str, float]]]) -> int:
-    """The schedule with each action's CPU time, the slowest context rank's; no communication."""
-    measured: dict[tuple[int, Action], int] = {}
-    for rank, of_rank in enumerate(timings):
-        replica = rank // (mesh.pipeline * mesh.context * mesh.tensor)
-        for text, seconds in of_rank:
-            key = replica, Action.parse(text)
-            measured[key] = max(measured.get(key, 0), round(seconds * 1e9))
-    programs = [
-        make_programs("1f1b", mesh.pipeline, len(replica.forward)) for replica in plan.replicas
-    ]
-    simulations = simulate_replicas(programs, lambda replica, action: measured[replica, action])
-    return simulations[0].compute_ns
+def judge_memory(
+    mesh: Mesh, ranks: list[list[RankStep]], profile: Profile
+) -> list[dict[str, float]]:
+    """Predicted and counted peak of activations of every step and rank of one run."""
+    judged = []
+    for of_ranks in zip(*ranks, strict=True):
+        plan = StepPlan.from_json(of_ranks[0].plan)
+        stages = tuple(range(*part) for part in of_ranks[0].stages)
+        predictor = Predictor(LatencyModel(profile, CONFIG.shape, mesh), stages)
+        (simulation,) = predictor.simulate(plan.replicas).simulations
+        for rank, memory, peak in zip(
+            of_ranks, simulation.memory, simulation.peak_bytes, strict=True
+        ):
+            judged.append({"predicted": peak - memory[0][1], "counted": max(rank.held)})
+    return judged
 
 
 def summary(judged: list[dict[str, Any]], predicted: str, measured: str) -> dict[str, float]:
@@ -222,17 +184,25 @@ def main(argv: list[str] | None = None) -> None:
             timeout=900, process_group=False,
         )  # fmt: skip
         profile = Profile.from_json(texts[0])
-    results: dict[str, list[dict[str, Any]]] = {}
-    for name, mesh in MESHES.items():
-        sizes = (mesh.data, mesh.pipeline, mesh.context, mesh.tensor)
-        ranks = run_ranks(
-            train_rank, RANKS, sizes, arguments.steps, timeout=900, process_group=False
-        )
-        results[name] = [
+    results = {
+        name: [
             judged
-            for setting in range(len(SETTINGS))
+            for setting, _ in enumerate(settings)
             for judged in judge(mesh, [rank[setting] for rank in ranks], profile)
         ]
+        for name, (mesh, settings) in RUNS.items()
+        for ranks in [ran(name, arguments.steps + WARM_UP)]
+    }
+    memory = {
+        name: [
+            judged
+            for setting, _ in enumerate(settings)
+            for judged in judge_memory(mesh, [rank[setting] for rank in ranks], profile)
+        ]
+        for name, (mesh, settings) in RUNS.items()
+        if mesh.pipeline > 1
+        for ranks in [ran(name, 3, True)]
+    }
     everything = [judged for each in results.values() for judged in each]
     table = Table(
         title="Predicted step times against real runs",
@@ -242,11 +212,12 @@ def main(argv: list[str] | None = None) -> None:
     for heading in ("", "plans", "span", "median error", "p90", "bias", "rank correlation"):
         table.add_column(heading, justify="right" if heading else "left")
     report: dict[str, Any] = {}
-    for kind, predicted, measured in (
-        ("replayed CPU times", "predicted", "replayed"),
-        ("wall clock", "predicted_wall", "wall"),
+    for kind, compared, predicted, measured in (
+        ("replayed CPU times", {**results, "all": everything}, "predicted", "replayed"),
+        ("wall clock", {**results, "all": everything}, "predicted_wall", "wall"),
+        ("peak of activations", memory, "predicted", "counted"),
     ):
-        for name, judged in {**results, "all": everything}.items():
+        for name, judged in compared.items():
             row = summary(judged, predicted, measured)
             report.setdefault(kind, {})[name] = row
             table.add_row(
@@ -267,10 +238,16 @@ def main(argv: list[str] | None = None) -> None:
                 "ranks": RANKS,
                 "profile": {"device": profile.device, "errors": dict(profile.errors)},
                 "results": report,
-                "steps": {name: judged for name, judged in results.items()},
+                "steps": results,
+                "activations": memory,
             }
         )
     )
+
+
+def ran(name: str, steps: int, counted: bool = False) -> list[list[list[RankStep]]]:
+    """The steps of every setting on a mesh, by rank and setting."""
+    return run_ranks(train_rank, RANKS, name, steps, counted, timeout=900, process_group=False)
 
 
 if __name__ == "__main__":

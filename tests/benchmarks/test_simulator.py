@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulator import replayed_ns, summary
+from benchmarks.measured import replayed
+from benchmarks.simulator import summary
 from lightning_wlb.cost.communication import Mesh
 from tests.planning.test_predict import plan_of
 
@@ -14,13 +15,13 @@ def test_a_pipeline_is_replayed_with_each_ranks_times() -> None:
     first = [("0F0", 1.0), ("0F1", 1.0), ("0B0", 2.0), ("0B1", 2.0)]
     second = [("1F0", 1.0), ("1B0", 2.0), ("1F1", 1.0), ("1B1", 3.0)]
     # 1F0 at 1, 1B0 until 4, 1F1 until 5, 1B1 until 8, then 0B1.
-    assert replayed_ns(Mesh(pipeline=2), plan, [first, second]) == 10 * 10**9
+    assert replayed(Mesh(pipeline=2), plan, [first, second])[0].compute_ns == 10 * 10**9
 
 
 def test_a_context_group_is_as_slow_as_its_slowest_rank() -> None:
     plan = plan_of([[[10]]])
     ranks = [[("0F0", 1.0), ("0B0", 5.0)], [("0F0", 2.0), ("0B0", 4.0)]]
-    assert replayed_ns(Mesh(context=2), plan, ranks) == 7 * 10**9
+    assert replayed(Mesh(context=2), plan, ranks)[0].compute_ns == 7 * 10**9
 
 
 def test_replicas_wait_for_the_slowest() -> None:
@@ -29,7 +30,7 @@ def test_replicas_wait_for_the_slowest() -> None:
         [("0F0", 1.0), ("0B0", 1.0)],
         [("0F0", 1.0), ("0B0", 2.0), ("0F1", 1.0), ("0B1", 2.0)],
     ]
-    assert replayed_ns(Mesh(data=2), plan, ranks) == 6 * 10**9
+    assert replayed(Mesh(data=2), plan, ranks)[0].compute_ns == 6 * 10**9
 
 
 def test_statistics() -> None:

@@ -7,8 +7,8 @@ import time
 import lightning.pytorch as L
 import pytest
 
+from lightning_wlb.profiling.ranks import start_ranks
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests import ranks
 from tests.strategy.harness import CASES, data, module, trainer
 
 LIMIT = 60.0  # seconds
@@ -40,19 +40,7 @@ def fit(rank: int, mesh: tuple[int, ...], victim: int, hook: str) -> int:
 
 def outcomes(function, world_size: int, *args) -> tuple[list[tuple[bool, str] | None], float]:
     """What each rank ended with, None for one that died, and the seconds that it took."""
-    port = ranks.free_port()
-    processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = ranks._context.Pipe(duplex=False)
-        process = ranks._context.Process(
-            target=ranks._rank,
-            args=(theirs, function, rank, world_size, port, False, LIMIT, args),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
+    processes, pipes = start_ranks(function, world_size, *args, timeout=LIMIT)
     begin = time.monotonic()
     results: list[tuple[bool, str] | None] = []
     try:

@@ -1,0 +1,164 @@
+"""Real training steps on CPU ranks, recorded: plans, times of every action, activations held.
+
+What the benchmarks that measure have in common. A rank has one thread; its times are its own CPU
+time, so ranks may share a core, except for wall clocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.planning.units import units
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.schedule.programs import meetings_of, program_of
+from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.strategy.wlb import WLBStrategy
+
+
+@dataclass
+class RankStep:
+    """One step as one rank saw it.
+
+    Args:
+        plan: JSON of the step's plan.
+        begin: wall clock of this machine when the step began, in seconds.
+        wall: seconds that it took.
+        compute: (action, CPU seconds) in the order in which they ran; empty unless timed.
+        held: bytes of activations after each action; empty unless counted.
+        stages: first and last layer + 1 of every stage.
+    """
+
+    plan: str
+    begin: float
+    wall: float
+    compute: list[tuple[str, float]]
+    held: list[int]
+    stages: list[tuple[int, int]]
+
+
+class Recorder(L.Callback):
+    """Keeps what every step of this rank did.
+
+    Args:
+        counted: count activations instead of timing actions, which counting would disturb.
+    """
+
+    def __init__(self, counted: bool = False) -> None:
+        self.counted = counted
+        self.steps: list[RankStep] = []
+        self.begin = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Time or count every action from here on."""
+        executor = trainer.strategy.executor
+        if self.counted:
+            executor.count_activations()
+        else:
+            executor.measure()
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        """Start the step's clock."""
+        self.begin = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, _: int
+    ) -> None:
+        """Keep the step."""
+        executor = trainer.strategy.executor
+        self.steps.append(
+            RankStep(
+                plan=batch.plan.to_json(),
+                begin=self.begin,
+                wall=time.monotonic() - self.begin,
+                compute=[(str(each.action), each.compute) for each in executor.timings()],
+                held=executor.activations.held_bytes if self.counted else [],
+                stages=[(part.start, part.stop) for part in executor.pipeline.stages],
+            )
+        )
+
+
+def train(
+    config: TransformerConfig,
+    mesh: Mesh,
+    data: WLBDataModule,
+    *,
+    counted: bool = False,
+    schedule: str = "1f1b",
+    **options: Any,
+) -> list[RankStep]:
+    """Train a fresh module as one of the mesh's ranks; what its steps did.
+
+    Args:
+        config: of the model.
+        mesh: over all ranks of the process group.
+        data: without loader workers, which the ranks cannot have.
+        counted: see :class:`Recorder`.
+        schedule: of the pipeline.
+        options: of the Trainer.
+    """
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    recorder = Recorder(counted)
+    trainer = L.Trainer(
+        strategy=WLBStrategy(
+            mesh.data, mesh.pipeline, mesh.context, mesh.tensor, schedule=schedule
+        ),
+        accelerator="cpu",
+        devices=mesh.devices,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    # The Trainer shares the machine's cores out; profiles and clocks are of one thread.
+    torch.set_num_threads(1)
+    trainer.fit(LanguageModule(config), data)
+    return recorder.steps
+
+
+def replayed(
+    mesh: Mesh, plan: StepPlan, timings: Sequence[Sequence[tuple[str, float]]]
+) -> list[Simulation]:
+    """The step's schedule with each action's own time, the slowest rank's of a context and tensor
+    group; no communication.
+
+    Args:
+        mesh: that the step ran on, one stage per rank.
+        plan: of the step.
+        timings: of each rank, (action, seconds).
+    """
+    measured: dict[tuple[int, Action], int] = {}
+    for rank, of_rank in enumerate(timings):
+        replica = rank // (mesh.pipeline * mesh.context * mesh.tensor)
+        for text, seconds in of_rank:
+            key = replica, Action.parse(text)
+            measured[key] = max(measured.get(key, 0), round(seconds * 1e9))
+    replicas = [units(replica, mesh.context, mesh.tensor) for replica in plan.replicas]
+    programs = [
+        [
+            program_of("1f1b", rank, mesh.pipeline, 1, replicas, number)
+            for rank in range(mesh.pipeline)
+        ]
+        for number in range(len(replicas))
+    ]
+    return simulate_replicas(
+        programs,
+        lambda replica, action: measured[replica, action],
+        shared=meetings_of(replicas),
+    )

@@ -1,0 +1,165 @@
+"""A function on several ranks of this machine: forked processes over gloo, with a hard time-out.
+
+A fork server that has torch loaded starts a rank in tens of milliseconds. A rank that raises,
+dies or hangs ends the call with its traceback; it never hangs the caller. For tests, benchmarks
+and measurements: ranks run on one thread, cannot have children (so no loader workers), and return
+what pickles. Not for training, which the Trainer starts ranks for.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed.fsdp", "lightning.pytorch", __name__])
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or did not finish in time."""
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    process_group: bool = True,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on ``world_size`` ranks; their results in rank order.
+
+    Args:
+        function: a function at the top level of a module; its result must be picklable.
+        world_size: number of processes.
+        args: passed on to every rank.
+        timeout: seconds for the whole run.
+        process_group: initialise the process group before the call. Where false only the
+            environment variables are set (MASTER_ADDR, LOCAL_RANK, ...), as for a Trainer.
+        backend: of the process group.
+
+    Raises:
+        RankFailed: with the traceback of the first rank that failed.
+    """
+    processes, pipes = start_ranks(
+        function, world_size, *args, timeout=timeout, backend=backend if process_group else None
+    )
+    try:
+        return _collect(pipes, time.monotonic() + timeout, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def start_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float,
+    backend: str | None = None,
+) -> tuple[list[BaseProcess], list[Connection]]:
+    """Start what :func:`run_ranks` waits for.
+
+    Args:
+        function: as there; so are the others.
+        world_size: number of processes.
+        args: passed on to every rank.
+        timeout: seconds that a collective may take.
+        backend: of the process group; None for none.
+
+    Returns:
+        Of each rank its process, and a pipe from which ``recv_bytes`` reads pickled (whether it
+        is fine, its result or traceback); it raises EOFError where the rank died.
+    """
+    port = free_port()
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_rank,
+            args=(theirs, function, rank, world_size, port, backend, timeout, args),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    return processes, pipes
+
+
+def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(open_pipes, timeout=max(deadline - time.monotonic(), 0))
+        if not ready:
+            missing = [rank for rank in range(len(pipes)) if rank not in results]
+            raise RankFailed(f"ranks {missing} did not finish within {timeout:g} s")
+        for rank, pipe in enumerate(pipes):
+            if pipe not in ready:
+                continue
+            try:
+                fine, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if not fine:
+                raise RankFailed(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    pipe: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    backend: str | None,
+    timeout: float,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+    )
+    torch.set_num_threads(1)
+    try:
+        if backend is not None:
+            dist.init_process_group(
+                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            )
+        value = function(rank, *args)
+        if backend is not None:
+            dist.barrier()
+            dist.destroy_process_group()
+        # By value: torch would send tensors as handles, which die with this process.
+        pipe.send_bytes(pickle.dumps((True, value)))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        pipe.close()
