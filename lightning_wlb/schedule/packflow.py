@@ -84,6 +84,9 @@ def packflow(
         for at, action in enumerate(forwards)
         if action.stage == stages[-1]
     }
+    if recomputed is not None and needs:
+        # Forwards that no backward needs run too, before ranks come out of step.
+        needs = [*needs[:-1], total]
     backwards: list[Action] = []
     passes: list[int] = []
     for group in groups_of(count, ranks):

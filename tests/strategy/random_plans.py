@@ -28,13 +28,16 @@ from tests.models.steps import config, documents
 SHARDING = "per_document_contiguous"
 
 
-def random_replica(draw: Random, lengths: Sequence[int], kind: str) -> ReplicaPlan:
+def random_replica(
+    draw: Random, lengths: Sequence[int], kind: str, sharding: str = SHARDING
+) -> ReplicaPlan:
     """Documents of these lengths, cut anywhere, in forward and backward groups of any legal order.
 
     Args:
         draw: where randomness comes from.
         lengths: tokens of each document, each a piece.
         kind: ``"symmetric"``, ``"asymmetric"`` or ``"recomputed"``.
+        sharding: of every micro-batch.
     """
     count = draw.randint(1, 6)
     packs: list[list[Slice]] = [[] for _ in range(count)]
@@ -47,7 +50,7 @@ def random_replica(draw: Random, lengths: Sequence[int], kind: str) -> ReplicaPl
             packs[home].append(Slice(document, 0, start, stop))
     slices = [part for pack in packs for part in pack]
     numbers = {part: number for number, part in enumerate(slices)}
-    forward = [group([numbers[part] for part in pack], slices) for pack in packs if pack]
+    forward = [group([numbers[part] for part in pack], slices, sharding) for pack in packs if pack]
     if kind == "symmetric":
         return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
     # Any order in which every piece runs from its end.
@@ -60,14 +63,14 @@ def random_replica(draw: Random, lengths: Sequence[int], kind: str) -> ReplicaPl
         order.append(draw.choice([stack for stack in waiting if stack]).pop())
     cuts = sorted(draw.sample(range(1, len(order)), draw.randint(0, min(len(order) - 1, 5))))
     edges = [0, *cuts, len(order)]
-    backward = [group(order[start:stop], slices) for start, stop in pairwise(edges)]
+    backward = [group(order[start:stop], slices, sharding) for start, stop in pairwise(edges)]
     return ReplicaPlan(tuple(slices), tuple(forward), tuple(backward), kind == "recomputed")
 
 
-def group(members: Sequence[int], slices: Sequence[Slice]) -> MicroBatch:
+def group(members: Sequence[int], slices: Sequence[Slice], sharding: str = SHARDING) -> MicroBatch:
     """A micro-batch of one replica without context and tensor parallelism."""
-    rows = layout(SHARDING, [slices[index].tokens for index in members], 1, 1).rows
-    return MicroBatch(tuple(members), SHARDING, rows, (0,))
+    rows = layout(sharding, [slices[index].tokens for index in members], 1, 1).rows
+    return MicroBatch(tuple(members), sharding, rows, (0,))
 
 
 def plan_of(replica: ReplicaPlan, lengths: Sequence[int]) -> StepPlan:
