@@ -1,33 +1,33 @@
 """What a plan will take: every action's duration, and the simulated step.
 
 The glue between the plan, the cost model and the simulator. A micro-batch is laid out on its
-context-parallel group as the plan says; each rank's attention segments go through the latency
-model, and a layer takes as long as the group's slowest rank, which all wait for at the exchange
-of keys and values. An action is its stage's layers, its ends and its overhead; messages between
-stages are the simulator's transfers; parameters and gradients travel once, at the end.
+context-parallel group as the plan says (:mod:`~lightning_wlb.planning.micro_batch_cost`). An action
+is its stage's layers, its ends and its overhead; messages between stages are the simulator's
+transfers; parameters and gradients travel once, at the end. What the passes hold is in
+:mod:`~lightning_wlb.planning.step_memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
 action. Communication is not overlapped with computation here, because the executor overlaps none.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
 simulation. Of slices, earlier keys are attended to, gathered with their own keys, and gathered
-again in backward; what putting them in order takes on a single rank is left out. A micro-batch of
-several replicas (DP-Merge) begins when all of them can, and its keys travel over the links of the
-data-parallel axis.
+again in backward, and their gradients added to their owners. A micro-batch of several replicas
+(DP-Merge) begins when all of them can, and its keys travel over the links of the data-parallel
+axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.attention.sharding import Layout, layout, traffic, uses_all_to_all
+from lightning_wlb.attention.sharding import layout
 from lightning_wlb.cost.flops import (
     ModelShape,
     Work,
@@ -39,8 +39,9 @@ from lightning_wlb.cost.flops import (
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning.leaving import freed_bytes, freed_bytes_recomputed
+from lightning_wlb.planning.micro_batch_cost import micro_batch_cost
 from lightning_wlb.planning.prediction import MicroBatchCost, StepPrediction
+from lightning_wlb.planning.step_memory import StepMemory
 from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, units
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, RECOMPUTED, Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
@@ -162,6 +163,12 @@ class Predictor:
         return tuple(map(self.memory.state_bytes, self.rank_parts))
 
     @cached_property
+    def step_memory(self) -> StepMemory:
+        """What the passes of a step hold."""
+        parts = tuple(self.parts(stage) for stage in range(len(self.stages)))
+        return StepMemory(self.memory, self._again.memory, parts, self.rank_parts)
+
+    @cached_property
     def synchronisation_ns(self) -> int:
         """Parameters gathered, gradients reduced and applied, on the slowest pipeline rank."""
         counts = map(self.memory.parameters, self.rank_parts)
@@ -203,90 +210,7 @@ class Predictor:
         lengths = [piece.tokens for piece in pieces]
         mesh = self.latency.mesh
         placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
-        return self._cost(pieces, placed, replicas, kept)
-
-    def _cost(
-        self, pieces: Sequence[Slice], placed: Layout, replicas: int, kept: bool
-    ) -> MicroBatchCost:
-        latency, mesh = self.latency, self.latency.mesh
-        before = np.array([piece.context for piece in pieces], dtype=np.int64)
-        attention: list[tuple[int, int]] = []
-        layer: list[tuple[int, int]] = []
-        most_keys = 0
-        sliced = kept or bool(before.any())
-        # Every rank contributes the rows of earlier keys that it holds.
-        travelling = _travelling(placed) + (placed.ranks - 1) * -(
-            -int(before.sum()) // placed.ranks
-        )
-        # Keys are put together again in backward; "full" counts that anyway.
-        reads_again = sliced or placed.ranks > 1
-        again = reads_again and latency.activation_checkpointing != "full"
-        if placed.by_heads and not sliced:
-            return self._by_heads(placed)
-        _, document, start, stop = placed.table.T
-        for first, end in pairwise(placed.first.tolist()):
-            own = slice(first, end)
-            queries = stop[own] - start[own]
-            keys = stop[own] + before[document[own]]
-            read = int(keys.sum())
-            most_keys = max(most_keys, read)
-            passes = [
-                latency.attention_ns(queries, keys, backward=backward) for backward in (False, True)
-            ]
-            attention.append((passes[0], passes[1]))
-            gather = [
-                latency.context_parallel_ns(travelling, read, backward=backward, replicas=replicas)
-                for backward in (False, True)
-            ]
-            if again:
-                gather[1] += gather[0]
-            layer.append((passes[0] + gather[0], passes[1] + gather[1]))
-        shared = self._shared_ns(placed.rows)
-        return MicroBatchCost(
-            rows=placed.rows,
-            keys=most_keys,
-            indexed=most_keys if sliced or mesh.context > 1 else 0,
-            kept_rows=placed.rows if kept else 0,
-            attention_ns=_slowest(attention),
-            mean_attention_ns=(
-                sum(forward for forward, _ in attention) / len(attention),
-                sum(backward for _, backward in attention) / len(attention),
-            ),
-            layer_ns=(_slowest(layer)[0] + shared[0], _slowest(layer)[1] + shared[1]),
-        )
-
-    def _by_heads(self, placed: Layout) -> MicroBatchCost:
-        """The cost of a micro-batch whose context-parallel ranks split the heads: alike on all."""
-        latency, ranks = self.latency, placed.ranks
-        lengths = np.array(placed.lengths, dtype=np.int64)
-        forward, backward = (
-            latency.attention_ns(lengths, lengths, backward=backward, head_split=ranks)
-            for backward in (False, True)
-        )
-        exchange = [
-            latency.head_parallel_ns(placed.rows, backward=backward) for backward in (False, True)
-        ]
-        shared = self._shared_ns(placed.rows)
-        # As many keys as rows, of some of the heads; heads that several ranks read are copied.
-        keys = placed.rows * max(ranks // latency.rank_kv_heads, 1)
-        return MicroBatchCost(
-            rows=placed.rows,
-            keys=keys,
-            indexed=0,
-            kept_rows=0,
-            attention_ns=(forward, backward),
-            mean_attention_ns=(float(forward), float(backward)),
-            layer_ns=(forward + exchange[0] + shared[0], backward + exchange[1] + shared[1]),
-        )
-
-    def _shared_ns(self, rows: int) -> tuple[int, int]:
-        """Everything of a layer but attention and its exchange, forward and backward."""
-        forward, backward = (
-            self.latency.linear_ns(rows, backward=backward)
-            + self.latency.tensor_parallel_ns(rows, backward=backward)
-            for backward in (False, True)
-        )
-        return forward, backward
+        return micro_batch_cost(self.latency, pieces, placed, replicas=replicas, kept=kept)
 
     def piece_work(self, micro_batch_tokens: int) -> Callable[[int], int]:
         """W_a + W_l of WLB-LLM Equation 2 as time: a function from a piece's tokens to ps.
@@ -350,19 +274,23 @@ class Predictor:
             simulations=tuple(step.simulations),
             costs=tuple(map(tuple, step.costs)),
             work_ns=work,
-            peak_bytes=max(
-                (
-                    self._peak(program, held, costs, again)
-                    for programs, simulation, costs, again in zip(
-                        step.programs, step.simulations, step.costs, step.again, strict=True
-                    )
-                    for program, held in zip(programs, simulation.held_bytes, strict=True)
-                ),
-                default=0,
-            ),
+            peak_bytes=self.peak_bytes(step),
             flops=sum(Work(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
             devices=self.latency.mesh.devices,
             peak_flops=self.latency.profile.peak_flops,
+        )
+
+    def peak_bytes(self, step: SimulatedReplicas) -> int:
+        """Of the fullest rank of some replicas, state included."""
+        return max(
+            (
+                self.step_memory.peak(program, held, costs, again)
+                for programs, simulation, costs, again in zip(
+                    step.programs, step.simulations, step.costs, step.again, strict=True
+                )
+                for program, held in zip(programs, simulation.held_bytes, strict=True)
+            ),
+            default=0,
         )
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
@@ -378,11 +306,11 @@ class Predictor:
         ]
         programs = self._programs_of(replicas)
         saved = [
-            [self._saved(stage, *of_replica) for of_replica in both]
+            [self.step_memory.saved(stage, *of_replica) for of_replica in both]
             for stage in range(len(self.stages))
         ]
         freed = [
-            self._freed(of_replica, replica, *each)
+            self.step_memory.freed(of_replica, replica, *each)
             for of_replica, replica, each in zip(programs, replicas, both, strict=True)
         ]
 
@@ -401,7 +329,7 @@ class Predictor:
                 action.kind != FORWARD
             ],
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
-            constant_bytes=self._constant(both),
+            constant_bytes=self.step_memory.constant(self.state_bytes, both),
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
@@ -422,77 +350,6 @@ class Predictor:
         forward = [first for first, _ in both]
         backward = [sum(self._again.action_ns(stage, cost)) for cost in again]
         return list(zip_longest(forward, backward, fillvalue=0))
-
-    def _saved(
-        self, stage: int, costs: Sequence[MicroBatchCost], again: Sequence[MicroBatchCost]
-    ) -> list[tuple[int, int]]:
-        """What a forward opens, and what a backward that runs forward again opens, by number."""
-        parts = self.parts(stage)
-        if again:
-            forward = [self._kept(stage, cost) for cost in costs]
-            backward = [self._again.memory.micro_batch_bytes(parts, cost.rows) for cost in again]
-            return list(zip_longest(forward, backward, fillvalue=0))
-        return [
-            (
-                self.memory.micro_batch_bytes(parts, cost.rows)
-                + self.memory.kept_keys_bytes(parts, cost.kept_rows),
-                0,
-            )
-            for cost in costs
-        ]
-
-    def _kept(self, stage: int, cost: MicroBatchCost) -> int:
-        """What a forward keeps that backward runs again: its input, and keys that others read."""
-        keys = replace(self.memory, activation_checkpointing="full").kept_keys_bytes(
-            self.parts(stage), cost.kept_rows
-        )
-        return keys + (self.memory.boundary_bytes(cost.rows) if stage else 0)
-
-    def _freed(
-        self,
-        programs: Sequence[Sequence[Action]],
-        replica: ReplicaPlan,
-        costs: Sequence[MicroBatchCost],
-        again: Sequence[MicroBatchCost],
-    ) -> Mapping[Action, int]:
-        if replica.recompute:
-            return freed_bytes_recomputed(
-                programs,
-                replica,
-                len(self.stages),
-                lambda stage, micro_batch: self._kept(stage, costs[micro_batch]),
-                lambda stage, micro_batch: self.memory.key_gradient_bytes(
-                    self.parts(stage), costs[micro_batch].kept_rows
-                ),
-                lambda action: self.memory.boundary_bytes(
-                    (again if action.kind == RECOMPUTED else costs)[action.micro_batch].rows
-                ),
-            )
-        return freed_bytes(
-            programs,
-            replica,
-            len(self.stages),
-            lambda stage, micro_batch: self.memory.key_gradient_bytes(
-                self.parts(stage), costs[micro_batch].kept_rows
-            ),
-            lambda micro_batch: self.memory.boundary_bytes(costs[micro_batch].rows),
-        )
-
-    def _constant(
-        self, costs: Sequence[tuple[Sequence[MicroBatchCost], Sequence[MicroBatchCost]]]
-    ) -> list[int]:
-        """What each rank holds all along: its state, and the step's inputs."""
-        inputs = (
-            max(
-                sum(
-                    self.memory.input_bytes(parts, cost.rows, cost.indexed)
-                    for cost in chain(*of_replica)
-                )
-                for of_replica in costs
-            )
-            for parts in self.rank_parts
-        )
-        return [state + size for state, size in zip(self.state_bytes, inputs, strict=True)]
 
     def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
         last = {
@@ -519,11 +376,11 @@ class Predictor:
             forward_layout(replica, group, mesh.context, mesh.tensor) for group in replica.forward
         ]
         return [
-            self._again._cost(
+            micro_batch_cost(
+                self._again.latency,
                 replica.slices_of(group),
                 backward_layout(layouts, parts, mesh.tensor),
-                len(group.replicas),
-                kept=False,
+                replicas=len(group.replicas),
             )
             for group, parts in zip(replica.backward, forward_parts(replica), strict=True)
         ]
@@ -542,46 +399,6 @@ class Predictor:
             ]
             for number in range(len(replicas))
         ]
-
-    def _peak(
-        self,
-        program: Sequence[Action],
-        held: Sequence[int],
-        costs: Sequence[MicroBatchCost],
-        again: Sequence[MicroBatchCost],
-    ) -> int:
-        """Most bytes on a pipeline rank: what it holds, and what lives only inside a backward."""
-        return max(
-            (
-                bytes_held
-                + (
-                    self._again._inside(action.stage, again[action.micro_batch])
-                    if action.kind == RECOMPUTED
-                    else self._inside(action.stage, costs[action.micro_batch])
-                )
-                for action, bytes_held in zip(program, held, strict=True)
-                if action.kind != FORWARD
-            ),
-            default=0,
-        )
-
-    def _inside(self, stage: int, cost: MicroBatchCost) -> int:
-        return self.memory.transient_bytes(self.parts(stage), cost.rows, cost.keys)
-
-
-def _travelling(placed: Layout) -> int:
-    """Rows of keys that the busiest rank of the context-parallel group receives or sends."""
-    if placed.ranks == 1 or not placed.shared:
-        return 0
-    moved = traffic(placed)
-    if uses_all_to_all(placed, moved):
-        return max(int(moved.sum(axis=0).max()), int(moved.sum(axis=1).max()))
-    return (placed.ranks - 1) * placed.shared
-
-
-def _slowest(ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The slowest rank's forward, and the slowest rank's backward."""
-    return max(forward for forward, _ in ranks), max(backward for _, backward in ranks)
 
 
 def _most_open(program: Sequence[Action]) -> int:

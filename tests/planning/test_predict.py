@@ -122,6 +122,21 @@ def test_a_later_slice_attends_to_the_earlier_ones() -> None:
     assert cost.keys == 5120
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_keys_of_slices_are_put_together_and_again_in_backward(checkpointing: str) -> None:
+    model = predictor(Mesh(), activation_checkpointing=checkpointing)
+    latency, width = model.latency, 2 * 4 * 64 * 2  # keys and values, heads, head_dim, bf16
+    later = model.micro_batch([Slice(0, 0, 4096, 5120)], "per_sequence")
+    rate = H100.element_bytes_per_second / 1e9
+    read = round(5120 * width * 6 / rate)
+    added = round(5120 * width // 2 * (2 + 3 * 4) / rate)
+    for backward, copies in ((False, read), (True, read + added)):
+        rest = later.attention_ns[backward] + latency.linear_ns(1024, backward=backward)
+        assert later.layer_ns[backward] - rest == copies
+    whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_sequence")
+    assert whole.layer_ns[0] == whole.attention_ns[0] + latency.linear_ns(1024, backward=False)
+
+
 def test_a_context_group_is_as_slow_as_its_slowest_rank() -> None:
     model = predictor(Mesh(context=2))
     # Cut as one sequence, the first rank gets all of the long document's dear end.
