@@ -106,6 +106,14 @@ def test_gradients_and_parameters_equal_one_process(mesh):
         assert len(counts) > 1
 
 
+def test_eight_context_parallel_ranks_give_the_same_gradients():
+    """Most documents are shorter than 16 chunks; every sharding is tested in tests/attention."""
+    cases = (CASES[0], CASES[3])
+    ranks = run_ranks(run_cases, 8, (1, 1, 8, 1), cases, process_group=False)
+    for index, case in enumerate(cases):
+        check_equal([rank[index] for rank in ranks], case)
+
+
 BY_HEADS = (
     Case("wlb", "heads", tied=True, activation_checkpointing="full", masked=True),
     Case("slim", "heads"),  # slices exchange keys, also under this sharding
