@@ -101,6 +101,9 @@ class _Positions:
     def for_layer(self, layer: int, recomputed: bool) -> _Positions:
         return self
 
+    def read_ahead(self, x: Tensor) -> None:
+        """Nothing travels."""
+
 
 def _attend(
     sliding_window: int | None,

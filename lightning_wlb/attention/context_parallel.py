@@ -9,9 +9,11 @@ kernel call does the work. Backward scatter-adds the gradients of these rows and
 the same way, to be summed by their owners.
 
 The queries are computed while the keys travel, and since autograd runs backward in the reverse
-order of forward, the queries' own backward runs while the gradients travel back. Nothing else
-overlaps: attention over the pieces that lie whole on the rank could, but would be a second kernel
-call, and holds too little of the work (docs/design.md).
+order of forward, the queries' own backward runs while the gradients travel back. Keys that
+backward reads again travel while the backward of the output projection runs, where the model says
+when (:meth:`.AttentionMetadata.read_ahead`). Nothing else overlaps: attention over the pieces that
+lie whole on the rank could, but would be a second kernel call, and holds too little of the work
+(docs/design.md).
 
 Sums over ranks and over segments are taken in float32 for half types and in the type itself
 otherwise, so a gradient does not depend on the number of ranks beyond rounding.
@@ -32,6 +34,7 @@ passing keys round a ring hides the transfer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,14 +142,15 @@ def context_parallel_attention(
         return attention(q[: metadata.queries], keys, values, metadata, scale)
 
     if size > 1 and metadata.rows and torch.is_grad_enabled() and not metadata.recomputed:
-        held = k.detach(), v.detach()
+        held, again = (k.detach(), v.detach()), _Exchange(metadata, group)
 
         def read_again() -> tuple[Tensor, Tensor]:
-            exchange = _Exchange(metadata, group)
-            exchange.send(*held)
-            return exchange.receive()
+            if not again.sent:
+                again.send(*held)
+            return again.receive()
 
         out = attend_reading_again(attend, keys, values, read_again)
+        metadata.ahead = partial(again.send, *held)
     else:
         out = attend(keys, values)
     padding = metadata.rows - metadata.queries
@@ -222,6 +226,11 @@ class _Exchange:
         self._buffer: Tensor | None = None
         self._shares: Tensor | None = None
         self._work: dist.Work | None = None
+
+    @property
+    def sent(self) -> bool:
+        """Whether something is on its way that has not been received."""
+        return self._buffer is not None
 
     def send(self, k: Tensor, v: Tensor) -> None:
         """Post [rows, kv_heads, head_dim] of this rank; returns before they have travelled."""

@@ -26,7 +26,7 @@ packing, where ``scaled_dot_product_attention`` is simpler and as fast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +63,8 @@ class AttentionMetadata:
         slices: what is needed beyond where pieces are sliced over micro-batches; None where the
             micro-batch's pieces are whole. Then ``key_index`` is never None.
         recomputed: whether the layer that is running runs again in backward.
+        ahead: posts the exchange that attention's backward will wait for; set by attention, for
+            :meth:`read_ahead`.
     """
 
     rows: int
@@ -80,6 +82,7 @@ class AttentionMetadata:
     replicas: int = 1
     slices: SliceMetadata | None = None
     recomputed: bool = False
+    ahead: Callable[[], None] | None = field(default=None, repr=False)
 
     @property
     def keys(self) -> int:
@@ -89,9 +92,9 @@ class AttentionMetadata:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionMetadata:
         """The same metadata with its tensors on ``device``."""
         moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=non_blocking)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor | SliceMetadata)
+            each.name: value.to(device, non_blocking=non_blocking)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor | SliceMetadata)
         }
         return replace(self, **moved)
 
@@ -103,7 +106,17 @@ class AttentionMetadata:
             recomputed: whether the layer runs again in backward.
         """
         slices = None if self.slices is None else replace(self.slices, layer=layer)
-        return replace(self, slices=slices, recomputed=recomputed)
+        return replace(self, slices=slices, recomputed=recomputed, ahead=None)
+
+    def read_ahead(self, x: Tensor) -> None:
+        """Let the keys that attention's backward reads again travel from ``x``'s backward on.
+
+        Args:
+            x: computed from attention's output; what lies between hides the exchange.
+        """
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and x.requires_grad:
+            x.register_hook(lambda gradient: ahead())
 
     @staticmethod
     def from_indices(

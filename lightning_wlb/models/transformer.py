@@ -315,7 +315,9 @@ class Attention(nn.Module):
             return rotate(self._heads(hidden, local(self.wq)), turns)
 
         out = attend(queries, k, v, metadata)
-        return scatter_rows(F.linear(out.flatten(-2), local(self.wo)), self.tensor_group)
+        change = F.linear(out.flatten(-2), local(self.wo))
+        metadata.read_ahead(change)
+        return scatter_rows(change, self.tensor_group)
 
     def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:
         heads = weight.shape[0] // self.head_dim

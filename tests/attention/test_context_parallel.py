@@ -393,11 +393,11 @@ def test_gathered_keys_are_not_kept_for_backward(recomputed: bool) -> None:
     assert run_ranks(kept_keys, 2, recomputed) == [[recomputed] * 2] * 2
 
 
-def order_of(rank: int, lengths: list[int], sharding: str) -> list[str]:
+def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> list[str]:
     """What happens in which order, forward and backward; without what the kernel does."""
     made = layout(sharding, lengths, 2, 1)
     metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
-    metadata = metadata.for_layer(0, recomputed=True)
+    metadata = metadata.for_layer(0, recomputed)
     events: list[str] = []
 
     class Work:
@@ -420,14 +420,15 @@ def order_of(rank: int, lengths: list[int], sharding: str) -> list[str]:
 
     class Project(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            events.append("queries")
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            events.append(name)
             return 2 * x
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            events.append("queries")
-            return 2 * gradient
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            events.append(ctx.name)
+            return 2 * gradient, None
 
     hidden, k, v = (torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3))
     with (
@@ -436,13 +437,21 @@ def order_of(rank: int, lengths: list[int], sharding: str) -> list[str]:
         logged(dist, "all_to_all_single"),
     ):
         out = context_parallel_attention(
-            lambda: Project.apply(hidden), k, v, metadata, VarlenAttention("cpu"), dist.group.WORLD
+            lambda: Project.apply(hidden, "queries"),
+            k,
+            v,
+            metadata,
+            VarlenAttention("cpu"),
+            dist.group.WORLD,
         )
+        out = Project.apply(out, "output")
+        metadata.read_ahead(out)
         events.append("|")
         out.sum().backward()
     return events
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "sharding", "posted"),
     [
@@ -451,13 +460,16 @@ def order_of(rank: int, lengths: list[int], sharding: str) -> list[str]:
         ([128] * 4, "hybrid", None),  # every piece whole on a rank
     ],
 )
-def test_queries_are_computed_while_keys_travel(
-    lengths: list[int], sharding: str, posted: tuple[str, str] | None
+def test_projections_run_while_keys_travel(
+    lengths: list[int], sharding: str, posted: tuple[str, str] | None, recomputed: bool
 ) -> None:
-    forward, backward = (
-        [["queries"]] * 2 if posted is None else [[post, "queries", "wait"] for post in posted]
-    )
-    assert run_ranks(order_of, 2, lengths, sharding) == [[*forward, "|", *backward]] * 2
+    forward, backward, again = ["queries"], ["queries"], ["output"]
+    if posted is not None:
+        forward, backward = ([post, "queries", "wait"] for post in posted)
+        if not recomputed:
+            again = [posted[0], "output", "wait"]
+    events = [*forward, "output", "|", *again, *backward]
+    assert run_ranks(order_of, 2, lengths, sharding, recomputed) == [events] * 2
 
 
 def mismatch(rank: int) -> None:
