@@ -1,6 +1,6 @@
 """Does packing change what a model learns? WLB-LLM's Figures 6 and 16 on a small scale.
 
-    python -m benchmarks.convergence                      # about 25 minutes on one core
+    python -m benchmarks.convergence                      # about 20 minutes on one core
     python -m benchmarks.convergence --processes 2        # half of that on two
     python -m benchmarks.convergence --packings original wlb --seeds 3   # more, to the same file
 
@@ -26,7 +26,9 @@ steps of so small a run.
 What it can show: an effect of delay and of steps that are unlike each other (long pieces together,
 short ones together) that is larger than the spread over the seeds. What it cannot: that there is
 no effect on a large model over a long run. The model has some 10^5 parameters, a run some hundred
-steps, and less than one epoch; the paper trained 550 million parameters for 52,000 steps.
+steps, and less than one epoch; the paper trained 550 million parameters for 52,000 steps. With the
+default numbers the held-out loss is always taken where a window of ``fixed_greedy`` ends, after its
+steps of short documents; ``--tokens 589824`` takes it all over the window.
 
 Finished runs are kept in the JSON file and not repeated, so that a broken run of the benchmark goes
 on, and seeds and packings can be added. Needs no quiet machine: no time is measured.
