@@ -244,7 +244,7 @@ def test_the_balance_test_would_notice_per_sequence() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    known = "hybrid, per_document, per_document_contiguous, per_sequence, ptrr"
+    known = "heads, hybrid, per_document, per_document_contiguous, per_sequence, ptrr"
     with pytest.raises(ValueError, match=f"'striped'; the known ones are {known}"):
         layout("striped", [8], 2, 1)
     with pytest.raises(ValueError, match="context_parallel_size=0"):
