@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, default=8, help="judged steps per run (default 8)")
     parser.add_argument("--profile", help="a file instead of a profile taken in this run")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("results") / "simulator.json",
+        help="where to write the JSON object too",
+    )
     arguments = parser.parse_args(argv)
     console = Console(width=140)
     if arguments.profile:
@@ -230,19 +237,17 @@ def main(argv: list[str] | None = None) -> None:
                 f"{row['rank_correlation']:.3f}",
             )
     console.print(table)
-    print(
-        json.dumps(
-            {
-                "benchmark": "simulator",
-                "cores": os.cpu_count(),
-                "ranks": RANKS,
-                "profile": {"device": profile.device, "errors": dict(profile.errors)},
-                "results": report,
-                "steps": results,
-                "activations": memory,
-            }
-        )
-    )
+    made = {
+        "benchmark": "simulator",
+        "cores": os.cpu_count(),
+        "ranks": RANKS,
+        "profile": {"device": profile.device, "errors": dict(profile.errors)},
+        "results": report,
+        "steps": results,
+        "activations": memory,
+    }
+    arguments.output.write_text(json.dumps(made, indent=1) + "\n")
+    print(json.dumps(made))
 
 
 def ran(name: str, steps: int, counted: bool = False) -> list[list[list[RankStep]]]:

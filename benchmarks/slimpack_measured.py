@@ -139,10 +139,15 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--packings", default="best_fit,wlb,auto", help="the first is the baseline")
     add("--rounds", type=int, default=5)
-    add("--tokens", type=int, default=400_000, help="of an epoch")
+    add("--tokens", type=int, default=200_000, help="of an epoch")
     add("--window", type=int, default=8192)
     add("--micro-batches", type=int, default=4, help="N of a global batch")
-    add("--output", type=Path, help="where to write the JSON object too")
+    add(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("results") / "slimpack_measured.json",
+        help="where to write the JSON object too",
+    )
     arguments = parser.parse_args(argv)
     packings = arguments.packings.split(",")
     documents()  # tokenised once, before the ranks ask for it
@@ -190,9 +195,7 @@ def main(argv: list[str] | None = None) -> None:
         "ratios": ratios,
         "runs": runs,
     }
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
 
 
