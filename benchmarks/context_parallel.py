@@ -15,7 +15,7 @@ slowest rank's kernel, exchange and copies, forward and backward of one layer, b
 ``h100`` profile.
 
 Run ``python -m benchmarks.context_parallel --help``. Prints tables and then, as its last line, one
-JSON object; ``--output FOLDER`` also writes it, with a picture.
+JSON object; ``--output FOLDER`` also writes it, with a picture and a table.
 """
 
 from __future__ import annotations
@@ -226,6 +226,30 @@ def show_heads(table: list[dict[str, Any]], console: Console) -> None:
     console.print(shown)
 
 
+def markdown(table: list[dict[str, Any]]) -> str:
+    """What the paper's choice and ours are modelled to reach, and what they send."""
+    lines = [
+        "Attention latency of the slowest rank / ideal (mean, **modelled**), and MiB that the",
+        "busiest rank sends in a layer's forward; `python -m benchmarks.context_parallel`.",
+        "",
+        "| window | CP | overhead, tiles | paper's choice | ours | MiB, paper's | ours | plain |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = {
+        (row["window"], row["ranks"], row["overhead_tiles"], row["sharding"]): row for row in table
+    }
+    for window, ranks, overhead in sorted({key[:3] for key in rows}):
+        names = ("adaptive of these (the paper's)", "adaptive (ours)")
+        paper, ours = (rows[window, ranks, overhead, name] for name in names)
+        lines.append(
+            f"| {window // 1024}K | {ranks} | {overhead} |"
+            f" {paper['modelled_max_over_ideal_mean']:.3f} |"
+            f" {ours['modelled_max_over_ideal_mean']:.4f} | {paper['sent_busiest_rank_mib']:.0f} |"
+            f" {ours['sent_busiest_rank_mib']:.0f} | {ours['plain_all_gather_mib']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def draw(table: list[dict[str, Any]], overhead: int, path: Path) -> None:
     """Modelled latency over the ideal and bytes sent, over the number of ranks."""
     import matplotlib
@@ -356,6 +380,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
         draw(table, arguments.overheads[0], arguments.output / "context_parallel.png")
+        (arguments.output / "context_parallel.md").write_text(markdown(table))
         (arguments.output / "context_parallel.json").write_text(result + "\n")
     print(result)
 
