@@ -175,8 +175,9 @@ def settings_of(method: str, count: int, cap: float, mesh: Mesh) -> DataSettings
 def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) -> None:
     """All methods on all workloads; a row of the default for each (workload, N)."""
     for workload, count, mesh in cases:
-        steps = max(arguments.steps * 4 // count, 5) if count > 4 else arguments.steps
-        warm = max(WARM * 4 // count, 5)
+        # As many documents for every N, but the controllers of delay need steps to settle.
+        steps = max(arguments.steps * 4 // count, 20) if count > 4 else arguments.steps
+        warm = max(WARM * 4 // count, 25)
         chosen = [(method, 1.0) for method in (*AT_WINDOW, "tapered/0")]
         chosen += [(method, cap) for cap in arguments.caps for method in AT_CAPS]
         if mesh.replicas > 1:
@@ -193,7 +194,7 @@ def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) 
 
             data = settings_of(method, count, cap, mesh)
             made = partial(_averaged, streams, data, most, mesh, warm)
-            asked = {"seeds": arguments.seeds, "steps_per_seed": most}
+            asked = {"seeds": arguments.seeds, "steps_per_seed": most, "warm": warm}
             key = f"{workload}/{size}/{cap:g}/"
             row = results.row("methods", key + method, asked, made)
             if method == DEFAULT:

@@ -232,7 +232,7 @@ def _value(long: _Long, held: int, step: _Step) -> int:
         waits += late * _WHOLE // step.window
     value = excess + 4 * excess * excess // _SHARE + step.price * waits // (UNIT * _WHOLE // _SHARE)
     if length < step.least_tokens:
-        value += 10 * _SHARE * (step.least_tokens - length) // step.nominal
+        value += 100 * _SHARE * (step.least_tokens - length) // step.nominal
     return value
 
 
