@@ -54,9 +54,8 @@ class Results:
 
     def __init__(self, head: Mapping[str, Any], path: Path | None, console: Console) -> None:
         self.content: dict[str, Any] = {**head, "table_2": {}, "methods": {}}
-        self._path, self._console = path, console
-        if path is not None and path.exists():
-            self.content |= {**json.loads(path.read_text()), **head}
+        self._head, self._path, self._console = head, path, console
+        self._read()
 
     def row(
         self, part: str, name: str, asked: dict[str, Any], make: Callable[[], dict[str, Any]]
@@ -75,22 +74,28 @@ class Results:
         """A part without rows."""
         self._update(lambda content: content.update({part: value}))
 
+    def _read(self) -> None:
+        if self._path is not None and self._path.exists():
+            self.content |= {**json.loads(self._path.read_text()), **self._head}
+
     def _update(self, change: Callable[[dict[str, Any]], None]) -> None:
         if self._path is None:
             change(self.content)
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may have written rows since.
-        with self._path.with_suffix(".lock").open("w") as lock:
+        lock = os.open(self._path.parent, os.O_RDONLY)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self._path.exists():
-                self.content |= json.loads(self._path.read_text())
+            self._read()
             change(self.content)
             self.content["targets"] = targets(self.content["methods"])
             partial = self._path.with_suffix(".partial")
             partial.write_text(json.dumps(self.content, indent=1) + "\n")
             os.replace(partial, self._path)
             self._path.with_suffix(".md").write_text(markdown(self.content))
+        finally:
+            os.close(lock)
 
 
 def targets(methods: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -165,9 +170,11 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
         "Made by `python -m benchmarks.packing --output benchmarks/results/packing.json`; do not"
         " edit. All times of steps are *simulated*: 1F1B, or PackFlow for slices, the exact work of"
-        " LLaMA2-7B's layers, no communication. `T/S` is the step's time over its work per rank"
-        " (1 = no bubble), `T/T equal` over that of N equal micro-batches, `delay` in steps,"
-        " `least` the fewest tokens of a step over N·C, `ms` processor time of planning per step.",
+        " LLaMA2-7B's layers, no communication and no cost per action. `T/S` is the step's time"
+        " over its work per rank (1 = no bubble), `T/T equal` over that of N equal micro-batches,"
+        " `delay` in steps,"
+        " `least` the fewest tokens of a step over N·C, `ms` processor time of planning per step,"
+        " in plain Python. The JSON beside this page has the seeds of each row and its steps.",
     ]
     for title, heads, rows in tables(content):
         if rows:
