@@ -23,6 +23,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -241,6 +242,43 @@ def show(rows: dict[str, dict[str, Any]], profile: Profile, console: Console) ->
     console.print(table)
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """The same as a page."""
+    gains = [row["gain"] for row in result["rows"].values()]
+    lines = [
+        "# Slices over best-fit packing in SlimPack's settings, simulated",
+        "",
+        f"Profile: {result['provenance']}. {result['steps']} steps per case, seed {result['seed']}."
+        " See `benchmarks/slimpack_paper.py`.",
+        "",
+        f"Gain {min(gains):.2f} to {max(gains):.2f}; the paper reports up to {PAPER}, measured."
+        " Shares are of a rank's time, best-fit → slices.",
+        "",
+    ]
+    titles = ("case", "N", "gain", "M", "cuts", "GB", "recomputed")
+    shares = ("work", "warm_up", "imbalance", "communication")
+    for row in (titles + shares, ["---"] * len(titles + shares)):
+        lines.append("| " + " | ".join(row) + " |")
+    for name, row in result["rows"].items():
+        old, new = row["best_fit"], row["auto"]
+
+        def pair(key: str, form: str, old: dict[str, Any] = old, new: dict[str, Any] = new) -> str:
+            return f"{old[key]:{form}} → {new[key]:{form}}"
+
+        cells = (
+            name,
+            str(row["N"]),
+            f"{row['gain']:.2f}",
+            pair("micro_batches_per_replica", ".1f"),
+            f"{new['cuts_per_step']:.0f}",
+            pair("peak_gigabytes", ".0f") + ("" if row["fits"] else ", does not fit"),
+            row["activation_checkpointing"],
+            *(pair(share, ".0%") for share in shares),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.slimpack_paper", description=__doc__.split("\n")[0]
@@ -250,6 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--profile", default="h100", help="device profile (default h100)")
     parser.add_argument("--models", nargs="+", default=list(SHAPES), help="default: all")
     parser.add_argument("--windows", type=int, nargs="+", default=[64, 128, 256], help="in K")
+    parser.add_argument("--save", type=Path, help="also write PATH.json and PATH.md")
     arguments = parser.parse_args(argv)
     console = Console(width=200)
     profile = Profile.load(arguments.profile)
@@ -273,16 +312,18 @@ def main(argv: list[str] | None = None) -> None:
     show(rows, profile, console)
     gains = [row["gain"] for row in rows.values()]
     console.print(f"gain {min(gains):.2f} to {max(gains):.2f}; the paper: up to {PAPER}")
-    print(
-        json.dumps(
-            {
-                "benchmark": "slimpack_paper",
-                **vars(arguments),
-                "measured": profile.measured,
-                "rows": rows,
-            }
-        )
-    )
+    result = {
+        "benchmark": "slimpack_paper",
+        **{name: value for name, value in vars(arguments).items() if name != "save"},
+        "measured": profile.measured,
+        "provenance": profile.provenance,
+        "rows": rows,
+    }
+    line = json.dumps(result)
+    if arguments.save:
+        arguments.save.with_suffix(".json").write_text(line + "\n")
+        arguments.save.with_suffix(".md").write_text(markdown(result))
+    print(line)
 
 
 if __name__ == "__main__":

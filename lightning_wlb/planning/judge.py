@@ -270,5 +270,5 @@ class PredictedJudge:
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes."""
-        steps = self.predictor.simulate(replicas).simulations
-        return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
+        step = self.predictor.simulate(replicas)
+        return Verdict(step.simulations[0].total_ns, self.predictor.peak_bytes(step))
