@@ -8,10 +8,10 @@ it (SlimPack §5.1).
 
 Trying all of them would cost 26 simulations. But the step's length falls with M, as the pipeline
 fills faster, and then rises, as every action costs something of its own. So the search begins at
-four times the nominal number and goes on while the step gets shorter, first upwards; at the M where
+six times the nominal number and goes on while the step gets shorter, first upwards; at the M where
 it ends it tries the other kinds, whole pieces only where none has more work than 1.5 of M.
 
-Cost: 6 ways or so, each O(P·log P + M·stages) for P pieces. On Generator A (N = 4 to 16, pipelines
+Cost: 5 ways or so, each O(P·log P + M·stages) for P pieces. On Generator A (N = 4 to 16, pipelines
 of 2 to 8, interleaved or not) it finds the shortest of all ways. Not for times that do not fall and
 rise so; then it finds a local optimum.
 """
@@ -37,7 +37,7 @@ from lightning_wlb.planning.replicas import (
 from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
 
 HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M in halves of the nominal number
-START = HALVES.index(8)
+START = HALVES.index(12)
 
 Kind = Literal["whole", "equal", "tapered", "units", "recomputed"]
 

@@ -25,8 +25,8 @@ its work with ``nominal_replicas=16``, at a mean delay of 0.13 steps, and 1.046 
 1.97 where pieces are not shared either, and ``balanced`` 1.034 at 0.44.
 
 On a pipeline of one stage it packs whole pieces, as few micro-batches as the cap allows: there is
-no bubble to fill. Cost: about 6 simulations per step, and one more for each further replica: 7 ms
-on four stages for N = 4 on one replica, 30 ms for N = 16. The data loader plans ahead of the step.
+no bubble to fill. Cost: about 5 simulations per step, and one more for each further replica: 10 ms
+on four stages for N = 4 on one replica, 40 ms for N = 16. The data loader plans ahead of the step.
 """
 
 from __future__ import annotations
