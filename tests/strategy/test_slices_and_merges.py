@@ -17,7 +17,12 @@ ONE, DP, PP, CP, TP = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1
 
 # (change, mesh, schedule, case); cases 1 and 2 tie the embeddings, 2 checkpoints all activations.
 RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
-    "sliced, 1 rank": tuple(("sliced", ONE, "1f1b", case) for case in (0, 1, 2, 3)),
+    # One rank runs any legal plan in test_random_plans.py; here with FSDP and the Trainer.
+    "1 rank": (
+        ("sliced", ONE, "1f1b", 3),
+        ("asymmetric", ONE, "1f1b", 2),
+        ("recomputed", ONE, "1f1b", 1),
+    ),
     "sliced, 2 ranks": (
         ("sliced", DP, "1f1b", 0),
         ("sliced", PP, "1f1b", 1),
@@ -34,7 +39,6 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
         ("sliced", (1, 1, 2, 2), "1f1b", 5),
         ("sliced", (1, 2, 2, 1), "interleaved", 3),
     ),
-    "asymmetric, 1 rank": tuple(("asymmetric", ONE, "1f1b", case) for case in (0, 1, 2)),
     "asymmetric, 2 ranks": (
         ("asymmetric", DP, "1f1b", 3),
         ("asymmetric", PP, "1f1b", 1),
@@ -46,7 +50,6 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
         ("asymmetric", (1, 4, 1, 1), "1f1b", 2),
         ("asymmetric", (1, 2, 2, 1), "1f1b", 0),
     ),
-    "recomputed, 1 rank": tuple(("recomputed", ONE, "1f1b", case) for case in (0, 1, 2, 3)),
     "recomputed, 2 ranks": (
         ("recomputed", DP, "1f1b", 3),
         ("recomputed", PP, "1f1b", 1),
@@ -63,7 +66,6 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
     ),
     "merged, 2 ranks": (
         ("merged", DP, "1f1b", 0),
-        ("merged", DP, "1f1b", 1),
         ("merged", DP, "1f1b", 2),
         ("sliced and merged", DP, "1f1b", 0),
         ("sliced and merged", DP, "1f1b", 3),
@@ -109,6 +111,6 @@ def test_one_process_without_an_executor():
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_changed_plans_give_the_gradients_of_one_process(runs):
     ranks = int(np.prod(runs[0][1]))
-    results = run_ranks(run_changed, ranks, runs, process_group=False)
+    results = run_ranks(run_changed, ranks, runs, process_group=False, timeout=240)
     for index, (*_, case) in enumerate(runs):
         check_equal([rank[index] for rank in results], CASES[case])
