@@ -11,7 +11,6 @@ then (``Trainer(max_epochs=-1)``).
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,15 +27,16 @@ from lightning_wlb.arguments import choice, flag, whole
 from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
-from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import Coordinates, StepBatch
-from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
+from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.opening import check_documents, hold_out, is_documents, open_documents
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
-from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.planner import DataSettings, Planner
-from lightning_wlb.planning.predict import mean_context_of
+from lightning_wlb.planning.predict import Predictor, mean_context_of
 
 _OTHER_NAMESPACE = (
     "A Trainer of `pytorch_lightning` belongs to another package than `lightning` and does not know"
@@ -75,10 +75,11 @@ class WLBDataModule(L.LightningDataModule):
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
             in ``lightning_wlb.attention.sharding.NAMES``, or ``"adaptive"``, the one of least
             predicted attention latency for each micro-batch.
-        profile: the device profile that ``"adaptive"`` predicts with: a shipped name (``"h100"``),
-            the file that ``lightning-wlb profile`` wrote, or a
-            :class:`~lightning_wlb.cost.profile.Profile`. None: the reference kernel cost
-            (``lightning_wlb.cost.kernel``), which knows no device. The same on every rank.
+        profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
+            predict: a shipped name (``"h100"``), the file that ``lightning-wlb profile`` wrote, or
+            a :class:`~lightning_wlb.cost.profile.Profile`. None: the reference kernel cost
+            (``lightning_wlb.cost.kernel``) and work in FLOPs, which know no device. The same on
+            every rank.
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens.
@@ -146,13 +147,13 @@ class WLBDataModule(L.LightningDataModule):
             shuffle=shuffle,
             max_tokens=max_tokens,
         )
-        _check_documents("documents", documents)
-        if _is_documents(validation_documents):
-            _check_documents("validation_documents", validation_documents)
+        check_documents("documents", documents)
+        if is_documents(validation_documents):
+            check_documents("validation_documents", validation_documents)
         else:
             validation_documents = whole("validation_documents", validation_documents, 0)
         if test_documents is not None:
-            _check_documents("test_documents", test_documents)
+            check_documents("test_documents", test_documents)
         if model_shape is not None and not isinstance(model_shape, ModelShape):
             raise MisconfigurationException(
                 f"model_shape={model_shape!r} is of type {type(model_shape).__name__}. Give a"
@@ -236,7 +237,7 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...) a"
                 " document store."
             )
-        return self._evaluation(_store(self.test_documents))
+        return self._evaluation(open_documents(self.test_documents))
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
         settings = replace(self.settings, shuffle=False, max_tokens=None)
@@ -301,13 +302,13 @@ class WLBDataModule(L.LightningDataModule):
     def _stores(self) -> tuple[DocumentStore, DocumentStore | None]:
         """The documents to train on and those to validate on, opened once."""
         if self._opened is None:
-            store, held_out = _store(self.documents), self.validation_documents
+            store, held_out = open_documents(self.documents), self.validation_documents
             if not isinstance(held_out, int):
-                self._opened = store, _store(held_out)
+                self._opened = store, open_documents(held_out)
             elif held_out == 0:
                 self._opened = store, None
             else:
-                self._opened = _hold_out(store, held_out, self.settings.seed)
+                self._opened = hold_out(store, held_out, self.settings.seed)
         return self._opened
 
     def _dataset(self, store: DocumentStore, settings: DataSettings) -> StepDataset:
@@ -333,6 +334,7 @@ class WLBDataModule(L.LightningDataModule):
         if self.sharding == HEADS and at.context_parallel_size > 1:
             sizes = at.context_parallel_size, at.tensor_parallel_size
             check_heads(shape.heads, shape.kv_heads, *sizes)
+        predictor = self._predictor(trainer, shape, at)
         return StepDataset(
             store,
             settings,
@@ -340,19 +342,33 @@ class WLBDataModule(L.LightningDataModule):
             at,
             self.sharding,
             forward=work.forward,
-            kernel_cost=self._kernel_cost(shape, at),
+            kernel_cost=(
+                partial(reference_kernel_cost, sliding_window=shape.sliding_window)
+                if predictor is None
+                else predictor.latency.segment_cost
+            ),
+            judge=None if predictor is None else PredictedJudge(predictor),
         )
 
-    def _kernel_cost(self, shape: ModelShape, at: Coordinates) -> SegmentCost:
+    def _predictor(
+        self, trainer: L.Trainer, shape: ModelShape, at: Coordinates
+    ) -> Predictor | None:
+        """What the profile predicts of this model on this mesh; None without a profile."""
         if self.profile is None:
-            return partial(reference_kernel_cost, sliding_window=shape.sliding_window)
+            return None
         mesh = Mesh(
             at.replicas,
             at.pipeline_parallel_size,
             at.context_parallel_size,
             at.tensor_parallel_size,
         )
-        return LatencyModel(self.profile, shape, mesh).segment_cost
+        mode: Checkpointing = getattr(trainer.lightning_module, "activation_checkpointing", "none")
+        latency = LatencyModel(self.profile, shape, mesh, mode)
+        # The strategy has split the layers before it asks for a loader.
+        pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
+        if pipeline is None:
+            return Predictor(latency, (range(shape.layers),))
+        return Predictor(latency, pipeline.stages, pipeline.schedule)
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
@@ -376,47 +392,6 @@ def _place(trainer: L.Trainer) -> Coordinates:
         f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel without"
         " strategy='wlb' would train every rank on the same documents; use strategy='wlb'."
     )
-
-
-def _is_documents(documents: Any) -> bool:
-    return isinstance(documents, DocumentStore | Sequence)
-
-
-def _check_documents(name: str, documents: Any) -> None:
-    """Refuse what :func:`_store` could not open, without opening anything."""
-    if isinstance(documents, str) and documents != "stdlib":
-        raise MisconfigurationException(
-            f"{name}={documents!r}: the only store with a name is 'stdlib'. Pass a document"
-            " store or sequences of token numbers for anything else."
-        )
-    if not _is_documents(documents):
-        raise MisconfigurationException(
-            f"{name} of type {type(documents).__name__} are no document store: it needs lengths,"
-            " vocab_size, read, targets and mask (lightning_wlb.data.documents.DocumentStore)."
-            " Give one, or sequences of token numbers."
-        )
-
-
-def _store(documents: Any) -> DocumentStore:
-    if isinstance(documents, str):
-        return StdlibDocuments()
-    if isinstance(documents, DocumentStore):
-        return documents
-    return InMemoryDocuments(documents)
-
-
-def _hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore, DocumentStore]:
-    documents = len(store.lengths)
-    if not 0 < count < documents:
-        raise MisconfigurationException(
-            f"validation_documents={count} of {documents} documents cannot be held out: choose a"
-            f" number from 0 to {documents - 1}."
-        )
-    # Python's own generator: its samples are the same on every version.
-    held_out = np.zeros(documents, bool)
-    held_out[random.Random(seed).sample(range(documents), count)] = True
-    kept, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    return DocumentSubset(store, kept), DocumentSubset(store, chosen)
 
 
 def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:

@@ -37,6 +37,7 @@ from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
 from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
 
 BATCHES_AHEAD = 4
@@ -58,6 +59,7 @@ class StepDataset(IterableDataset[StepBatch]):
             Set it between iterations to begin elsewhere.
         forward: the forward part of ``work``; None: a third of it.
         kernel_cost: of attention segments, which an adaptive sharding goes by.
+        judge: what packings that try several plans of a step choose by; None: work alone.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class StepDataset(IterableDataset[StepBatch]):
         state: dict[str, Any] | None = None,
         forward: Callable[[int], int] | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
+        judge: Judge | None = None,
     ) -> None:
         self.store = store
         self.data = data
         self.work = work
         self.forward = forward
         self.kernel_cost = kernel_cost
+        self.judge = judge
         self.at = at or Coordinates()
         self.sharding = sharding
         self.state = state
@@ -97,6 +101,7 @@ class StepDataset(IterableDataset[StepBatch]):
             targets=self.store.targets,
             forward=self.forward,
             kernel_cost=self.kernel_cost,
+            judge=self.judge,
         )
         if self.state is not None:
             planner.load_state_dict(self.state)

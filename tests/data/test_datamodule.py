@@ -19,7 +19,7 @@ from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import AttentionTable, Profile
+from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
 from lightning_wlb.data import datamodule
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -422,3 +422,30 @@ def test_test_documents_are_read_once(tmp_path: Path) -> None:
     assert sorted(number for step in module.validated for number in step) == [0, 1, 2]
     with pytest.raises(MisconfigurationException, match="no test documents"):
         trainer(tmp_path).test(Tested(), data())
+
+
+def test_packing_auto_goes_by_the_device_profile() -> None:
+    """Where every action costs a second, as few micro-batches as the window allows."""
+    slow = replace(Profile.load("h100"), action=ActionOverhead(ns=(1e9, 1e9)))
+    counts = []
+    for profile in (None, slow):
+        documents = data(
+            documents=[[1] * length for length in (16000, 6000, 4000, 2000, 2000, 2000)],
+            context_window=16000,
+            micro_batches=2,
+            packing="auto",
+            model_shape=replace(SHAPE, vocab_size=0, layers=2),
+            profile=profile,
+        )
+        pipeline = SimpleNamespace(stages=(range(1), range(1, 2)), schedule="1f1b")
+        documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+            strategy=SimpleNamespace(
+                coordinates=Coordinates(pipeline_parallel_size=2),
+                root_device=torch.device("cpu"),
+                executor=SimpleNamespace(pipeline=pipeline),
+            ),
+            lightning_module=Recorder(),
+            global_step=0,
+        )
+        counts.append(len(next(iter(documents.train_dataloader())).plan.replicas[0].forward))
+    assert counts[1] == 2 < counts[0]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.data.datamodule import _hold_out
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
+from lightning_wlb.data.opening import hold_out
 
 
 def test_reads_lists_arrays_and_tensors() -> None:
@@ -95,7 +95,7 @@ def test_holding_out_of_many_documents_takes_16_bytes_each() -> None:
     documents, count = 1_000_000, 100
     store = Lengths(documents)
     tracemalloc.start()
-    kept, held_out = _hold_out(store, count, seed=0)
+    kept, held_out = hold_out(store, count, seed=0)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(kept) == documents - count
