@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
-    parser.add_argument("--packing", nargs="+", default=["original", "best_fit", "wlb"],
+    parser.add_argument("--packing", nargs="+", default=["original", "best_fit", "auto"],
                         help="the others and, last, what they are compared with")  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("docs/images/gain.png"))
     options = parser.parse_args(arguments)

@@ -6,9 +6,10 @@
 The same documents (top-level functions and classes as byte pairs), the same model and the same
 number of tokens run with ``original`` packing (concatenate and cut at the context window, replicas
 take turns), with ``best_fit`` packing (whole documents in as few windows as they fit, as axolotl
-and TRL pack) and with ``wlb`` packing. One rank per core with one thread each: with more ranks than
-cores an idle rank's core does another rank's work, and imbalance does not show in wall-clock time.
-Two cores run data parallel 2, four or more pipeline 2 × data 2.
+and TRL pack) and with ``auto``, the package's default, which shares a long document among replicas
+and slices it for a pipeline. One rank per core with one thread each: with more ranks than cores an
+idle rank's core does another rank's work, and imbalance does not show in wall-clock time. Two cores
+run data parallel 2, four or more pipeline 2 × data 2.
 
 The model is small and the window long, so that attention carries more than half of the work, as
 it does in long-context training of large models.
@@ -32,9 +33,9 @@ from rich.table import Table
 import lightning_wlb as wlb
 
 VOCABULARY = 1024
-# What everybody starts from fills windows; the others may use what memory allows a micro-batch to
-# hold, and short documents fill up beside long ones.
-FILL_WINDOWS = ("original", "best_fit")
+# These balance by micro-batches longer than a window: they may use what memory allows one to hold,
+# and short documents fill up beside long ones.
+ABOVE_WINDOWS = ("wlb", "balanced", "varlen_ilp")
 
 
 def run(packing: str, arguments: argparse.Namespace) -> wlb.ImbalanceMonitor:
@@ -51,7 +52,7 @@ def run(packing: str, arguments: argparse.Namespace) -> wlb.ImbalanceMonitor:
         context_window=arguments.context_window,
         micro_batches=pipeline * data_parallel,
         packing=packing,
-        cap=None if packing in FILL_WINDOWS else 2 * arguments.context_window,
+        cap=2 * arguments.context_window if packing in ABOVE_WINDOWS else None,
         max_tokens=arguments.max_tokens,
         seed=arguments.seed,
     )
@@ -142,7 +143,7 @@ def parse() -> argparse.Namespace:
     add("--context-window", type=int, default=12_288, help="longest piece, in tokens")
     add("--max-tokens", type=int, default=1_150_000, help="length of each run, in tokens")
     add("--learning-rate", type=float, default=3e-3)
-    add("--packing", nargs="+", default=["original", "best_fit", "wlb"],
+    add("--packing", nargs="+", default=["original", "best_fit", "auto"],
         help="the methods to compare; the others are divided by the last")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--output", default="runs", help="folder for metrics and heat maps")

@@ -95,7 +95,7 @@ def test_the_demo_compares_with_its_last_run():
     faster = {
         **SUMMARY, "seconds_per_million_tokens": 40.0, "tflops_per_device_median": 0.05,
     }  # fmt: skip
-    table = demo["comparison"]([SUMMARY, SUMMARY, faster], ["original", "best_fit", "wlb"])
+    table = demo["comparison"]([SUMMARY, SUMMARY, faster], ["original", "best_fit", "auto"])
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table)
     rows = [
@@ -127,8 +127,8 @@ def test_the_picture_of_the_demo(tmp_path, capsys):
     write_metrics(tmp_path / "original/version_9", [99], [1], [1])
     write_metrics(tmp_path / "original/version_10", [9, 9, 2, 4], [1, 1, 10, 20], [1, 1, 3, 1.5])
     write_metrics(tmp_path / "best_fit/version_0", [9, 9, 3, 3], [1, 1, 10, 10], [1, 1, 4, 4])
-    write_metrics(tmp_path / "wlb/version_0", [9, 9, 1, 2], [1, 1, 10, 10], [1, 1, 4, 4])
-    before, after = (read(tmp_path / name) for name in ("original", "wlb"))
+    write_metrics(tmp_path / "auto/version_0", [9, 9, 1, 2], [1, 1, 10, 10], [1, 1, 4, 4])
+    before, after = (read(tmp_path / name) for name in ("original", "auto"))
     np.testing.assert_array_equal(before["step_seconds"], [2, 4])
     # 6 s for 30 tokens and 12 TFLOP, against 3 s for 20 tokens and 12 TFLOP; steps of 0.2 and 0.2
     # against 0.1 and 0.2 s per token, and of 1/3 and 2/3 against 1/4 s per TFLOP.
@@ -144,7 +144,7 @@ def test_the_picture_of_the_demo(tmp_path, capsys):
     main(["--runs", str(tmp_path), "--output", str(picture)])
     assert picture.read_bytes()[:4] == b"\x89PNG"
     printed = capsys.readouterr().out
-    assert "time per token, original / wlb: 1.333" in printed
-    assert "time per token, best_fit / wlb: 2.000" in printed
+    assert "time per token, original / auto: 1.333" in printed
+    assert "time per token, best_fit / auto: 2.000" in printed
     with pytest.raises(SystemExit, match=r"elsewhere.original holds no version_"):
         main(["--runs", str(tmp_path / "elsewhere")])

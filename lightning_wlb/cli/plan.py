@@ -6,7 +6,7 @@ model FLOP utilisation, memory peak, speed-up. Everything is simulated from a de
 report says whether that was measured or put together from published figures.
 
   lightning-wlb plan --lengths generator-a --model 7b --mesh 1,4,2,8 \
-      --context-window 131072 --profile h100 --packing original,wlb
+      --context-window 131072 --profile h100
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from rich.table import Table
 
 from lightning_wlb.cli.arguments import add_model
 from lightning_wlb.cli.lengths import GENERATOR_A, STORES
-from lightning_wlb.cli.request import PRECISIONS, SHARDING_NAMES, Request
+from lightning_wlb.cli.request import BASELINE, PRECISIONS, SHARDING_NAMES, Request
 from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.planning import MeshSettings
+from lightning_wlb.planning import DataSettings, MeshSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
 from lightning_wlb.schedule.registry import SCHEDULES
 from lightning_wlb.schedule.simulate import Simulation
 from lightning_wlb.schedule.trace import draw_gantt, write_trace
+
+COMPARED = f"{BASELINE},wlb,{DataSettings.packing}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("what to compare")
     how.add_argument(
         "--packing",
-        default="original,wlb",
-        help=f"one or several of {', '.join(PACKINGS)} (default original,wlb); original is always"
+        default=COMPARED,
+        help=f"one or several of {', '.join(PACKINGS)} (default {COMPARED}); original is always"
         " compared",
     )
     how.add_argument("--cap", type=int, help="tokens of a micro-batch (default: the packing's)")

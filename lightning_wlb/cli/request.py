@@ -22,6 +22,7 @@ from lightning_wlb.planning import DataSettings, MeshSettings
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
+from lightning_wlb.schedule.programs import SLICING_SCHEDULES
 
 BASELINE = "original"
 SHARDING_NAMES = [ADAPTIVE, *NAMES]
@@ -150,6 +151,7 @@ class Request:
                     sharding,
                     self.mesh.pipeline,
                     self.stages // self.mesh.pipeline,
+                    self.schedule in SLICING_SCHEDULES,
                 ),
                 self.steps,
                 cost,

@@ -59,6 +59,7 @@ class Coordinates:
         last_stage: whether the rank holds the head and needs labels.
         pipeline_parallel_size: ranks of the pipeline, which micro-batches are planned for.
         stages_per_rank: virtual stages of each of them.
+        slices: whether the pipeline's schedule runs slices of pieces.
 
     Raises:
         ValueError: a rank outside its group.
@@ -73,6 +74,7 @@ class Coordinates:
     last_stage: bool = True
     pipeline_parallel_size: int = 1
     stages_per_rank: int = 1
+    slices: bool = True
 
     def __post_init__(self) -> None:
         for name, rank, size in (

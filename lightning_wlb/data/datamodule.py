@@ -54,10 +54,10 @@ class WLBDataModule(L.LightningDataModule):
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
             batch is the next documents until at least N·C tokens, over all replicas.
-        packing: a method of ``lightning_wlb.planning.packing.PACKINGS``: ``"wlb"``,
-            ``"original"``, ``"slim"``, ...
+        packing: a method of ``lightning_wlb.planning.packing.PACKINGS``: ``"auto"``, whatever
+            is simulated to be fastest on the mesh; ``"wlb"``, ``"original"``, ``"slim"``, ...
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
-            default (C for ``original``, 1.5·C for ``wlb``).
+            default (C for ``auto`` and ``original``, 1.5·C for ``wlb``).
         queues: outlier queues of ``wlb`` packing.
         thresholds: shortest length in tokens of each outlier queue, ascending; None: set from
             the distribution of lengths.
@@ -106,7 +106,7 @@ class WLBDataModule(L.LightningDataModule):
         *,
         context_window: int,
         micro_batches: int,
-        packing: str = "wlb",
+        packing: str = "auto",
         cap: int | None = None,
         queues: int = 2,
         thresholds: Sequence[int] | None = None,

@@ -97,6 +97,7 @@ class StepDataset(IterableDataset[StepBatch]):
                 sharding=self.sharding,
                 pipeline_parallel_size=self.at.pipeline_parallel_size,
                 stages_per_rank=self.at.stages_per_rank,
+                slices=self.at.slices,
             ),
             targets=self.store.targets,
             forward=self.forward,

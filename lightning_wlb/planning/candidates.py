@@ -4,7 +4,7 @@ Whole pieces in as few micro-batches as they need; whole pieces in M; slices in 
 or in tapered ones (:mod:`~lightning_wlb.planning.slicing`); and, if asked for, packs for forward
 and others for backward (:mod:`~lightning_wlb.planning.asymmetric`), run in units or with the
 forward computed again; for M at logarithmic distances from half of a nominal number to twelve times
-it (SlimPack §5.1).
+it (SlimPack §5.1). Where the schedule runs no slices (GPipe), whole pieces only.
 
 Trying all of them would cost 26 simulations. But the step's length falls with M, as the pipeline
 fills faster, and then rises, as every action costs something of its own. So the search begins at
@@ -103,6 +103,7 @@ class Candidates:
         shard: how micro-batches are laid out to be judged.
         passes: forward and backward work of a piece's prefix apart, if packs of their own for
             each pass are to be tried; such a replica shares no micro-batch.
+        slices: whether pieces may be sliced; else ``passes`` is None.
     """
 
     pieces: list[Piece]
@@ -115,6 +116,7 @@ class Candidates:
     judge: Judge
     shard: Shard
     passes: tuple[PrefixWork, PrefixWork] | None = None
+    slices: bool = True
     _packs: dict[Way, Packs] = field(default_factory=dict, init=False)
     _scores: dict[Way, Score] = field(default_factory=dict, init=False)
 
@@ -139,6 +141,8 @@ class Candidates:
         fewest = FEWEST if self.packs(FEWEST).forward else Way("equal", 0)
         if self.stages == 1:
             return fewest
+        if not self.slices:
+            return min((fewest, Way("whole", HALVES[self._walk("whole")])), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
         kind: Literal["equal", "tapered"] = "tapered" if self.stages_per_rank == 1 else "equal"
         halves = HALVES[self._walk(kind)]
@@ -159,7 +163,7 @@ class Candidates:
         recompute = way.kind == "recomputed"
         return asymmetric_replica_plan(forward, backward, number, shard, recompute=recompute)
 
-    def _walk(self, kind: Literal["equal", "tapered"]) -> int:
+    def _walk(self, kind: Literal["whole", "equal", "tapered"]) -> int:
         """From the start up while the score improves, or else down; an index of ``HALVES``."""
         at = START
         for stride in (1, -1):
@@ -175,7 +179,9 @@ class Candidates:
         least = -(-sum(piece.tokens for piece in self.pieces) // self.cap)
         count = -(-self.nominal * way.halves // 2)
         if way.kind == "whole":
-            for bins in [count] if count else [least, least + 1]:
+            # Where slices cannot take over, search until it fits: a micro-batch per piece does.
+            most = least + 1 if self.slices else len(self.pieces)
+            for bins in [count] if count else range(least, most + 1):
                 groups, carried = pack(self.pieces, bins, self.cap, self.total)
                 if not carried:
                     return Packs([[whole(piece) for piece in group] for group in groups if group])

@@ -184,6 +184,7 @@ class Planner:
             self._mesh.pipeline_parallel_size,
             self._mesh.stages_per_rank,
             self._judge,
+            self._mesh.slices,
         )
         replicas = self._packer.replicas(groups, mesh, self._sharded)
         pieces = tuple(sorted(piece for group in groups for piece in group))

@@ -39,7 +39,9 @@ class DataSettings:
         context_window: C, tokens of the longest piece.
         micro_batches: N, micro-batches of a global batch over all replicas; a global batch is
             N·C tokens.
-        packing: name of the packing method, in ``lightning_wlb.planning.packing.PACKINGS``.
+        packing: name of the packing method, in ``lightning_wlb.planning.packing.PACKINGS``. The
+            default has the shortest simulated steps per unit of work on the reference workloads
+            (``benchmarks/packing.py``), without delay.
         cap: most tokens of a micro-batch over its context-parallel group; None for the packing's
             default (C or 1.5·C, see its ``cap_percent``).
         queues: number of outlier queues whose thresholds are set from the length distribution;
@@ -75,7 +77,7 @@ class DataSettings:
 
     context_window: int
     micro_batches: int
-    packing: str = "wlb"
+    packing: str = "auto"
     cap: int | None = None
     queues: int = 2
     thresholds: tuple[int, ...] | None = None
@@ -188,6 +190,8 @@ class MeshSettings:
             ``lightning_wlb.attention.sharding.NAMES``, or ``"adaptive"``: for each micro-batch
             the one of least predicted attention latency.
         stages_per_rank: virtual stages of each pipeline rank.
+        slices: whether the pipeline's schedule runs slices of pieces; else ``auto`` keeps every
+            piece whole.
 
     Raises:
         ValueError: a size below 1, or a sharding that is not known.
@@ -199,6 +203,7 @@ class MeshSettings:
     sharding: str = ADAPTIVE
     pipeline_parallel_size: int = 1
     stages_per_rank: int = 1
+    slices: bool = True
 
     def __post_init__(self) -> None:
         for name in (
@@ -206,4 +211,5 @@ class MeshSettings:
             "stages_per_rank",
         ):  # fmt: skip
             object.__setattr__(self, name, whole(name, getattr(self, name), 1))
+        object.__setattr__(self, "slices", flag("slices", self.slices))
         choice("sharding", self.sharding, (ADAPTIVE, *NAMES))

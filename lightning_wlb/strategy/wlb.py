@@ -37,6 +37,7 @@ from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.predict import model_stages
+from lightning_wlb.schedule.programs import SLICING_SCHEDULES
 from lightning_wlb.schedule.registry import SCHEDULES, make_program
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
@@ -113,7 +114,11 @@ class WLBStrategy(MeshStrategy):
     @property
     def coordinates(self) -> Coordinates:
         """Where this rank stands, as far as its data is concerned."""
-        return replace(super().coordinates, stages_per_rank=self.virtual_pipeline_size)
+        return replace(
+            super().coordinates,
+            stages_per_rank=self.virtual_pipeline_size,
+            slices=self.schedule in SLICING_SCHEDULES,
+        )
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.

@@ -65,6 +65,21 @@ def test_the_acceptance_command_prints_table_and_json_in_time(
     assert "Simulated" in out
 
 
+def test_the_default_packing_is_compared_with_the_baseline_and_the_papers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*SMALL[: SMALL.index("--packing")], "--json"]
+    assert main(arguments) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["packing"] for row in rows] == ["original", "wlb", "auto"]
+    assert rows[2]["speedup_per_flop"] > max(1, rows[1]["speedup_per_flop"])
+    assert rows[2]["delay_max"] == 0
+    # Plans that its schedule would refuse are not made for it.
+    assert main([*arguments, "--schedule", "gpipe"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert rows[2]["speedup_per_flop"] > 1
+
+
 def test_every_sharding_and_packing_is_a_row_and_the_baseline_is_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

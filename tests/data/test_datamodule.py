@@ -64,8 +64,10 @@ def sequences() -> list[np.ndarray]:
 
 
 def data(**changes: Any) -> WLBDataModule:
-    # No worker: most runs here are shorter than the start of one.
-    defaults = {"context_window": 64, "micro_batches": 2, "seed": 1, "num_workers": 0}
+    # Documents wait. No worker: most runs here are shorter than the start of one.
+    defaults = {
+        "context_window": 64, "micro_batches": 2, "packing": "wlb", "seed": 1, "num_workers": 0,
+    }  # fmt: skip
     arguments: dict[str, Any] = {**defaults, **changes}
     return WLBDataModule(arguments.pop("documents", sequences()), **arguments)
 
@@ -312,7 +314,12 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
 def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(datamodule, "rank_zero_info", said.append)
-    documents = data(documents=[[1] * 70, [2] * 30], long_documents="truncate", thresholds=[20, 40])
+    documents = data(
+        documents=[[1] * 70, [2] * 30],
+        packing="wlb",
+        long_documents="truncate",
+        thresholds=[20, 40],
+    )
     documents.trainer = trainer(Path())
     documents.model_shape = SHAPE
     documents.train_dataloader()
@@ -381,6 +388,7 @@ data:
         sequences: [[1, 2, 3], [4, 5], [6]]
     context_window: 4
     micro_batches: 1
+    packing: wlb
     thresholds: [2, 3]
     model_shape:
       class_path: lightning_wlb.cost.flops.ModelShape
@@ -408,6 +416,7 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
         args=["--data.context_window=8", "--data.micro_batches=2"],
     )
     assert named.datamodule.documents == "stdlib"
+    assert named.datamodule.settings.packing == "auto"
 
 
 class Tested(Recorder):

@@ -18,7 +18,8 @@ from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.planning.planner import DataSettings, Planner
 
-DATA = DataSettings(context_window=64, micro_batches=2, seed=3)
+# Documents wait in queues and are drained at the end of an epoch.
+DATA = DataSettings(context_window=64, micro_batches=2, packing="wlb", seed=3)
 
 SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
 

@@ -63,6 +63,7 @@ meshes = st.builds(
     context_parallel_size=st.sampled_from([1, 2, 3]),
     tensor_parallel_size=st.sampled_from([1, 2]),
     sharding=st.sampled_from(["per_sequence", "per_document", "per_document_contiguous"]),
+    slices=st.booleans(),
 )
 store_lengths = st.lists(st.integers(1, 120), min_size=1, max_size=30)
 
@@ -156,7 +157,7 @@ def test_resume_is_exact(lengths, data, mesh, other, stop) -> None:
 
 
 def test_state_does_not_change_with_later_steps() -> None:
-    planner = Planner([30, 5, 7, 30, 9] * 4, DataSettings(30, 2, thresholds=(30,)), work)
+    planner = Planner([30, 5, 7, 30, 9] * 4, DataSettings(30, 2, "wlb", thresholds=(30,)), work)
     planner.next_step()
     state = planner.state_dict()
     before = json.dumps(state)
@@ -169,7 +170,7 @@ def test_state_does_not_change_with_later_steps() -> None:
 
 def test_global_batch_ends_with_the_document_that_crosses_the_line() -> None:
     # N·C = 20. 8+9+6 = 23: surplus 3; then 17 wanted: 20, surplus 3; 17 wanted: 4+4.
-    data = DataSettings(10, 2, queues=0, shuffle=False, cap=100)
+    data = DataSettings(10, 2, shuffle=False, cap=100)
     plans = epoch(Planner([8, 9, 6, 10, 10, 4, 4], data, work))
     assert [plan.tokens for plan in plans] == [23, 20, 8]
     assert [[piece.document for piece in plan.pieces] for plan in plans] == [
@@ -180,7 +181,7 @@ def test_global_batch_ends_with_the_document_that_crosses_the_line() -> None:
 
 def test_long_document_arrives_at_once_and_pays_with_later_batches() -> None:
     # 45 tokens are 5 pieces, 25 above N·C = 20: the second global batch is empty, the third 5 less.
-    data = DataSettings(10, 2, queues=0, shuffle=False, cap=10)
+    data = DataSettings(10, 2, "wlb", queues=0, shuffle=False, cap=10)
     plans = epoch(Planner([45, 9, 9, 9], data, work))
     assert [pieces_of(plan) for plan in plans] == [
         [(0, 0, 10), (0, 10, 20)],
@@ -209,7 +210,7 @@ def test_original_cuts_the_stream_exactly() -> None:
 
 
 def test_queues_wait_for_n_and_are_drained_oldest_first() -> None:
-    data = DataSettings(10, 3, thresholds=(5, 8), shuffle=False, cap=20)
+    data = DataSettings(10, 3, "wlb", thresholds=(5, 8), shuffle=False, cap=20)
     lengths = [9, 4, 4, 4, 4, 4, 4, 6, 9, 4, 4, 4, 4, 7, 3, 10]
     plans = epoch(Planner(lengths, data, work))
     assert [[piece.tokens for piece in plan.pieces] for plan in plans] == [
@@ -226,7 +227,7 @@ def test_queues_wait_for_n_and_are_drained_oldest_first() -> None:
 
 def test_epochs_differ_by_seed_and_number_and_shuffle_can_be_off() -> None:
     def order(seed: int, shuffle: bool = True) -> list[list[int]]:
-        data = DataSettings(1, 1, queues=0, seed=seed, shuffle=shuffle)
+        data = DataSettings(1, 1, seed=seed, shuffle=shuffle)
         planner = Planner([1] * 30, data, work)
         return [[plan.pieces[0].document for plan in epoch(planner)] for _ in range(2)]
 
@@ -243,12 +244,12 @@ def test_rows_and_sharding_come_from_the_mesh() -> None:
     mesh = MeshSettings(
         replicas=2, context_parallel_size=2, tensor_parallel_size=4, sharding="per_document"
     )
-    plan = Planner([9, 13, 30, 2], DataSettings(30, 2, queues=0), work, mesh).next_step()
+    plan = Planner([9, 13, 30, 2], DataSettings(30, 2), work, mesh).next_step()
     groups = [(part, group) for part in plan.replicas for group in part.forward]
     assert groups
     for part, group in groups:
         lengths = [piece.tokens for piece in part.slices_of(group)]
-        assert group.rows == layout("per_document", lengths, 2, 4).rows
+        assert group.rows == layout("per_document", lengths, 2 * len(group.replicas), 4).rows
         assert group.rows % 4 == 0
         assert group.sharding == "per_document"
 
@@ -257,7 +258,7 @@ def test_adaptive_sharding_is_resolved_for_each_micro_batch() -> None:
     """Each gets the sharding of least cost, and the cost that was given decides."""
     rng = np.random.default_rng(0)
     lengths = [*rng.integers(1, 2000, 60).tolist(), 8192, 8192]
-    data = DataSettings(8192, 4, queues=0)
+    data = DataSettings(8192, 4, packing="wlb", queues=0)
     mesh = MeshSettings(context_parallel_size=4, tensor_parallel_size=2)
     assert mesh.sharding == "adaptive"
 
@@ -292,7 +293,7 @@ def test_slices_are_not_split_by_heads() -> None:
 
 def test_targets_of_the_store_are_used() -> None:
     planner = Planner(
-        [9, 13], DataSettings(30, 2, queues=0), work, targets=lambda document, start, stop: document
+        [9, 13], DataSettings(30, 2), work, targets=lambda document, start, stop: document
     )
     assert planner.next_step().target_tokens == 1
 
@@ -313,7 +314,7 @@ def test_truncated_tokens_are_counted_and_left_out() -> None:
 
 
 def test_max_tokens_ends_the_run_for_ever() -> None:
-    data = DataSettings(10, 1, queues=0, shuffle=False, cap=10, max_tokens=25)
+    data = DataSettings(10, 1, shuffle=False, cap=10, max_tokens=25)
     planner = Planner([10] * 2, data, work)
     assert planner.next_step().tokens == 10
     assert planner.next_step().tokens == 10
@@ -345,24 +346,24 @@ LENGTHS = [9, 13, 30, 2]
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("context_window", DataSettings(31, 2, cap=40)),
-        ("micro_batches", DataSettings(30, 3, cap=40)),
-        ("packing", DataSettings(30, 2, packing="original", cap=40)),
-        ("cap", DataSettings(30, 2, cap=41)),
-        ("thresholds", DataSettings(30, 2, cap=40, queues=1)),
-        ("long_documents", DataSettings(30, 2, cap=40, long_documents="truncate")),
-        ("seed", DataSettings(30, 2, cap=40, seed=1)),
-        ("shuffle", DataSettings(30, 2, cap=40, shuffle=False)),
+        ("context_window", DataSettings(31, 2, "wlb", cap=40)),
+        ("micro_batches", DataSettings(30, 3, "wlb", cap=40)),
+        ("packing", DataSettings(30, 2, cap=40)),
+        ("cap", DataSettings(30, 2, "wlb", cap=41)),
+        ("thresholds", DataSettings(30, 2, "wlb", cap=40, queues=1)),
+        ("long_documents", DataSettings(30, 2, "wlb", cap=40, long_documents="truncate")),
+        ("seed", DataSettings(30, 2, "wlb", cap=40, seed=1)),
+        ("shuffle", DataSettings(30, 2, "wlb", cap=40, shuffle=False)),
     ],
 )
 def test_state_of_other_settings_is_refused(name, other) -> None:
-    state = Planner(LENGTHS, DataSettings(30, 2, cap=40), work).state_dict()
+    state = Planner(LENGTHS, DataSettings(30, 2, "wlb", cap=40), work).state_dict()
     with pytest.raises(ValueError, match=rf"data settings: (.*; )?{name}=.* in the saved state"):
         Planner(LENGTHS, other, work).load_state_dict(state)
 
 
 def test_state_of_other_documents_or_model_is_refused() -> None:
-    data = DataSettings(30, 2, thresholds=(20,))
+    data = DataSettings(30, 2, "wlb", thresholds=(20,))
     state = Planner(LENGTHS, data, work).state_dict()
     with pytest.raises(ValueError, match="documents=4 in the saved state, 3 here"):
         Planner(LENGTHS[:3], data, work).load_state_dict(state)

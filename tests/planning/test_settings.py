@@ -11,8 +11,15 @@ def test_cap_follows_the_packing() -> None:
     assert DataSettings(8192, 4, packing="original").token_cap == 8192
     assert DataSettings(8192, 4, packing="wlb").token_cap == 12288
     assert DataSettings(8192, 4, cap=9000).token_cap == 9000
-    assert DataSettings(1, 1).token_cap == 1
+    assert DataSettings(1, 1, packing="wlb").token_cap == 1
     assert DataSettings(8192, 4).nominal_tokens == 32768
+
+
+def test_the_default_packing_needs_no_more_memory_than_a_window_and_no_delay() -> None:
+    settings = DataSettings(8192, 4)
+    assert settings.packing == "auto"
+    assert settings.token_cap == 8192
+    assert settings.nominal_replicas == 1
 
 
 @pytest.mark.parametrize(
@@ -39,3 +46,8 @@ def test_bad_data_settings(changes, message) -> None:
 def test_bad_mesh_settings(name) -> None:
     with pytest.raises(ValueError, match=f"{name}=0, but it must be at least 1"):
         MeshSettings(**{name: 0})
+
+
+def test_a_flag_is_a_flag() -> None:
+    with pytest.raises(ValueError, match="slices='no'"):
+        MeshSettings(slices="no")  # type: ignore[arg-type]

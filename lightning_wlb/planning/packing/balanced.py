@@ -58,7 +58,7 @@ class BalancedPacker(Packer):
         self._waiting: list[Piece] = []  # longest first
         # Where the budget's controller begins: waiting is worth more, the less room there is
         # beside long pieces (found on Generator A, N = 4, caps of 1.25 to 2·C).
-        room = max(rules.cap - rules.window, rules.window // 8)
+        room = max(rules.cap - rules.window, rules.window // 8, 1)
         start = holding.UNIT * rules.window**2 // (5 * rules.micro_batches * room**2)
         self._price = max(start, 1) if rules.micro_batches <= FEW else holding.UNIT // 4
         self._work = 0  # of the steps of the epoch, and their number: what a share is

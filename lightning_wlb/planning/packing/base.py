@@ -82,12 +82,14 @@ class Mesh(NamedTuple):
         stages: depth of the pipeline.
         stages_per_rank: 1, or the virtual stages of each of its ranks.
         judge: what methods that try several plans choose by; None: exact work, see there.
+        slices: whether the pipeline's schedule runs slices of pieces.
     """
 
     replicas: int
     stages: int
     stages_per_rank: int = 1
     judge: Judge | None = None
+    slices: bool = True
 
 
 class Arrivals(Protocol):

@@ -1,3 +1,5 @@
+import pytest
+
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.packing.auto import OVERHEAD
@@ -55,6 +57,43 @@ def test_a_piece_above_the_capacity_is_shared_where_that_is_faster():
         mean = sum(total(piece.tokens) for piece in auto.pieces) / 4
         assert total(WINDOW) > mean
         assert longest(auto, 2) < 1.6 * mean
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_a_schedule_without_slices_gets_whole_pieces_of_its_own(asymmetric):
+    """The same pieces as with slices, and more micro-batches than they need: there is a bubble."""
+    mesh = {"replicas": 2, "pipeline_parallel_size": 2}
+    lengths = generator_a(2000, WINDOW, 1)
+    data = DataSettings(WINDOW, 16, asymmetric=asymmetric)
+    with_slices, without = (
+        Planner(lengths, data, TOTAL, MeshSettings(**mesh, slices=slices), forward=FORWARD)
+        for slices in (True, False)
+    )
+    counts = []
+    for _ in range(3):
+        plan, other = without.next_step(), with_slices.next_step()
+        assert plan.pieces == other.pieces
+        for number, replica in enumerate(plan.replicas):
+            assert {group.replicas for group in replica.forward} == {(number,)}
+            assert not any(part.context for part in replica.slices)
+            assert not replica.recompute
+            fewest = -(-sum(part.tokens for part in replica.slices) // WINDOW)
+            counts.append(len(replica.forward) - fewest)
+    assert max(counts) > 1
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_whole_pieces_that_pack_badly_take_as_many_micro_batches_as_they_need(stages):
+    """Each piece is above half of the cap: one micro-batch each, not the half that tokens need."""
+    planner = Planner(
+        [600] * 10,
+        DataSettings(1000, 6),
+        TOTAL,
+        MeshSettings(pipeline_parallel_size=stages, slices=False),
+    )
+    (replica,) = planner.next_step().replicas
+    assert [len(group.slices) for group in replica.forward] == [1] * len(replica.slices)
+    assert len(replica.slices) == 10
 
 
 def test_a_single_piece_on_more_replicas_than_pieces():
