@@ -11,7 +11,7 @@ fills faster, and then rises, as every action costs something of its own. So the
 six times the nominal number and goes on while the step gets shorter, first upwards; at the M where
 it ends it tries the other kinds, whole pieces only where none has more work than 1.5 of M.
 
-Cost: 5 ways or so, each O(P·log P + M·stages) for P pieces. On Generator A (N = 4 to 16, pipelines
+Cost: 5 to 8 ways, each O(P·log P + M·stages) for P pieces. On Generator A (N = 4 to 16, pipelines
 of 2 to 8, interleaved or not) it finds the shortest of all ways. Not for times that do not fall and
 rise so; then it finds a local optimum.
 """

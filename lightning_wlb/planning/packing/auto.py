@@ -31,7 +31,7 @@ shared.
 Cost: 5 to 8 simulations per step, and one more for each further replica and dealing. CPU time of a
 step in plain Python (Generator A, C = 128K, four stages): 25 ms for N = 4 (200 pieces), 75 ms for
 N = 16 (830 pieces), 90 to 110 ms on four replicas, 6 ms for N = 4 without a pipeline. A device
-profile beside context parallelism costs more, as every candidate's sharding is chosen: 450 ms for
+profile beside context parallelism costs more, as every candidate's sharding is chosen: 320 ms for
 N = 4 on four stages × CP 2. The data loader plans ahead of the step.
 """
 
