@@ -44,6 +44,7 @@ from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.ranks import run_ranks
 
 VOCABULARY = 1024
+BY_PROFILE = ", profile"  # after the name of a packing that chooses by predicted times
 CONFIG = TransformerConfig.preset("tiny", layers=4, heads=1, kv_heads=1, vocab_size=VOCABULARY)
 
 
@@ -61,7 +62,12 @@ def chosen(seed: int, tokens: int) -> DocumentSubset:
 
 
 def train_rank(
-    rank: int, ranks: int, packings: list[str], options: dict[str, int], counted: bool
+    rank: int,
+    ranks: int,
+    packings: list[str],
+    options: dict[str, int],
+    counted: bool,
+    profile: str | None,
 ) -> dict[str, list[list[RankStep]]]:
     """The steps of every packing's epochs on this rank."""
     result: dict[str, list[list[RankStep]]] = defaultdict(list)
@@ -72,8 +78,9 @@ def train_rank(
                 subset,
                 context_window=options["window"],
                 micro_batches=options["micro_batches"],
-                packing=packing,
+                packing=packing.removesuffix(BY_PROFILE),
                 seed=seed,
+                profile=profile if packing.endswith(BY_PROFILE) else None,
                 num_workers=0,
             )
             steps = train(CONFIG, Mesh(pipeline=ranks), data, counted=counted, max_epochs=1)
@@ -112,12 +119,15 @@ def figures(epoch: list[list[RankStep]], ranks: int) -> dict[str, float]:
 
 
 def measured(
-    ranks: int, packings: list[str], options: dict[str, int], counted: bool = False
+    ranks: int,
+    packings: list[str],
+    options: dict[str, int],
+    profile: str | None,
+    counted: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Of each packing the medians over rounds."""
-    by_rank = run_ranks(
-        train_rank, ranks, ranks, packings, options, counted, timeout=1800, process_group=False
-    )
+    arguments = ranks, packings, options, counted, profile
+    by_rank = run_ranks(train_rank, ranks, *arguments, timeout=1800, process_group=False)
     result = {}
     for packing in packings:
         rounds = [
@@ -138,6 +148,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--packings", default="best_fit,wlb,auto", help="the first is the baseline")
+    add(
+        "--profile",
+        help="of this machine and model (`lightning-wlb profile`): auto once more, choosing by it",
+    )
     add("--rounds", type=int, default=5)
     add("--tokens", type=int, default=200_000, help="of an epoch")
     add("--window", type=int, default=8192)
@@ -149,7 +163,9 @@ def main(argv: list[str] | None = None) -> None:
         help="where to write the JSON object too",
     )
     arguments = parser.parse_args(argv)
-    packings = arguments.packings.split(",")
+    packings, profile = arguments.packings.split(","), arguments.profile
+    if profile:
+        packings.append("auto" + BY_PROFILE)
     documents()  # tokenised once, before the ranks ask for it
     options = {
         "rounds": arguments.rounds,
@@ -158,10 +174,10 @@ def main(argv: list[str] | None = None) -> None:
         "micro_batches": arguments.micro_batches,
     }
     once = {**options, "rounds": 1}
-    held = measured(2, packings, once, counted=True)
+    held = measured(2, packings, once, profile, counted=True)
     runs = {
-        "pipeline 2": measured(2, packings, options),
-        "pipeline 4": measured(4, packings, once),
+        "pipeline 2": measured(2, packings, options, profile),
+        "pipeline 4": measured(4, packings, once, profile),
     }
     for packing in packings:
         runs["pipeline 2"][packing].update(held[packing])
