@@ -174,7 +174,11 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "message"), BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    BAD,
+    ids=lambda value: getattr(value, "__name__", str(value))[:40],  # the same in every process
+)
 def test_a_mistake_is_answered_where_it_is_made(
     make: Callable[..., Any], options: dict[str, Any], message: str
 ) -> None:
