@@ -172,9 +172,9 @@ def markdown(content: Mapping[str, Any]) -> str:
         " edit. All times of steps are *simulated*: 1F1B, or PackFlow for slices, the exact work of"
         " LLaMA2-7B's layers, no communication and no cost per action. `T/S` is the step's time"
         " over its work per rank (1 = no bubble), `T/T equal` over that of N equal micro-batches,"
-        " `delay` in steps,"
-        " `least` the fewest tokens of a step over N·C, `ms` processor time of planning per step,"
-        " in plain Python. The JSON beside this page has the seeds of each row and its steps.",
+        " `delay` in steps, `least` the fewest tokens of a step over N·C, `ms` processor time of"
+        " planning per step in plain Python, without that of a solver, which is another process."
+        " The JSON beside this page has the seeds of each row and its steps.",
     ]
     for title, heads, rows in tables(content):
         if rows:
