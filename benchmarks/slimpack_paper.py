@@ -28,6 +28,7 @@ from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from lightning_wlb.cost.communication import Mesh
@@ -279,6 +280,29 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def cases(
+    models: Sequence[str], windows: Sequence[int], profile: Profile
+) -> dict[str, tuple[Case, int]]:
+    """Name -> case and stages per rank; last the sensitivity to what the paper leaves open."""
+    made = {
+        f"{model} {window}K {name} {schedule}": (Case(model, window * K, corpus, profile), per_rank)
+        for schedule, per_rank in (("1F1B", 1), ("interleaved", 2))
+        for model in models
+        for window in windows
+        for name, corpus in CORPORA.items()
+    }
+    base = Case("13B", 256 * K, CORPORA["common_crawl"], profile)
+    tail = base.corpus.tail
+    for label, case in {
+        "512 samples": replace(base, samples=512),
+        "2048 samples": replace(base, samples=2048),
+        "half the tail": replace(base, corpus=replace(base.corpus, tail=tail / 2)),
+        "twice the tail": replace(base, corpus=replace(base.corpus, tail=2 * tail)),
+    }.items():
+        made[f"13B 256K common_crawl 1F1B, {label}"] = case, 1
+    return made
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.slimpack_paper", description=__doc__.split("\n")[0]
@@ -292,23 +316,14 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     console = Console(width=200)
     profile = Profile.load(arguments.profile)
-    rows: dict[str, dict[str, Any]] = {}
-    for schedule, per_rank in (("1F1B", 1), ("interleaved", 2)):
-        for model in arguments.models:
-            for window in arguments.windows:
-                for name, corpus in CORPORA.items():
-                    case = Case(model, window * K, corpus, profile)
-                    key = f"{model} {window}K {name} {schedule}"
-                    rows[key] = case.run(arguments.steps, arguments.seed, per_rank)
-    base = Case("13B", 256 * K, CORPORA["common_crawl"], profile)
-    tail = base.corpus.tail
-    for label, case in {
-        "512 samples": replace(base, samples=512),
-        "2048 samples": replace(base, samples=2048),
-        "half the tail": replace(base, corpus=replace(base.corpus, tail=tail / 2)),
-        "twice the tail": replace(base, corpus=replace(base.corpus, tail=2 * tail)),
-    }.items():
-        rows[f"13B 256K common_crawl 1F1B, {label}"] = case.run(arguments.steps, arguments.seed, 1)
+    rows = {
+        name: case.run(arguments.steps, arguments.seed, per_rank)
+        for name, (case, per_rank) in track(
+            cases(arguments.models, arguments.windows, profile).items(),
+            "Simulating",
+            console=Console(stderr=True),
+        )
+    }
     show(rows, profile, console)
     gains = [row["gain"] for row in rows.values()]
     console.print(f"gain {min(gains):.2f} to {max(gains):.2f}; the paper: up to {PAPER}")
