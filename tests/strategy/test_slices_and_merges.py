@@ -88,6 +88,11 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
         ("recomputed and merged", (2, 2, 1, 1), "1f1b", 3),
         ("recomputed and merged", (2, 1, 2, 1), "1f1b", 2),
     ),
+    # In the second step the pipelines of all four replicas share one micro-batch, else two and two.
+    "merged, 8 ranks": (
+        ("merged", (4, 2, 1, 1), "1f1b", 1),
+        ("recomputed and merged", (4, 2, 1, 1), "1f1b", 2),
+    ),
 }
 
 
