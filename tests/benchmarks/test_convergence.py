@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import lightning_wlb as wlb
-from benchmarks import convergence
-from benchmarks.convergence import Curves, Run, Settings, kept, main, save, summarise, train
+from benchmarks import convergence_runs
+from benchmarks.convergence import kept, main, save, summarise
+from benchmarks.convergence_runs import Curves, Run, Settings, train
 
 SMALL = Settings(
     tokens=512, context_window=32, micro_batches=2, packing_window=2, dim=16, layers=1,
@@ -26,7 +27,7 @@ def documents(settings: Settings) -> wlb.InMemoryDocuments:
 
 
 def test_runs_of_one_seed_differ_by_their_packing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence, "_documents", documents)
+    monkeypatch.setattr(convergence_runs, "stdlib_documents", documents)
     runs = {
         packing: train(SMALL, Run(packing, "step", 1))
         for packing in ("original", "fixed_greedy", "wlb")
@@ -57,7 +58,7 @@ def test_curves_by_hand() -> None:
 
 
 def test_the_loss_of_a_step_is_evaluated_once_per_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence, "evaluate", lambda module, batches: 1.5)
+    monkeypatch.setattr(convergence_runs, "evaluate", lambda module, batches: 1.5)
     curves = Curves(SMALL, [])  # evaluates every 256 tokens
     module = wlb.LanguageModule(loss_normalisation="nominal")
     plan = SimpleNamespace(tokens=100, target_tokens=90, nominal_tokens=64, delay=0.0, max_delay=0)
