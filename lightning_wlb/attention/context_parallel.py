@@ -190,6 +190,25 @@ def summed(x: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
+def added_up(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
+    """Gradients of keys and values by the row of a buffer that each was read from.
+
+    Args:
+        rows: of the buffer.
+        key_index: int64 [keys].
+        grad_keys: [keys, kv_heads, head_dim].
+        grad_values: as ``grad_keys``.
+
+    Returns:
+        [rows, 2, kv_heads, head_dim], in the dtype in which they are summed.
+    """
+    dtype = wide(grad_keys.dtype)
+    total = grad_keys.new_zeros(rows, 2, *grad_keys.shape[1:], dtype=dtype)
+    total[:, 0].index_add_(0, key_index, grad_keys.to(dtype))
+    total[:, 1].index_add_(0, key_index, grad_values.to(dtype))
+    return total
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -259,11 +278,9 @@ class _Exchange:
         """Add up the gradients of each row that was read and post them to the rows' owners."""
         metadata = self.metadata
         assert metadata.key_index is not None
-        self._buffer = total = grad_keys.new_zeros(
-            self._arriving + metadata.rows, 2, *grad_keys.shape[1:], dtype=wide(grad_keys.dtype)
+        self._buffer = total = added_up(
+            self._arriving + metadata.rows, metadata.key_index, grad_keys, grad_values
         )
-        total[:, 0].index_add_(0, metadata.key_index, grad_keys.to(total.dtype))
-        total[:, 1].index_add_(0, metadata.key_index, grad_values.to(total.dtype))
         arriving = total[: self._arriving]
         if metadata.gathered:
             self._shares = total.new_empty(metadata.gathered, *total.shape[1:])

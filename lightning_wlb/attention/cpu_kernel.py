@@ -161,8 +161,15 @@ class _CpuAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         kv_heads = k.shape[1]
         grad_q = torch.empty_like(q)
-        # A key is read by every block whose window it is in, and by every member of its group.
-        grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype) for x in (k, v))
+        # A key is read by every member of its group, and by every block whose window it is in;
+        # without a window by one call alone.
+        alone = ctx.sliding_window is None
+        grad_k, grad_v = (
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            if alone
+            else torch.zeros(x.shape, dtype=lse.dtype)
+            for x in (k, v)
+        )
         queries, outs, grad_outs, grad_queries = (
             _grouped(x, kv_heads) for x in (q, out, _dense(grad_out), grad_q)
         )
@@ -194,8 +201,10 @@ class _CpuAttention(torch.autograd.Function):
                     grad_query.copy_(shares[0])
                 else:
                     grad_query += shares[0]
-                grad_keys.narrow(1, first, length).add_(shares[1].sum(0, dtype=lse.dtype))
-                grad_values.narrow(1, first, length).add_(shares[2].sum(0, dtype=lse.dtype))
+                for whole, share in ((grad_keys, shares[1]), (grad_values, shares[2])):
+                    part = whole.narrow(1, first, length)
+                    total = share[0] if len(share) == 1 else share.sum(0, dtype=lse.dtype)
+                    (part.copy_ if alone else part.add_)(total)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 

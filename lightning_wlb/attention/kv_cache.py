@@ -16,13 +16,13 @@ for its keys lie where forward has kept them, by its ``homes``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.slices import Home, SlicedIndices
+from lightning_wlb.attention.slices import Home, Run, SlicedIndices
 
 
 class RowsAt(NamedTuple):
@@ -54,8 +54,9 @@ class RowsAt(NamedTuple):
 class _Entry:
     """Keys and values of one layer and micro-batch, and the gradients that have come back."""
 
-    both: Tensor
-    gradient: Tensor | None = None
+    keys: Tensor
+    values: Tensor
+    gradients: tuple[Tensor, Tensor] | None = None
 
 
 class KeyValueCache:
@@ -76,37 +77,40 @@ class KeyValueCache:
     @property
     def bytes(self) -> int:
         """Memory held, gradients included."""
-        return sum(
-            tensor.nbytes
-            for entry in self._entries.values()
-            for tensor in (entry.both, entry.gradient)
-            if tensor is not None
-        )
+        held = [tensor for entry in self._entries.values() for tensor in (entry.keys, entry.values)]
+        return sum(tensor.nbytes for tensor in (*held, *self.gradients))
 
     @property
     def gradients(self) -> list[Tensor]:
         """Those that have come back and not been taken."""
-        return [entry.gradient for entry in self._entries.values() if entry.gradient is not None]
+        return [each for entry in self._entries.values() for each in entry.gradients or ()]
 
-    def put(self, layer: int, micro_batch: int, both: Tensor) -> None:
-        """Keep [rows, 2, kv_heads, head_dim]. A layer that runs again keeps its first ones."""
-        self._entries.setdefault((layer, micro_batch), _Entry(both))
+    def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
+        """Keep both, [rows, kv_heads, head_dim]. A layer that runs again keeps its first ones."""
+        self._entries.setdefault((layer, micro_batch), _Entry(keys, values))
 
-    def read(self, layer: int, micro_batch: int, rows: Tensor) -> Tensor:
-        """Rows of what was kept."""
-        return self._entries[layer, micro_batch].both.index_select(0, rows)
+    def read(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
+        """Views of some rows of the keys and values of an earlier micro-batch."""
+        entry = self._entries[layer, run.micro_batch]
+        return entry.keys[run.start : run.stop], entry.values[run.start : run.stop]
 
-    def add_gradient(self, layer: int, micro_batch: int, rows: Tensor, gradient: Tensor) -> None:
-        """Leave the gradient of some rows for their owner's backward, in the wide dtype."""
-        entry = self._entries[layer, micro_batch]
-        if entry.gradient is None:
-            entry.gradient = torch.zeros_like(entry.both, dtype=gradient.dtype)
-        entry.gradient.index_add_(0, rows, gradient)
+    def add_gradients(
+        self, layer: int, run: Run, grad_keys: Tensor, grad_values: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Leave the gradients of some rows for their owner's backward, summed in ``dtype``."""
+        entry = self._entries[layer, run.micro_batch]
+        if entry.gradients is None:
+            entry.gradients = (
+                torch.zeros_like(entry.keys, dtype=dtype),
+                torch.zeros_like(entry.values, dtype=dtype),
+            )
+        for total, share in zip(entry.gradients, (grad_keys, grad_values), strict=True):
+            total[run.start : run.stop] += share
 
-    def gradient(self, layer: int, micro_batch: int) -> Tensor | None:
-        """What has come back so far, [rows, 2, kv_heads, head_dim]; None also if none was kept."""
+    def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
+        """What has come back so far for keys and for values; None also if none was kept."""
         entry = self._entries.get((layer, micro_batch))
-        return None if entry is None else entry.gradient
+        return None if entry is None else entry.gradients
 
     def drop(self, micro_batch: int, layers: Iterable[int]) -> None:
         """Free a micro-batch whose backward has run."""
@@ -120,8 +124,8 @@ class SliceMetadata:
 
     Args:
         micro_batch: index in the replica's forward order.
-        past: for each source (its micro-batch, int64 local rows there), in order.
-        past_rows: rows of earlier keys that every rank contributes, padding included.
+        runs: rows whose keys this rank puts one after another.
+        rows: of what it puts together, as every rank does; rows beyond the runs are read by none.
         keeps: whether other slices read this one's keys.
         cache: of the step; set by what runs the step.
         homes: where forward has kept the keys, if this is a backward micro-batch that runs forward
@@ -130,8 +134,8 @@ class SliceMetadata:
     """
 
     micro_batch: int
-    past: tuple[tuple[int, Tensor], ...]
-    past_rows: int
+    runs: tuple[Run, ...]
+    rows: int
     keeps: bool
     cache: KeyValueCache | None = field(default=None, repr=False)
     homes: tuple[RowsAt, ...] | None = field(default=None, repr=False)
@@ -139,23 +143,7 @@ class SliceMetadata:
 
     @staticmethod
     def from_indices(indices: SlicedIndices, micro_batch: int) -> SliceMetadata:
-        """On CPU, from the index arithmetic; shares its memory."""
+        """From the index arithmetic."""
         return SliceMetadata(
-            micro_batch=micro_batch,
-            past=tuple(
-                (source.micro_batch, torch.from_numpy(source.rows)) for source in indices.past
-            ),
-            past_rows=indices.past_rows,
-            keeps=indices.keeps,
+            micro_batch=micro_batch, runs=indices.runs, rows=indices.rows, keeps=indices.keeps
         )
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> SliceMetadata:
-        """A copy with its tensors on ``device``."""
-        past = tuple(
-            (source, rows.to(device, non_blocking=non_blocking)) for source, rows in self.past
-        )
-        return replace(self, past=past)
-
-    def pin_memory(self) -> SliceMetadata:
-        """A copy with its tensors in page-locked memory."""
-        return replace(self, past=tuple((source, rows.pin_memory()) for source, rows in self.past))

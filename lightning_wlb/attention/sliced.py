@@ -2,17 +2,24 @@
 
 The queries of a slice see the earlier slices' keys (:mod:`.kv_cache`) and their own. What they see
 is put together in the order of the segments, from every rank of the context-parallel group, for
-one kernel call. In backward it is put together *again* instead of being kept: kept, the prefixes
-of a piece of n slices would add up to n/2 times the piece, in every layer (:mod:`.read_again`).
-Where the layer itself runs again in backward (``activation_checkpointing="full"``) that is not
-needed.
+one kernel call. A single rank joins runs of consecutive rows, which is one copy, or none where
+there are no earlier keys; a group gathers each rank's runs and picks from them by index. In
+backward it is put together *again* instead of being kept: kept, the prefixes of a piece of n slices
+would add up to n/2 times the piece, in every layer (:mod:`.read_again`). Where the layer itself
+runs again in backward (``activation_checkpointing="full"``) that is not needed.
+
+Gradients of keys are summed in float32 for half types, those of earlier keys where their owner's
+backward finds them.
 
 Every rank of the group runs the same collectives in forward and in backward, also one without any
-query. Cost over whole pieces: one more gather in backward, and earlier keys sent once per slice.
+query. Cost over whole pieces: that copy, once in forward and once in backward
+(benchmarks/sliced_attention.py measures it); in a group one more gather in backward, and earlier
+keys sent once per slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +29,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.context_parallel import gathered, summed, wide
+from lightning_wlb.attention.context_parallel import added_up, gathered, summed, wide
 from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
 from lightning_wlb.attention.read_again import attend_reading_again
+from lightning_wlb.attention.slices import OWN
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 
 
@@ -65,38 +73,44 @@ def sliced_attention(
     def attend(keys: Tensor, values: Tensor) -> Tensor:
         return attention(q[: metadata.queries], keys, values, metadata, scale)
 
-    both = torch.stack((k, v), dim=1)
     if slices.cache.in_graph:
-        keys, values = _in_graph(both, metadata, slices, slices.cache, slices.layer)
-        out = attend(keys, values)
-    else:
         if slices.keeps:
-            both = _keep(both, slices, slices.cache, slices.layer)
-        reader = _Reader(both.detach(), metadata, slices, slices.cache, slices.layer, group)
-        keys, values = _read(both, reader)
-        if torch.is_grad_enabled() and not metadata.recomputed:
+            slices.cache.put(slices.layer, slices.micro_batch, k, v)
+        out = attend(*_joined(_parts(k, v, slices, slices.cache, slices.layer)))
+    else:
+        # Contiguous, lest a view of something larger is kept.
+        own = k.detach().contiguous(), v.detach().contiguous()
+        if slices.keeps and slices.homes is None:
+            slices.cache.put(slices.layer, slices.micro_batch, *own)
+        reader = _Reader(own, metadata, slices, slices.cache, slices.layer, group)
+        keys, values = _read(k, v, reader)
+        if reader.copies and torch.is_grad_enabled() and not metadata.recomputed:
             out = attend_reading_again(attend, keys, values, reader.read)
         else:
-            # The graph would hold them until backward, which makes its own.
+            # The graph would hold them until backward, which does not need them or makes its own.
             reader.own = None
             out = attend(keys, values)
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
-def _in_graph(
-    both: Tensor,
-    metadata: AttentionMetadata,
-    slices: SliceMetadata,
-    cache: KeyValueCache,
-    layer: int,
-) -> tuple[Tensor, Tensor]:
-    assert metadata.key_index is not None
-    if slices.keeps:
-        cache.put(layer, slices.micro_batch, both)
-    past = [cache.read(layer, source, rows) for source, rows in slices.past]
-    read = torch.cat((*past, both)).index_select(0, metadata.key_index)
-    return read[:, 0].contiguous(), read[:, 1].contiguous()
+def _parts(
+    k: Tensor, v: Tensor, slices: SliceMetadata, cache: KeyValueCache, layer: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Views of the keys and values that this rank puts one after another."""
+    return [
+        (k[run.start : run.stop], v[run.start : run.stop])
+        if run.micro_batch == OWN
+        else cache.read(layer, run)
+        for run in slices.runs
+    ]
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys), torch.cat(values)
 
 
 class _Reader:
@@ -104,16 +118,15 @@ class _Reader:
 
     def __init__(
         self,
-        own: Tensor,
+        own: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
         slices: SliceMetadata,
         cache: KeyValueCache,
         layer: int,
         group: ProcessGroup | None,
     ) -> None:
-        assert metadata.key_index is not None
-        self.own: Tensor | None = own
-        self.shape = own.shape
+        self.own: tuple[Tensor, Tensor] | None = own
+        self.shape = own[0].shape
         self.key_index = metadata.key_index
         self.slices = slices
         self.cache = cache
@@ -121,77 +134,73 @@ class _Reader:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
 
+    @property
+    def copies(self) -> bool:
+        """Whether :meth:`read` gives more than views of this rank's own keys and values."""
+        return self.size > 1 or len(self.slices.runs) > 1
+
     def read(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the segments, [keys, kv_heads, head_dim] each."""
         assert self.own is not None
-        past = [self.cache.read(self.layer, source, rows) for source, rows in self.slices.past]
-        missing = self.slices.past_rows - sum(map(len, past))
-        padding = self.own.new_zeros(missing, *self.own.shape[1:])
-        mine = torch.cat((*past, padding, self.own))
-        if self.size > 1:
-            mine = gathered(mine, self.group)
-        read = mine.index_select(0, self.key_index)
-        return read[:, 0].contiguous(), read[:, 1].contiguous()
+        parts = _parts(*self.own, self.slices, self.cache, self.layer)
+        if self.size == 1:
+            return _joined(parts)
+        assert self.key_index is not None
+        mine = parts[0][0].new_empty(self.slices.rows, 2, *self.shape[1:])
+        filled = mine[: sum(len(keys) for keys, _ in parts)]
+        for number, each in enumerate(zip(*parts, strict=True)):
+            torch.cat(each, out=filled[:, number])
+        both = gathered(mine, self.group).index_select(0, self.key_index)
+        return both[:, 0], both[:, 1]
 
-    def give_back(self, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
+    def give_back(self, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
         """Send the gradients of what was read to their owners; this rank's own are returned."""
-        stride = self.slices.past_rows + self.shape[0]
         dtype = wide(grad_keys.dtype)
-        total = grad_keys.new_zeros(self.size * stride, *self.shape[1:], dtype=dtype)
-        total[:, 0].index_add_(0, self.key_index, grad_keys.to(dtype))
-        total[:, 1].index_add_(0, self.key_index, grad_values.to(dtype))
+        shares = grad_keys, grad_values
         if self.size > 1:
-            total = summed(total, self.group, dtype)
+            assert self.key_index is not None
+            rows = self.size * self.slices.rows
+            total = added_up(rows, self.key_index, grad_keys, grad_values)
+            mine = summed(total, self.group, dtype)
+            shares = mine[:, 0], mine[:, 1]
+        keys, values = self._from_later(grad_keys, dtype)
         at = 0
-        for source, rows in self.slices.past:
-            self.cache.add_gradient(self.layer, source, rows, total[at : at + len(rows)])
-            at += len(rows)
-        return total[self.slices.past_rows :].to(grad_keys.dtype)
+        for run in self.slices.runs:
+            stop = at + run.stop - run.start
+            key_share, value_share = shares[0][at:stop], shares[1][at:stop]
+            if run.micro_batch == OWN:
+                keys[run.start : run.stop] += key_share
+                values[run.start : run.stop] += value_share
+            else:
+                self.cache.add_gradients(self.layer, run, key_share, value_share, dtype)
+            at = stop
+        return keys.to(grad_keys.dtype), values.to(grad_values.dtype)
+
+    def _from_later(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gradients of this rank's own keys and values that later slices have left; wide."""
+        if self.slices.homes is None:
+            later = self.cache.gradients_of(self.layer, self.slices.micro_batch)
+            if later is not None:
+                return later
+        total = like.new_zeros(self.shape, dtype=dtype), like.new_zeros(self.shape, dtype=dtype)
+        for home in self.slices.homes or ():
+            later = self.cache.gradients_of(self.layer, home.micro_batch)
+            if later is not None:
+                for mine, kept in zip(total, later, strict=True):
+                    mine.index_add_(0, home.here, kept.index_select(0, home.there))
+        return total
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, both: Tensor, reader: _Reader) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, k: Tensor, v: Tensor, reader: _Reader) -> tuple[Tensor, Tensor]:
         ctx.reader = reader
         return reader.read()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_keys: Tensor, grad_values: Tensor) -> tuple[Any, ...]:
-        return ctx.reader.give_back(grad_keys, grad_values), None
+        return *ctx.reader.give_back(grad_keys, grad_values), None
 
 
-class _Keep(torch.autograd.Function):
-    """Leaves keys and values in the cache; backward adds the gradients that came back to them.
-
-    Where forward runs again the cache has them already.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, both: Tensor, slices: SliceMetadata, cache: KeyValueCache, layer: int
-    ) -> Tensor:
-        ctx.place = slices, cache, layer
-        if slices.homes is None:
-            cache.put(layer, slices.micro_batch, both.detach())
-        return both.view_as(both)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        slices, cache, layer = ctx.place
-        if slices.homes is None:
-            later = cache.gradient(layer, slices.micro_batch)
-            total = gradient if later is None else gradient.to(later.dtype) + later
-        else:
-            total = gradient.to(wide(gradient.dtype), copy=True)
-            for home in slices.homes:
-                later = cache.gradient(layer, home.micro_batch)
-                if later is not None:
-                    total.index_add_(0, home.here, later.index_select(0, home.there))
-        return total.to(gradient.dtype), None, None, None
-
-
-# torch leaves Function.apply untyped.
-_read: Any = _Read.apply
-_keep: Any = _Keep.apply
+_read: Callable[..., tuple[Tensor, Tensor]] = _Read.apply

@@ -2,12 +2,12 @@
 
 A piece may span several micro-batches of a replica. A slice's queries then attend to the keys of
 the slices before it, which their micro-batches left behind on the ranks that computed them. For
-one micro-batch and one context-parallel rank this module says
+one micro-batch and one context-parallel rank this module says which rows the rank puts one after
+another, as runs of consecutive rows (:class:`Run`):
 
-* which local rows of which earlier micro-batches the rank contributes (:class:`PastRows`), and
-* which row of the gathered keys each key of each segment is. What is gathered is, from every
-  rank, its ``past_rows`` rows of earlier keys (padded to the same number on all ranks) followed by
-  its own rows of this micro-batch.
+* on a single rank the keys of its segments, in their order: nothing else is needed;
+* in a group the rows of earlier keys that any rank reads, then its own rows. Every rank's are
+  gathered, and an index says which of these rows each key of each segment is.
 
 Where backward micro-batches run the forward of their slices again (``ReplicaPlan.recompute``), the
 same is said of them. Their slices stay on the ranks where their forward ran, in rows of their own;
@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,17 +38,19 @@ Part = tuple[int, int]
 """A slice by the forward micro-batch that it is in, and its index there."""
 
 
-@dataclass(frozen=True, eq=False)
-class PastRows:
-    """Local rows of an earlier micro-batch whose keys this rank contributes.
+OWN = -1
+"""In place of a micro-batch: the one that the indices are of."""
 
-    Args:
-        micro_batch: index of the earlier micro-batch in the replica's forward order.
-        rows: int64 [n], its local rows on this rank, in the order of the piece's tokens.
+
+class Run(NamedTuple):
+    """Local rows ``[start, stop)`` of a micro-batch on this rank.
+
+    ``micro_batch`` is its index in the replica's forward order, or :data:`OWN`.
     """
 
     micro_batch: int
-    rows: Indices
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +74,18 @@ class SlicedIndices:
 
     Args:
         own: rows and segments. ``cu_seqlens_k`` counts earlier keys too, and ``key_index`` points
-            into the gathered [ranks · (past_rows + rows)] keys, also with one rank.
+            into the ``rows`` that each rank puts together, one rank's after another's; not used
+            on a single rank, whose runs are in order.
         positions: int64 [n], position of each real local row from its piece's origin.
-        past: rows of earlier micro-batches, in the order in which they are put together.
-        past_rows: rows of earlier keys that every rank contributes, padding included.
+        runs: what the rank puts one after another.
+        rows: of it, the same on all ranks; rows beyond a rank's runs are read by none.
         keeps: whether other slices read this one's keys.
     """
 
     own: RankIndices
     positions: Indices
-    past: tuple[PastRows, ...]
-    past_rows: int
+    runs: tuple[Run, ...]
+    rows: int
     keeps: bool
 
 
@@ -159,7 +164,7 @@ class SlicedReplica:
         slices = [self._members[micro_batch][index] for micro_batch, index in parts]
         inside = {part: number for number, part in enumerate(parts)}
         own = rank_indices(layout, rank)
-        gathered = _Gathered(len(layout.chunks))
+        gathered = _Gathered(layout.ranks)
 
         def place(part: Part) -> _Tokens:
             if part in inside:
@@ -167,17 +172,22 @@ class SlicedReplica:
             return gathered.add(part, *self._at(part[0]).of(part[1]))
 
         contexts = [[place(part) for part in self._before(each)] for each in slices]
-        stride = gathered.past_rows + layout.rows
-        own_places = places.owner * stride + gathered.past_rows + places.row
+        counts = np.array(gathered.counts)
+        stride = int(counts.max()) + layout.rows
+        own_places = _Tokens(places.owner, places.row, past=False).resolve(stride, counts)
         first = places.first
-        key_index: list[Indices] = []
+        keys: list[Indices] = []
         lengths = []
         for chunk in layout.chunks[rank]:
             start = first[chunk.document]
-            keys = [place.resolve(stride, gathered.past_rows) for place in contexts[chunk.document]]
-            keys.append(own_places[start : start + chunk.stop])
-            key_index += keys
-            lengths.append(sum(map(len, keys)))
+            of_chunk = [place.resolve(stride, counts) for place in contexts[chunk.document]]
+            of_chunk.append(own_places[start : start + chunk.stop])
+            keys += of_chunk
+            lengths.append(sum(map(len, of_chunk)))
+        key_index = np.concatenate([np.empty(0, np.int64), *keys])
+        put_together = [(source, rows[rank]) for source, rows in gathered.sources]
+        put_together.append((OWN, np.arange(layout.rows)))
+        alone = layout.ranks == 1
         cu_seqlens_k = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         origins = np.array([part.context for part in slices], dtype=np.int64)
         return SlicedIndices(
@@ -185,13 +195,11 @@ class SlicedReplica:
                 own,
                 cu_seqlens_k=cu_seqlens_k.astype(np.int32),
                 max_seqlen_k=max(lengths, default=0),
-                key_index=np.concatenate([np.empty(0, np.int64), *key_index]),
+                key_index=key_index,
             ),
             positions=own.offset + (origins[own.document] if len(own.document) else 0),
-            past=tuple(
-                PastRows(source, rows[rank]) for source, rows in gathered.sources if len(rows[rank])
-            ),
-            past_rows=gathered.past_rows,
+            runs=_runs(put_together, key_index if alone else None),
+            rows=len(key_index) if alone else stride,
             keeps=any(
                 self._pieces[part.document, part.origin][-1][0] > part.start for part in slices
             ),
@@ -216,8 +224,9 @@ class _Tokens:
     row: Indices
     past: bool
 
-    def resolve(self, stride: int, past_rows: int) -> Indices:
-        return self.owner * stride + self.row + (0 if self.past else past_rows)
+    def resolve(self, stride: int, counts: Indices) -> Indices:
+        """Places among what all ranks put together, ``stride`` rows each, past rows first."""
+        return self.owner * stride + self.row + (0 if self.past else counts[self.owner])
 
 
 class _Gathered:
@@ -227,10 +236,6 @@ class _Gathered:
         self.counts = [0] * ranks
         self.sources: list[tuple[int, list[Indices]]] = []
         self._known: dict[Part, _Tokens] = {}
-
-    @property
-    def past_rows(self) -> int:
-        return max(self.counts)
 
     def add(self, part: Part, owner: Indices, row: Indices) -> _Tokens:
         known = self._known.get(part)
@@ -246,6 +251,20 @@ class _Gathered:
         self.sources.append((part[0], rows))
         known = self._known[part] = _Tokens(owner, at, past=True)
         return known
+
+
+def _runs(parts: Sequence[tuple[int, Indices]], order: Indices | None) -> tuple[Run, ...]:
+    """Rows of several micro-batches, one after another or taken in ``order``, as runs."""
+    source = np.repeat([micro_batch for micro_batch, _ in parts], [len(rows) for _, rows in parts])
+    row = np.concatenate([rows for _, rows in parts])
+    if order is not None:
+        source, row = source[order], row[order]
+    breaks = np.flatnonzero((np.diff(source) != 0) | (np.diff(row) != 1)) + 1
+    bounds = [0, *breaks.tolist(), len(row)] if len(row) else []
+    return tuple(
+        Run(int(source[start]), int(row[start]), int(row[stop - 1]) + 1)
+        for start, stop in pairwise(bounds)
+    )
 
 
 def _places(layout: Layout) -> _Places:

@@ -50,8 +50,9 @@ class AttentionMetadata:
         max_seqlen_q: most queries of a segment.
         max_seqlen_k: most keys of a segment.
         key_index: int64 [keys], in the order of ``cu_seqlens_k``, rows of the buffer that holds
-            first the keys and values that arrive from other ranks and then the local rows; None
-            without context parallelism, where the keys are the local rows.
+            first the keys and values that arrive from other ranks and then the local rows; of
+            slices, of what all ranks put together. None without context parallelism, where the
+            keys are the local rows, or what a rank of slices puts together.
         gathered: first local rows that every rank sends to all; 0 where none are.
         send_index: int64 [sum of send_counts], local rows sent by all-to-all, by receiving rank;
             None where the all-to-all is not used.
@@ -61,7 +62,7 @@ class AttentionMetadata:
             rank that hold a token; the segments are then those of the whole micro-batch.
         replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
         slices: what is needed beyond where pieces are sliced over micro-batches; None where the
-            micro-batch's pieces are whole. Then ``key_index`` is never None.
+            micro-batch's pieces are whole.
         recomputed: whether the layer that is running runs again in backward.
         ahead: posts the exchange that attention's backward will wait for; set by attention, for
             :meth:`read_ahead`.
@@ -87,14 +88,16 @@ class AttentionMetadata:
     @property
     def keys(self) -> int:
         """Keys over all segments; known without asking the device."""
-        return self.queries if self.key_index is None else self.key_index.shape[0]
+        if self.key_index is not None:
+            return self.key_index.shape[0]
+        return self.queries if self.slices is None else self.slices.rows
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionMetadata:
         """The same metadata with its tensors on ``device``."""
         moved: dict[str, Any] = {
             each.name: value.to(device, non_blocking=non_blocking)
             for each in fields(self)
-            if isinstance(value := getattr(self, each.name), Tensor | SliceMetadata)
+            if isinstance(value := getattr(self, each.name), Tensor)
         }
         return replace(self, **moved)
 

@@ -228,15 +228,15 @@ class LatencyModel:
     def slice_keys_ns(self, keys: int, *, backward: bool) -> int:
         """Keys and values that slices read, put together on a rank without others, in one layer.
 
-        Forward copies them three times: picked and joined to the rank's own, put in the order of
-        the segments, keys and values apart. Backward adds their gradients to their owners, wide.
+        Forward copies them once, earlier ones and own ones in the order of the segments. Backward
+        adds their gradients to their owners, wide.
         """
         width = DTYPE_BYTES[self.profile.dtype]
         elements = 2 * self.rank_kv_heads * self.shape.head_dim
-        forward = self._traffic_ns(keys * elements * 3 * 2 * width)
+        forward = self._traffic_ns(keys * elements * 2 * width)
         if not backward:
             return forward
-        result = self._traffic_ns(keys * elements * (width + 3 * max(width, 4)))
+        result = self._traffic_ns(keys * elements * (width + 2 * max(width, 4)))
         return result + (forward if self.activation_checkpointing == "full" else 0)
 
     def pipeline_ns(self, rows: int, source: int) -> int:

@@ -346,10 +346,8 @@ def _micro_batch(
     rows = arrangement.rows
     if parts is not None:
         indices, offsets = parts.own, parts.positions
-        # With earlier keys in front, the keys are never just the local rows.
         attention = replace(
             AttentionMetadata.from_indices(indices, rows, arrangement.ranks),
-            key_index=torch.from_numpy(indices.key_index),
             slices=SliceMetadata.from_indices(parts, number),
         )
     else:
@@ -413,6 +411,6 @@ def _pinned(holder: _Fields) -> _Fields:
     tensors: dict[str, Any] = {
         field.name: value.pin_memory()
         for field in fields(holder)
-        if isinstance(value := getattr(holder, field.name), Tensor | SliceMetadata)
+        if isinstance(value := getattr(holder, field.name), Tensor)
     }
     return replace(holder, **tensors)

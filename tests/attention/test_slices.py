@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.attention.sharding import SHARDINGS, layout, regrouped
-from lightning_wlb.attention.slices import SlicedReplica
+from lightning_wlb.attention.slices import OWN, SlicedReplica
 from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, last_uses
 from tests.strategy.random_plans import random_replica
 
@@ -24,26 +26,35 @@ def tokens_on(arrangement, slices, rank):
     ]
 
 
-def gathered_tokens(rows_by_rank, past_by_rank, past_rows, rows):
-    """What lies in each row of the gathered keys; None where it is padding."""
-    result = []
-    for own, past in zip(rows_by_rank, past_by_rank, strict=True):
-        result += past + [None] * (past_rows - len(past))
-        result += own + [None] * (rows - len(own))
-    return result
-
-
 def check_keys(indices, arrangement, slices, held):
     """Each segment of each rank reads its piece from the first token to its last query."""
     ranks = range(arrangement.ranks)
     own = [tokens_on(arrangement, slices, rank) for rank in ranks]
-    past = [
-        [held[source.micro_batch][rank][row] for source in of_rank.past for row in source.rows]
+    padded = [[*rows, *[None] * (arrangement.rows - len(rows))] for rows in own]
+
+    def tokens_of(run, rank):
+        rows = padded if run.micro_batch == OWN else held[run.micro_batch]
+        return rows[rank][run.start : run.stop]
+
+    put_together = [
+        [token for run in of_rank.runs for token in tokens_of(run, rank)]
         for rank, of_rank in zip(ranks, indices, strict=True)
     ]
-    everything = gathered_tokens(own, past, indices[0].past_rows, arrangement.rows)
+    stride = indices[0].rows
+    everything = [
+        token for mine in put_together for token in [*mine, *[None] * (stride - len(mine))]
+    ]
     for rank, of_rank in zip(ranks, indices, strict=True):
-        keys = [everything[row] for row in of_rank.own.key_index]
+        assert all(run.start < run.stop for run in of_rank.runs)
+        if len(ranks) == 1:  # in the order of the segments already, in the fewest runs
+            keys = everything
+            assert not any(
+                one.micro_batch == other.micro_batch and one.stop == other.start
+                for one, other in pairwise(of_rank.runs)
+            )
+        else:
+            assert of_rank.rows == stride
+            keys = [everything[row] for row in of_rank.own.key_index]
         queries = own[rank]
         assert [token for _, token in queries] == of_rank.positions.tolist()
         bounds = of_rank.own.cu_seqlens_q
@@ -75,7 +86,7 @@ def test_keys_of_both_passes_where_backward_runs_forward_again(lengths, draw, na
         indices = [sliced.indices(number, rank) for rank in range(ranks)]
         check_keys(indices, each, members[number], held)
         # Only what has run before can be read.
-        assert all(source.micro_batch < number for one in indices for source in one.past)
+        assert all(run.micro_batch < number for one in indices for run in one.runs)
     for each, parts in zip(replica.backward, forward_parts(replica), strict=True):
         arrangement = backward_layout(layouts, parts, tensor)
         slices = replica.slices_of(each)

@@ -16,6 +16,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.overrides import TorchFunctionMode
 
 from lightning_wlb.attention.sharding import SHARDINGS, layout
+from lightning_wlb.attention.slices import OWN
 from lightning_wlb.data.batch import IGNORE, Coordinates, StepBatch, make_step_batch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
@@ -234,17 +235,17 @@ def test_slices_go_on_where_the_one_before_stopped() -> None:
     assert first.tokens.tolist() == [0, 1, 2, 3, 4]
     assert first.labels.tolist() == [1, 2, 3, 4, 5]
     assert first.attention.slices.keeps
-    assert first.attention.slices.past == ()
+    assert first.attention.slices.runs == ((OWN, 0, 5),)
     assert second.tokens.tolist() == [5, 6, 7]
     assert second.labels.tolist() == [6, 7, IGNORE]
     assert second.positions.tolist() == [5, 6, 7]
     assert not second.attention.slices.keeps
-    ((source, rows),) = second.attention.slices.past
-    assert (source, rows.tolist()) == (0, [0, 1, 2, 3, 4])
+    assert second.attention.slices.runs == ((0, 0, 5), (OWN, 0, 3))
     # Three queries see all five earlier keys and themselves.
     assert second.attention.cu_seqlens_q.tolist() == [0, 3]
     assert second.attention.cu_seqlens_k.tolist() == [0, 8]
-    assert second.attention.key_index.tolist() == list(range(8))
+    assert second.attention.key_index is None
+    assert second.attention.keys == 8
 
 
 def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
