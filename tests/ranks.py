@@ -1,5 +1,13 @@
 """Real multi-rank runs on one machine; see :mod:`lightning_wlb.profiling.ranks`."""
 
+import multiprocessing
+
+from lightning_wlb.profiling import ranks
 from lightning_wlb.profiling.ranks import RankFailed, free_port, run_ranks
 
 __all__ = ["RankFailed", "free_port", "run_ranks"]
+
+# Every test module imports these: once in the fork server, not in each of some hundred ranks.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    [*ranks.PRELOADED, "pytest", "hypothesis", "tests.strategy.harness"]
+)

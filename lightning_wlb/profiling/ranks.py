@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "lightning.pytorch", __name__])
+PRELOADED = ("torch.distributed.fsdp", "lightning.pytorch", __name__)
+"""Modules that the fork server imports, so that no rank has to."""
+_context.set_forkserver_preload(list(PRELOADED))
 
 
 class RankFailed(RuntimeError):

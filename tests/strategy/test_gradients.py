@@ -18,22 +18,26 @@ from tests.strategy.harness import (
     trainer,
 )
 
-MESHES = [
-    (1, 1, 1, 1),
-    (2, 1, 1, 1),
-    (1, 2, 1, 1),
-    (1, 4, 1, 1),
-    (1, 1, 2, 1),
-    (1, 1, 4, 1),
-    (1, 1, 1, 2),
-    (2, 2, 1, 1),
-    (1, 2, 2, 1),
-    (2, 1, 2, 1),
-    (1, 2, 1, 2),
-    (2, 2, 2, 1),
-    (1, 2, 2, 2),
-    (2, 1, 2, 2),
-]
+# Mesh -> which cases. What a sharding does shows where a context-parallel group is, alone and with
+# each other axis; what the rest of a case does shows on every axis.
+MESHES: dict[tuple[int, int, int, int], tuple[int, ...]] = {
+    (1, 1, 1, 1): (0, 2, 3),
+    (2, 1, 1, 1): (0, 1, 3),
+    (1, 2, 1, 1): (0, 1, 2, 3),
+    (1, 4, 1, 1): (0, 1, 3),
+    (1, 1, 2, 1): (0, 1, 2, 3, 4, 5),
+    (1, 1, 4, 1): (1, 2, 3, 5),
+    (1, 1, 8, 1): (0, 3),  # most documents are shorter than 16 chunks
+    (1, 1, 1, 2): (0, 2, 3),
+    (2, 2, 1, 1): (1, 2),
+    (1, 2, 2, 1): (2, 3),
+    (2, 1, 2, 1): (1, 5),
+    (1, 2, 1, 2): (1, 2, 3),
+    (1, 1, 2, 2): (0, 4),
+    (2, 2, 2, 1): (0, 4),
+    (1, 2, 2, 2): (1, 5),
+    (2, 1, 2, 2): (2, 3),
+}
 TOLERANCE = 1e-10
 
 
@@ -97,8 +101,9 @@ def test_every_schedule_gives_the_same_gradients(ranks, runs):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_gradients_and_parameters_equal_one_process(mesh):
-    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, CASES, process_group=False)
-    for index, case in enumerate(CASES):
+    cases = tuple(CASES[index] for index in MESHES[mesh])
+    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, cases, process_group=False)
+    for index, case in enumerate(cases):
         check_equal([rank[index] for rank in ranks], case)
     if mesh[0] == 2:
         # Replicas with different numbers of micro-batches are part of what was tested.
@@ -106,12 +111,22 @@ def test_gradients_and_parameters_equal_one_process(mesh):
         assert len(counts) > 1
 
 
-def test_eight_context_parallel_ranks_give_the_same_gradients():
-    """Most documents are shorter than 16 chunks; every sharding is tested in tests/attention."""
-    cases = (CASES[0], CASES[3])
-    ranks = run_ranks(run_cases, 8, (1, 1, 8, 1), cases, process_group=False)
-    for index, case in enumerate(cases):
-        check_equal([rank[index] for rank in ranks], case)
+def test_the_meshes_and_cases_meet():
+    """Every sharding with context and each other axis; every other trait with every axis."""
+
+    def values(trait: str, *axes: int) -> set[str]:
+        return {
+            getattr(CASES[index], trait)
+            for mesh, cases in MESHES.items()
+            for index in cases
+            if all(mesh[axis] > 1 for axis in axes)
+        }
+
+    data, pipeline, context, tensor = range(4)
+    for axis in (data, pipeline, context, tensor):
+        assert values("sharding", context, axis) == {each.sharding for each in CASES}, axis
+        for trait in ("packing", "tied", "masked", "activation_checkpointing"):
+            assert values(trait, axis) == {getattr(each, trait) for each in CASES}, (axis, trait)
 
 
 BY_HEADS = (
