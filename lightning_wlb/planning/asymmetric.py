@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_wlb.plan import MicroBatch, Piece, Slice, symmetric_backward
-from lightning_wlb.planning.slicing import LEAST_SLICE, OPEN_GAPS, TILE, PrefixWork, slice_pieces
+from lightning_wlb.planning.filling import OPEN_GAPS
+from lightning_wlb.planning.slicing import LEAST_SLICE, TILE, PrefixWork, slice_pieces
 
 AHEAD = 128  # pieces: how far a gap's filler may be from its turn
 

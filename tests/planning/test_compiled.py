@@ -17,7 +17,9 @@ if sys.argv[1] == "plain":
 import numpy as np
 from lightning_wlb.planning import compiled
 from lightning_wlb.planning.holding import UNIT, Others, Waiting
+from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
 from lightning_wlb.planning.subset import Batch, Bins, hold_subset
+from lightning_wlb.plan import Piece
 
 rng = np.random.default_rng(0)
 
@@ -33,6 +35,15 @@ for _ in range(40):
     price = int(rng.integers(1, 256 * UNIT))
     bins = Bins(4, 163_840, 300_000, 230_000, 524_288, price, 131_072)
     print(hold_subset(waiting, Others(300_000, 500_000), ahead, bins))
+for step in range(40):
+    lengths = np.clip(np.exp(rng.normal(7, 2, rng.integers(1, 60))).astype(int), 1, 131_072)
+    pieces = [Piece(number, 5, 5 + int(tokens), 0) for number, tokens in enumerate(lengths)]
+    linear, pair = int(rng.integers(1, 1 << 30)), int(rng.integers(0, 1 << 20))
+    if step % 4 == 0:  # more than 63 bits
+        linear, pair = linear << 40, pair << 40
+    work = PrefixWork(linear, pair)
+    cap = int(rng.integers(1_000, 131_073))
+    print(slice_pieces(pieces, int(rng.integers(1, 20)), cap, work, taper=int(rng.integers(0, 4))))
 """
 
 
@@ -53,5 +64,6 @@ def test_compiled_and_plain_search_agree() -> None:
 
 def test_runs_without_numba() -> None:
     held = answers("plain")
-    assert len(held) == 40
-    assert any("True" in each for each in held)
+    assert len(held) == 80
+    assert any("True" in each for each in held[:40])
+    assert all("Slice" in each for each in held[40:])

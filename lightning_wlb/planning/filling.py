@@ -1,0 +1,266 @@
+"""The loops that fill packs with slices: the part of :mod:`~.slicing` that numba can compile.
+
+Pieces go by number, 1, 2, ... by ascending length. Those that wait are found through two forests:
+every number's way to the nearest one that waits, downwards (0: none) and upwards (P + 1: none).
+
+Cost: O(log P) for each slice of P pieces.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+from lightning_wlb.planning.compiled import compiled, integers
+
+OPEN_GAPS = 400  # a gap below target / OPEN_GAPS stays open
+_BITS = 62  # that an integer of numba holds
+
+
+class Rule(NamedTuple):
+    """What slices must be.
+
+    Attributes:
+        linear: work of the first x tokens of a piece is ``linear``·x + ``pair``·x·(x + 1)/2.
+        pair: see there.
+        cap: most tokens of a pack.
+        tile: cut positions are multiples of it from the piece's origin.
+        least: tokens of the shortest slice, but for whole pieces.
+    """
+
+    linear: int
+    pair: int
+    cap: int
+    tile: int
+    least: int
+
+
+class Filled(NamedTuple):
+    """Slices in the order of packs, in tokens from their piece's origin.
+
+    Attributes:
+        pieces: number of each one's piece.
+        starts: where it begins.
+        stops: where it ends.
+        ends: slices up to the end of each pack.
+    """
+
+    pieces: list[int]
+    starts: list[int]
+    stops: list[int]
+    ends: list[int]
+
+
+def fill(tokens: Sequence[int], shares: Sequence[int], rule: Rule) -> Filled:
+    """Packs of pieces.
+
+    Args:
+        tokens: of each piece, ascending; at least one.
+        shares: relative work of each pack.
+        rule: for the slices.
+    """
+    # Products of work and shares in the integers of numba: more bits are left out.
+    most = sum(tokens) * (rule.linear + rule.pair * (tokens[-1] + 1)) * max(shares)
+    excess = max(most.bit_length() - _BITS, 0)
+    linear, pair = rule.linear >> excess, rule.pair >> excess
+    works = [linear * each + pair * (each * (each + 1) // 2) for each in tokens]
+    coarse = rule._replace(linear=linear, pair=pair)
+    return Filled(*_fill(integers(tokens), integers(works), integers(shares), coarse))
+
+
+@compiled
+def prefix_work(linear: int, pair: int, tokens: int) -> int:
+    """Work of a piece's first ``tokens`` tokens."""
+    return linear * tokens + pair * (tokens * (tokens + 1) // 2)
+
+
+@compiled
+def prefix_tokens(linear: int, pair: int, work: int) -> int:
+    """The most tokens whose prefix has at most ``work``."""
+    if pair == 0:
+        return work // linear
+    # The root in floating point is close; integers decide.
+    half = linear / pair + 0.5
+    found = int(sqrt(half * half + 2.0 * work / pair) - half)
+    while prefix_work(linear, pair, found) > work:
+        found -= 1
+    while prefix_work(linear, pair, found + 1) <= work:
+        found += 1
+    return found
+
+
+class _Waiting(NamedTuple):
+    """The pieces, and each number's way to the nearest one that waits, itself included."""
+
+    tokens: Sequence[int]
+    works: Sequence[int]
+    shorter: list[int]
+    longer: list[int]
+
+
+@compiled
+def _nearest(way: list[int], number: int) -> int:
+    """Follow the way from ``number`` to its end, and shorten it."""
+    end = number
+    while way[end] != end:
+        end = way[end]
+    while way[number] != end:
+        way[number], number = end, way[number]
+    return end
+
+
+@compiled
+def _pour(
+    waiting: _Waiting, made: Filled, most: int, room: int, gap: int, slack: int, pieces: int
+) -> tuple[int, int]:
+    """Put whole pieces into the pack, at each turn the longest that fits.
+
+    Args:
+        waiting: what there is to take.
+        made: gets the slices.
+        most: the longest piece to take.
+        room: tokens that fit.
+        gap: work that fits.
+        slack: what may be more, or missing.
+        pieces: how many to take at most.
+
+    Returns:
+        Tokens and work that would still fit.
+    """
+    tokens, works, shorter, longer = waiting
+    last = len(made.pieces) + pieces
+    while gap > slack and len(made.pieces) < last:
+        piece = _nearest(shorter, most)
+        if piece == 0:
+            break
+        if tokens[piece - 1] > room or works[piece - 1] > gap + slack:
+            most = min(bisect_right(tokens, room), bisect_right(works, gap + slack), piece - 1)
+            continue
+        made.pieces.append(piece)
+        made.starts.append(0)
+        made.stops.append(tokens[piece - 1])
+        shorter[piece], longer[piece] = piece - 1, piece + 1
+        room -= tokens[piece - 1]
+        gap -= works[piece - 1]
+        most = piece - 1
+    return room, gap
+
+
+@compiled
+def _stop(rule: Rule, tokens: int, start: int, gap: int, room: int) -> int:
+    """Where a slice from ``start`` of a piece ends that fills a gap; 0 where none can."""
+    before = prefix_work(rule.linear, rule.pair, start)
+    wanted = prefix_tokens(rule.linear, rule.pair, before + gap) + rule.tile // 2
+    stop = min(wanted, tokens - rule.least, start + room) // rule.tile * rule.tile
+    return stop if stop >= start + rule.least else 0
+
+
+@compiled
+def _extend(
+    waiting: _Waiting, made: Filled, first: int, piece: int, at: int, stop: int
+) -> tuple[int, int]:
+    """Put tokens from ``at`` to ``stop`` of a piece into the pack that begins with slice ``first``.
+
+    Returns:
+        The piece, and where its rest begins; zeros if there is none.
+    """
+    if at == 0:
+        waiting.shorter[piece], waiting.longer[piece] = piece - 1, piece + 1
+    place = first
+    while place < len(made.pieces) and made.pieces[place] != piece:
+        place += 1
+    if place < len(made.pieces):  # one slice of a piece in a pack
+        made.stops[place] = stop
+    else:
+        made.pieces.append(piece)
+        made.starts.append(at)
+        made.stops.append(stop)
+    return (piece, stop) if stop < waiting.tokens[piece - 1] else (0, 0)
+
+
+@compiled
+def _fill(tokens: Sequence[int], works: Sequence[int], shares: Sequence[int], rule: Rule) -> Filled:
+    """:func:`fill`, told the work of each piece."""
+    count, packs, total = len(tokens), len(shares), 0
+    waiting = _Waiting(tokens, works, list(range(count + 2)), list(range(count + 2)))
+    made = Filled([0][:0], [0][:0], [0][:0], [0][:0])
+    largest = 0
+    for share in shares:
+        total += share
+        largest = max(largest, share)
+    rest_work, rest_tokens = 0, 0
+    for piece in range(count):
+        rest_work += works[piece]
+        rest_tokens += tokens[piece]
+    short = bisect_right(works, rest_work * largest // total)  # up to the work of a pack
+    short_work, short_tokens = 0, 0  # of those that wait
+    for piece in range(short):
+        short_work += works[piece]
+        short_tokens += tokens[piece]
+    cuttable = bisect_left(tokens, 2 * rule.least)
+    cut, at = 0, 0  # the piece of which only a part is placed, and where its rest begins
+    for pack in range(packs):
+        first, left = len(made.pieces), packs - pack
+        target = rest_work * shares[pack] // total
+        slack = target // OPEN_GAPS
+        # What the packs after this one cannot hold, whatever its work.
+        owed = rest_tokens - (left - 1) * rule.cap
+        room, gap = rule.cap, target
+        # Whether packs of short pieces alone would pass the cap; the products pass 63 bits.
+        mixed = float(short_tokens) * float(target) > float(rule.cap) * float(short_work)
+        if mixed:
+            share = short_tokens // left
+            unused, gap = _pour(waiting, made, short, share, gap, 0, count)
+            room -= share - unused
+        while gap > slack and room:
+            opened = cut
+            if cut == 0:
+                longest = _nearest(waiting.shorter, count)
+                if longest == 0:
+                    break
+                if works[longest - 1] > gap + slack and (mixed or len(made.pieces) == first):
+                    opened = longest
+                else:
+                    before = len(made.pieces)
+                    room, gap = _pour(waiting, made, count, room, gap, slack, 1 if mixed else count)
+                    if len(made.pieces) > before:
+                        continue
+                    fits = min(bisect_right(works, gap + slack), bisect_right(tokens, room))
+                    opened = _nearest(waiting.longer, max(fits, cuttable) + 1)
+                    if opened > count:
+                        break
+            end = tokens[opened - 1]
+            work = prefix_work(rule.linear, rule.pair, at)
+            fits = end - at <= room and works[opened - 1] - work <= gap + slack
+            stop = end if fits else _stop(rule, end, at, gap, room)
+            if stop == 0:
+                break
+            room -= stop - at
+            gap -= prefix_work(rule.linear, rule.pair, stop) - work
+            cut, at = _extend(waiting, made, first, opened, at, stop)
+            if cut:
+                break
+        while rule.cap - room < owed:
+            missing = owed - (rule.cap - room)
+            unused, unspent = _pour(waiting, made, count, missing, rest_work, 0, count)
+            room -= missing - unused
+            gap -= rest_work - unspent
+            if unused:
+                opened = cut if cut else _nearest(waiting.longer, 1)
+                stop = min(at + unused, tokens[opened - 1])
+                room -= stop - at
+                gap -= prefix_work(rule.linear, rule.pair, stop)
+                gap += prefix_work(rule.linear, rule.pair, at)
+                cut, at = _extend(waiting, made, first, opened, at, stop)
+        made.ends.append(len(made.pieces))
+        for place in range(first, len(made.pieces)):
+            piece = made.pieces[place]
+            if piece <= short and made.starts[place] == 0:
+                short_work -= works[piece - 1]
+                short_tokens -= tokens[piece - 1]
+        rest_work -= target - gap
+        rest_tokens -= rule.cap - room
+        total -= shares[pack]
+    return made
