@@ -6,14 +6,19 @@ run hangs until it is killed, with nothing saved. Here the handler only sets a f
 with the loss in the exchange that ends every step. Then all ranks, in the same place,
 
 * on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
-  auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
+  auto-requeue, while fitting, after a validation that it falls into) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
   requeue the job, and end the run. The requeued job goes on from there by itself;
 * on SIGTERM end the run, as Lightning does between batches.
+
+While ``trainer.validate`` or ``trainer.test`` runs, the requeue signal is only reported. There is
+nothing to save, a requeued evaluation would begin anew before the same limit, and this one may be
+through before it. SIGTERM ends it.
 
 The end is Lightning's ``SIGTERMException``: the process exits with code 0 unless it is caught.
 
 Cost: nothing; the exchange takes place anyway. A signal is heeded after at most one step and what
-is between two, so Slurm must send it a step's and a save's time ahead (``--signal=SIGUSR1@300``).
+is between two, so Slurm must send it a validation's, a step's and a save's time ahead
+(``--signal=SIGUSR1@300``).
 """
 
 from __future__ import annotations
@@ -69,10 +74,12 @@ class EndOnSignal(pl.Callback):
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Let Lightning's loop end, on all ranks at this batch."""
+        _report_requeue(trainer)
         _end_if_asked(trainer)
 
     def on_test_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Let Lightning's loop end, on all ranks at this batch."""
+        _report_requeue(trainer)
         _end_if_asked(trainer)
 
 
@@ -86,11 +93,21 @@ def _end_if_asked(trainer: pl.Trainer) -> None:
         trainer._signal_connector.received_sigterm = True
 
 
+def _report_requeue(trainer: pl.Trainer) -> None:
+    """Say, once, that an evaluation goes on; within fit the next training step heeds the signal."""
+    executor = _executor(trainer)
+    if trainer.state.fn != TrainerFn.FITTING and executor.noticed & REQUEUE:
+        executor.notice &= ~REQUEUE
+        rank_zero_info(
+            "WLBStrategy: the requeue signal has come. An evaluation has nothing to save: it goes"
+            " on, and is not requeued."
+        )
+
+
 def _requeue_signal(trainer: pl.Trainer) -> signal.Signals | None:
     """Under Slurm, the signal at which to requeue; None where it is not to."""
     environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-    fits = trainer.state.fn == TrainerFn.FITTING
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and fits:
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
     return None
 

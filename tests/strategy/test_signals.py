@@ -49,9 +49,19 @@ class Sends(L.Callback):
         if not self.validating and trainer.global_step == self.step:
             self._send()
 
-    def on_validation_batch_start(self, trainer, *_: Any) -> None:
-        if self.validating and trainer.global_step == self.step:
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, *_: Any) -> None:
+        if self.validating and trainer.global_step == self.step and batch_idx == 0:
             self._send()
+
+
+class Evaluated(L.Callback):
+    """Counts the batches of evaluations."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.batches += 1
 
 
 def run(rank: int, folder: Path, mesh, callbacks=(), **options) -> tuple[L.Trainer, Recorder, bool]:
@@ -90,12 +100,30 @@ def requeued(rank: int, folder: Path, mesh) -> dict[str, Any]:
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "as it was before the run"
     second, after, ended = run(rank, folder, mesh)
     assert not ended
+    evaluations = {
+        number: evaluate(rank, folder / "evaluated", mesh, number)
+        for number in (None, signal.SIGUSR1, signal.SIGTERM)
+    }
     return {
+        "evaluations": evaluations,
         "steps": (first.global_step, second.global_step),
         "losses": before.losses + after.losses,
         "unbroken": unbroken.losses,
         "seconds": seconds,
     }
+
+
+def evaluate(rank: int, folder: Path, mesh, number: signal.Signals | None) -> tuple[int, bool]:
+    """Validation alone, in whose first batch a signal comes to rank 1: its batches; whether ended."""
+    counter = Evaluated()
+    sends = [Sends(number, 0, validating=True)] if rank == 1 and number else []
+    options = {"callbacks": [counter, *sends], "default_root_dir": folder}
+    documents = data(CASE, validation_documents=10)
+    try:
+        trainer(WLBStrategy(*mesh), 2, **options).validate(module(CASE), documents, verbose=False)
+    except SIGTERMException:
+        return counter.batches, True
+    return counter.batches, False
 
 
 def requeues(folder: Path) -> Path:
@@ -112,6 +140,12 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path):
         assert result["steps"] == (3, 6)
         assert result["losses"] == result["unbroken"]
         assert result["seconds"] < 60
+        whole, ended = result["evaluations"][None]
+        assert (whole > 1, ended) == (True, False)
+        # Nothing to save, so nothing to requeue: it goes on.
+        assert result["evaluations"][signal.SIGUSR1] == (whole, False)
+        assert result["evaluations"][signal.SIGTERM] == (1, True)
+    assert not list(tmp_path.glob("evaluated/*"))
     assert calls.read_text() == f"requeue {JOB}\n"
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
     assert torch.load(tmp_path / "hpc_ckpt_1.ckpt" / "meta.pt")["global_step"] == 3
