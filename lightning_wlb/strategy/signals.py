@@ -6,8 +6,9 @@ run hangs until it is killed, with nothing saved. Here the handler only sets a f
 with the loss in the exchange that ends every step. Then all ranks, in the same place,
 
 * on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
-  auto-requeue, while fitting, after a validation that it falls into) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
-  requeue the job, and end the run. The requeued job goes on from there by itself;
+  auto-requeue, while fitting, after a validation that it falls into) let Lightning save
+  ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and requeue the job, and end the run. The requeued
+  job goes on from there by itself;
 * on SIGTERM end the run, as Lightning does between batches.
 
 While ``trainer.validate`` or ``trainer.test`` runs, the requeue signal is only reported. There is

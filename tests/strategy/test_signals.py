@@ -114,7 +114,7 @@ def requeued(rank: int, folder: Path, mesh) -> dict[str, Any]:
 
 
 def evaluate(rank: int, folder: Path, mesh, number: signal.Signals | None) -> tuple[int, bool]:
-    """Validation alone, in whose first batch a signal comes to rank 1: its batches; whether ended."""
+    """Validation alone, a signal to rank 1 in its first batch: batches run; whether it ended."""
     counter = Evaluated()
     sends = [Sends(number, 0, validating=True)] if rank == 1 and number else []
     options = {"callbacks": [counter, *sends], "default_root_dir": folder}
