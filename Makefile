@@ -21,9 +21,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 train: $(VENV)/ready  ## train a small decoder with three packings, and compare
 	@$(RUN) examples/train_stdlib.py
 
-# Two at a time: a test of many ranks waits much, and the others are single processes.
+# Two files at a time, in the order of tests/conftest.py: a test of many ranks waits much, and the
+# others are single processes.
 test: $(VENV)/ready  ## run the tests (CPU only, under 10 minutes on two cores)
-	@$(RUN) -m pytest -n 2 --dist worksteal
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(VENV)/ready  ## run the tests that need a CUDA device
 	@$(RUN) -m pytest -m gpu

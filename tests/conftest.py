@@ -1,0 +1,40 @@
+"""Order of the tests for ``make test``, where a worker takes a file at a time.
+
+Files of runs on several ranks come first: they take most of the suite's time, and one that begins
+last leaves the other worker idle. (A file is not split among workers: what a module's fixture has
+run on several ranks would run in both.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# By the CPU time that they take, most first.
+LONG = (
+    "strategy/test_gradients.py",
+    "strategy/test_slices_and_merges.py",
+    "strategy/test_checkpoint.py",
+    "strategy/test_wlb.py",
+    "test_examples.py",
+    "strategy",
+    "cli",
+    "attention",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place(Path(__file__).parent))
+
+
+def _place(tests: Path) -> Callable[[pytest.Item], int]:
+    """Where in the order of ``LONG`` an item's file stands; sorting keeps the rest as it is."""
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(tests).as_posix()
+        found = [at for at, name in enumerate(LONG) if path == name or path.startswith(f"{name}/")]
+        return found[0] if found else len(LONG)
+
+    return place
