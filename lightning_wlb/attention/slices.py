@@ -109,10 +109,17 @@ class SlicedReplica:
         layouts: each micro-batch's layout over the context-parallel ranks; its lengths are the
             tokens of the slices.
         members: each micro-batch's slices, in the order of the layout.
+        sliding_window: most keys that a query sees, its own included; None: no bound.
     """
 
-    def __init__(self, layouts: Sequence[Layout], members: Sequence[Sequence[Slice]]) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        members: Sequence[Sequence[Slice]],
+        sliding_window: int | None = None,
+    ) -> None:
         self._layouts = layouts
+        self._sliding_window = sliding_window
         self._members = members
         self._places: dict[int, _Places] = {}
         # Where the slices of each piece are, by start.
@@ -165,11 +172,23 @@ class SlicedReplica:
         inside = {part: number for number, part in enumerate(parts)}
         own = rank_indices(layout, rank)
         gathered = _Gathered(layout.ranks)
+        # Keys that a query sees besides its own, and the first query of each piece.
+        reach = None if self._sliding_window is None else self._sliding_window - 1
+        first_query: dict[tuple[int, int], int] = {}
+        for each in slices:
+            piece = each.document, each.origin
+            first_query[piece] = min(each.start, first_query.get(piece, each.start))
 
         def place(part: Part) -> _Tokens:
             if part in inside:
                 return _Tokens(*places.of(inside[part]), past=False)
-            return gathered.add(part, *self._at(part[0]).of(part[1]))
+            earlier = self._members[part[0]][part[1]]
+            owner, row = self._at(part[0]).of(part[1])
+            skipped = 0
+            if reach is not None:
+                seen_from = first_query[earlier.document, earlier.origin] - reach
+                skipped = min(max(seen_from - earlier.start, 0), earlier.tokens)
+            return gathered.add(part, owner[skipped:], row[skipped:])
 
         contexts = [[place(part) for part in self._before(each)] for each in slices]
         counts = np.array(gathered.counts)
@@ -177,13 +196,15 @@ class SlicedReplica:
         own_places = _Tokens(places.owner, places.row, past=False).resolve(stride, counts)
         first = places.first
         keys: list[Indices] = []
-        lengths = []
         for chunk in layout.chunks[rank]:
             start = first[chunk.document]
             of_chunk = [place.resolve(stride, counts) for place in contexts[chunk.document]]
             of_chunk.append(own_places[start : start + chunk.stop])
-            keys += of_chunk
-            lengths.append(sum(map(len, of_chunk)))
+            seen = np.concatenate(of_chunk)
+            if reach is not None:
+                seen = seen[-(chunk.stop - chunk.start + reach) :]
+            keys.append(seen)
+        lengths = list(map(len, keys))
         key_index = np.concatenate([np.empty(0, np.int64), *keys])
         put_together = [(source, rows[rank]) for source, rows in gathered.sources]
         put_together.append((OWN, np.arange(layout.rows)))

@@ -63,6 +63,7 @@ class AttentionMetadata:
         replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
         slices: what is needed beyond where pieces are sliced over micro-batches; None where the
             micro-batch's pieces are whole.
+        sliding_window: keys that no query sees with this window are left out; None: none are.
         recomputed: whether the layer that is running runs again in backward.
         ahead: posts the exchange that attention's backward will wait for; set by attention, for
             :meth:`read_ahead`.
@@ -82,6 +83,7 @@ class AttentionMetadata:
     head_rows: tuple[int, ...] = ()
     replicas: int = 1
     slices: SliceMetadata | None = None
+    sliding_window: int | None = None
     recomputed: bool = False
     ahead: Callable[[], None] | None = field(default=None, repr=False)
 
@@ -123,7 +125,10 @@ class AttentionMetadata:
 
     @staticmethod
     def from_indices(
-        indices: RankIndices, rows: int, context_parallel_size: int
+        indices: RankIndices,
+        rows: int,
+        context_parallel_size: int,
+        sliding_window: int | None = None,
     ) -> AttentionMetadata:
         """Metadata on CPU from a sharding's index arithmetic; shares its memory.
 
@@ -131,6 +136,7 @@ class AttentionMetadata:
             indices: of one rank.
             rows: local rows including padding, the layout's ``rows``.
             context_parallel_size: ranks among which keys are gathered.
+            sliding_window: what the indices were made for.
         """
         return AttentionMetadata(
             rows=rows,
@@ -145,6 +151,7 @@ class AttentionMetadata:
             send_counts=indices.send_counts,
             receive_counts=indices.receive_counts,
             head_rows=indices.head_rows,
+            sliding_window=sliding_window,
         )
 
 
@@ -267,9 +274,11 @@ class VarlenAttention:
 
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the metadata, or the backend
-                has no kernel for the device or dtype.
+                has no kernel for the device or dtype, or the metadata lacks keys that the kernel's
+                window takes in.
         """
         _check_shapes(q, k, v, metadata)
+        _check_window(self.sliding_window, metadata.sliding_window)
         kernel = self._kernel_for(q)
         if metadata.queries == 0:
             # Nothing to compute, but autograd must still reach q, k and v: a rank without tokens
@@ -357,6 +366,15 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) 
         raise ValueError(
             f"q, k, v and the metadata must be on one device, not {q.device}, {k.device},"
             f" {v.device} and {metadata.cu_seqlens_q.device}. Move the batch with its .to(device)."
+        )
+
+
+def _check_window(of_kernel: int | None, of_metadata: int | None) -> None:
+    if of_metadata is not None and (of_kernel is None or of_kernel > of_metadata):
+        raise ValueError(
+            f"the batch was made for a sliding window of {of_metadata} tokens and lacks keys that"
+            f" attention with sliding_window={of_kernel} reads. Say the widest window of any layer,"
+            " or None, in the ModelShape that the data module goes by (model_shape)."
         )
 
 

@@ -266,6 +266,7 @@ def make_step_batch(
     state: dict[str, Any],
     next_digest: int,
     last: bool,
+    sliding_window: int | None = None,
 ) -> StepBatch:
     """The tensors that the rank at ``at`` needs to run ``plan``.
 
@@ -276,6 +277,7 @@ def make_step_batch(
         state: the planner's state after this step.
         next_digest: digest of the following step's plan, 0 if there is none in this epoch.
         last: whether the run's bound on tokens is reached with this step.
+        sliding_window: of the model's widest layer: keys that no query sees do not travel.
 
     Raises:
         ValueError: the plan is for another number of replicas.
@@ -294,7 +296,7 @@ def make_step_batch(
     replica = executed[at.replica]
     members = [replica.slices_of(group) for group in replica.forward]
     layouts = [forward_layout(replica, group, *sizes) for group in replica.forward]
-    sliced = SlicedReplica(layouts, members)
+    sliced = SlicedReplica(layouts, members, sliding_window)
 
     def tensors(
         number: int,
@@ -310,7 +312,7 @@ def make_step_batch(
         rank = at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
         parts = sliced_indices(rank) if sliced.is_sliced(slices) else None
         return _micro_batch(
-            number, slices, arrangement, rank, parts, len(group.replicas), store, at
+            number, slices, arrangement, rank, parts, len(group.replicas), store, at, sliding_window
         )
 
     micro_batches = [
@@ -342,19 +344,22 @@ def _micro_batch(
     replicas: int,
     store: DocumentStore,
     at: Coordinates,
+    sliding_window: int | None,
 ) -> MicroBatchTensors:
     rows = arrangement.rows
     if parts is not None:
         indices, offsets = parts.own, parts.positions
         attention = replace(
-            AttentionMetadata.from_indices(indices, rows, arrangement.ranks),
+            AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window),
             slices=SliceMetadata.from_indices(parts, number),
         )
     else:
-        of_rank = head_indices if arrangement.by_heads else rank_indices
-        indices = of_rank(arrangement, rank)
+        if arrangement.by_heads:
+            indices = head_indices(arrangement, rank)
+        else:
+            indices = rank_indices(arrangement, rank, sliding_window)
         offsets = indices.offset
-        attention = AttentionMetadata.from_indices(indices, rows, arrangement.ranks)
+        attention = AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window)
     positions = np.zeros(rows, np.int64)
     positions[: len(offsets)] = offsets
     tokens = np.zeros(rows, np.int64) if at.first_stage else None

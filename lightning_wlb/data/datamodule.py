@@ -348,6 +348,7 @@ class WLBDataModule(L.LightningDataModule):
                 else predictor.latency.segment_cost
             ),
             judge=None if predictor is None else PredictedJudge(predictor),
+            sliding_window=shape.sliding_window,
         )
 
     def _predictor(

@@ -60,6 +60,7 @@ class StepDataset(IterableDataset[StepBatch]):
         forward: the forward part of ``work``; None: a third of it.
         kernel_cost: of attention segments, which an adaptive sharding goes by.
         judge: what packings that try several plans of a step choose by; None: work alone.
+        sliding_window: of the model's widest layer; None: no bound.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class StepDataset(IterableDataset[StepBatch]):
         forward: Callable[[int], int] | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         judge: Judge | None = None,
+        sliding_window: int | None = None,
     ) -> None:
         self.store = store
         self.data = data
@@ -80,6 +82,7 @@ class StepDataset(IterableDataset[StepBatch]):
         self.forward = forward
         self.kernel_cost = kernel_cost
         self.judge = judge
+        self.sliding_window = sliding_window
         self.at = at or Coordinates()
         self.sharding = sharding
         self.state = state
@@ -130,6 +133,7 @@ class StepDataset(IterableDataset[StepBatch]):
                     state,
                     next_digest=0 if following is None else following.digest,
                     last=following is None and planner.finished,
+                    sliding_window=self.sliding_window,
                 )
             plan = following
             index += 1

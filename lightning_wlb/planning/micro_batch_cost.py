@@ -39,14 +39,18 @@ def micro_batch_cost(
         kept: whether a later micro-batch reads its keys.
     """
     before = np.array([piece.context for piece in pieces], dtype=np.int64)
+    window = latency.shape.sliding_window
+    # Keys that a query sees besides its own.
+    reach = None if window is None else window - 1
     attention: list[tuple[int, int]] = []
     layer: list[tuple[int, int]] = []
     most_keys = 0
     sliced = kept or bool(before.any())
     # Every rank contributes the rows of earlier keys that it holds.
-    travelling = _travelling(placed) + (placed.ranks - 1) * -(-int(before.sum()) // placed.ranks)
+    earlier = int(np.minimum(before, reach).sum() if reach is not None else before.sum())
+    travelling = _travelling(placed, window) + (placed.ranks - 1) * -(-earlier // placed.ranks)
     # A single rank copies keys where there are earlier ones.
-    copies = placed.ranks == 1 and bool(before.any())
+    copies = placed.ranks == 1 and earlier > 0
     # Keys are put together again in backward; "full" counts that anyway.
     again = (copies or placed.ranks > 1) and latency.activation_checkpointing != "full"
     if placed.by_heads and not sliced:
@@ -56,7 +60,7 @@ def micro_batch_cost(
         own = slice(first, end)
         queries = stop[own] - start[own]
         keys = stop[own] + before[document[own]]
-        read = int(keys.sum())
+        read = int((keys if reach is None else np.minimum(keys, queries + reach)).sum())
         most_keys = max(most_keys, read)
         passes = [
             latency.attention_ns(queries, keys, backward=backward) for backward in (False, True)
@@ -123,11 +127,11 @@ def _shared_ns(latency: LatencyModel, rows: int) -> tuple[int, int]:
     return forward, backward
 
 
-def _travelling(placed: Layout) -> int:
+def _travelling(placed: Layout, sliding_window: int | None) -> int:
     """Rows of keys that the busiest rank of the context-parallel group receives or sends."""
     if placed.ranks == 1 or not placed.shared:
         return 0
-    moved = traffic(placed)
+    moved = traffic(placed, sliding_window)
     if uses_all_to_all(placed, moved):
         return max(int(moved.sum(axis=0).max()), int(moved.sum(axis=1).max()))
     return (placed.ranks - 1) * placed.shared

@@ -85,8 +85,8 @@ def check_micro_batch(
     """
     inputs, wanted, _, _ = everything(lengths, dtype, sliding_window=sliding_window)
     made = layout(sharding, lengths, size, tensor_parallel_size)
-    indices = rank_indices(made, rank)
-    metadata = AttentionMetadata.from_indices(indices, made.rows, size)
+    indices = rank_indices(made, rank, sliding_window)
+    metadata = AttentionMetadata.from_indices(indices, made.rows, size, sliding_window)
     first = torch.tensor([0, *lengths]).cumsum(0)
     tokens = first[torch.from_numpy(indices.document)] + torch.from_numpy(indices.offset)
 
@@ -144,19 +144,23 @@ def test_eight_ranks_equal_dense_attention() -> None:
     assert max(run_ranks(check_eight, 8)) <= 1e-12
 
 
-def check_window(rank: int) -> float:
+def check_window(rank: int, size: int) -> float:
+    """Shorter than a chunk, and across chunks of several ranks."""
     group = dist.group.WORLD
     return max(
         error
         for sharding in SHARDINGS
         for lengths in ([3, 7, 5, 1, 13], [97, 1, 31, 128, 2, 64, 11])
         for window in (1, 6, 40)
-        for error in check_micro_batch(rank, group, 2, sharding, lengths, 1, sliding_window=window)
+        for error in check_micro_batch(
+            rank, group, size, sharding, lengths, 1, sliding_window=window
+        )
     )
 
 
-def test_a_sliding_window_equals_dense_attention() -> None:
-    assert max(run_ranks(check_window, 2)) <= 1e-12
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_sliding_window_equals_dense_attention(size: int) -> None:
+    assert max(run_ranks(check_window, size, size)) <= 1e-12
 
 
 def check_tiles(rank: int, size: int) -> float:

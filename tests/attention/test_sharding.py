@@ -107,17 +107,17 @@ def exchanged(every: list[RankIndices], rank: int, rows: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@given(lengths=micro_batches, ranks=sizes, tensor=sizes)
+@given(lengths=micro_batches, ranks=sizes, tensor=sizes, window=st.none() | st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_every_token_once_and_every_key_where_it_is_said_to_be(
-    sharding: str, lengths: list[int], ranks: int, tensor: int
+    sharding: str, lengths: list[int], ranks: int, tensor: int, window: int | None
 ) -> None:
     made = layout(sharding, lengths, ranks, tensor)
     most = max(rows_of(chunks) for chunks in made.chunks)
     assert made.rows % tensor == 0
     assert most <= made.rows < most + tensor
 
-    every = [rank_indices(made, rank) for rank in range(ranks)]
+    every = [rank_indices(made, rank, window) for rank in range(ranks)]
     held = [
         token
         for indices in every
@@ -128,6 +128,7 @@ def test_every_token_once_and_every_key_where_it_is_said_to_be(
 
     for rank, (chunks, indices) in enumerate(zip(made.chunks, every, strict=True)):
         buffer = exchanged(every, rank, made.rows)
+        read = set()
         queries, keys = np.diff(indices.cu_seqlens_q), np.diff(indices.cu_seqlens_k)
         assert len(queries) == len(keys) == len(chunks)
         assert np.all(queries >= 1)
@@ -141,10 +142,15 @@ def test_every_token_once_and_every_key_where_it_is_said_to_be(
                 indices.key_index[indices.cu_seqlens_k[segment] : indices.cu_seqlens_k[segment + 1]]
             ]
             assert np.all(rows[:, 0] == chunk.document)
-            assert rows[:, 1].tolist() == list(range(chunk.stop))
+            seen_from = 0 if window is None else max(chunk.start - window + 1, 0)
+            assert rows[:, 1].tolist() == list(range(seen_from, chunk.stop))
+            read |= set(map(tuple, rows.tolist()))
             own = slice(indices.cu_seqlens_q[segment], indices.cu_seqlens_q[segment + 1])
             assert np.all(indices.document[own] == chunk.document)
             assert indices.offset[own].tolist() == list(range(chunk.start, chunk.stop))
+        # By all-to-all travels what is read, and nothing else.
+        own = set(zip(indices.document.tolist(), indices.offset.tolist(), strict=True))
+        assert traffic(made, window)[:, rank].sum() == len(read - own)
         for before, after in pairwise(chunks):
             assert (before.document, before.stop) != (after.document, after.start)
 

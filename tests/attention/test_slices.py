@@ -26,8 +26,8 @@ def tokens_on(arrangement, slices, rank):
     ]
 
 
-def check_keys(indices, arrangement, slices, held):
-    """Each segment of each rank reads its piece from the first token to its last query."""
+def check_keys(indices, arrangement, slices, held, window):
+    """Each segment of each rank reads its piece from the first key in sight to its last query."""
     ranks = range(arrangement.ranks)
     own = [tokens_on(arrangement, slices, rank) for rank in ranks]
     padded = [[*rows, *[None] * (arrangement.rows - len(rows))] for rows in own]
@@ -62,7 +62,8 @@ def check_keys(indices, arrangement, slices, held):
             document, last = queries[bounds[segment + 1] - 1]
             assert queries[first][0] == document
             part = keys[of_rank.own.cu_seqlens_k[segment] : of_rank.own.cu_seqlens_k[segment + 1]]
-            assert part == [(document, token) for token in range(last + 1)]
+            seen_from = 0 if window is None else max(queries[first][1] - window + 1, 0)
+            assert part == [(document, token) for token in range(seen_from, last + 1)]
 
 
 @given(
@@ -71,9 +72,12 @@ def check_keys(indices, arrangement, slices, held):
     st.sampled_from(sorted(SHARDINGS)),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2]),
+    st.none() | st.integers(1, 20),
 )
 @settings(max_examples=50, deadline=None)
-def test_keys_of_both_passes_where_backward_runs_forward_again(lengths, draw, name, ranks, tensor):
+def test_keys_of_both_passes_where_backward_runs_forward_again(
+    lengths, draw, name, ranks, tensor, window
+):
     replica = random_replica(draw, lengths, "recomputed", name)
     layouts = [forward_layout(replica, each, ranks, tensor) for each in replica.forward]
     members = [replica.slices_of(each) for each in replica.forward]
@@ -81,10 +85,10 @@ def test_keys_of_both_passes_where_backward_runs_forward_again(lengths, draw, na
         [tokens_on(each, slices, rank) for rank in range(ranks)]
         for each, slices in zip(layouts, members, strict=True)
     ]
-    sliced = SlicedReplica(layouts, members)
+    sliced = SlicedReplica(layouts, members, window)
     for number, each in enumerate(layouts):
         indices = [sliced.indices(number, rank) for rank in range(ranks)]
-        check_keys(indices, each, members[number], held)
+        check_keys(indices, each, members[number], held, window)
         # Only what has run before can be read.
         assert all(run.micro_batch < number for one in indices for run in one.runs)
     for each, parts in zip(replica.backward, forward_parts(replica), strict=True):
@@ -96,6 +100,7 @@ def test_keys_of_both_passes_where_backward_runs_forward_again(lengths, draw, na
             arrangement,
             slices,
             held,
+            window,
         )
         for rank in range(ranks):
             rows = tokens_on(arrangement, slices, rank)

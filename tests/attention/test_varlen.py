@@ -407,6 +407,17 @@ def test_wrong_device_or_dtype_is_explained(monkeypatch: pytest.MonkeyPatch, cud
         VarlenAttention()._kernel_for(on_device)  # type: ignore[arg-type]
 
 
+def test_a_window_wider_than_the_batch_was_made_for_is_refused() -> None:
+    metadata = metadata_of([(3, 5)])
+    metadata.sliding_window = 3
+    q, k = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8)
+    for window in (None, 4):
+        with pytest.raises(ValueError, match=f"window of 3 tokens.*sliding_window={window} reads"):
+            VarlenAttention("cpu", window)(q, k, k, metadata)
+    for window in (2, 3):
+        VarlenAttention("cpu", window)(q, k, k, metadata)
+
+
 def test_mismatches_are_explained() -> None:
     attention = VarlenAttention("cpu")
     metadata = metadata_of([(3, 5)])

@@ -138,6 +138,21 @@ def test_keys_of_slices_are_put_together_and_again_in_backward(checkpointing: st
     assert whole.layer_ns[0] == whole.attention_ns[0] + latency.linear_ns(1024, backward=False)
 
 
+def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() -> None:
+    shape = replace(SHAPE, sliding_window=100)
+    model = predictor(Mesh(context=2), shape=shape)
+    cost = model.micro_batch([Slice(0, 0, 0, 8192)], "per_document_contiguous")
+    # The first quarter and the last one on one rank, the middle on the other. Of what is before
+    # the last one, and before the middle, 99 keys are in sight.
+    assert cost.keys == cost.indexed == 4096 + 99
+    exchange = model.latency.context_parallel_ns(99, cost.keys, backward=False)
+    assert cost.layer_ns[0] == (
+        cost.attention_ns[0] + exchange + model.latency.linear_ns(4096, backward=False)
+    )
+    later = predictor(Mesh(), shape=shape).micro_batch([Slice(0, 0, 4096, 5120)], "per_sequence")
+    assert later.keys == 1024 + 99
+
+
 def test_a_context_group_is_as_slow_as_its_slowest_rank() -> None:
     model = predictor(Mesh(context=2))
     # Cut as one sequence, the first rank gets all of the long document's dear end.

@@ -34,13 +34,15 @@ class Case:
     tied: bool = False
     activation_checkpointing: str = "none"
     masked: bool = False
+    sliding_window: int | None = None
 
 
 CASES = (
     Case("wlb", "per_document_contiguous", tied=False, masked=True),
     Case("original", "per_sequence", tied=True),
     Case("wlb", "per_document", tied=True, activation_checkpointing="full", masked=True),
-    Case("original", "hybrid", activation_checkpointing="selective"),
+    # Shorter than a chunk of the longest pieces, longer than others.
+    Case("original", "hybrid", activation_checkpointing="selective", sliding_window=9),
     Case("wlb", "adaptive"),
     Case("original", "ptrr", masked=True),
 )
@@ -58,7 +60,7 @@ def documents(masked: bool) -> InMemoryDocuments:
     return InMemoryDocuments(sequences, masks, vocab_size=VOCABULARY)
 
 
-def config(tied: bool) -> TransformerConfig:
+def config(tied: bool, sliding_window: int | None = None) -> TransformerConfig:
     """Four small layers, so that four stages have one each."""
     return TransformerConfig(
         dim=32,
@@ -68,13 +70,14 @@ def config(tied: bool) -> TransformerConfig:
         ffn_dim=48,
         vocab_size=VOCABULARY,
         tied_embeddings=tied,
+        sliding_window=sliding_window,
     )
 
 
 def module(case: Case, **options: Any) -> LanguageModule:
     """A fresh module; the same initial weights every time."""
     return LanguageModule(
-        config(case.tied),
+        config(case.tied, case.sliding_window),
         learning_rate=1e-2,
         activation_checkpointing=case.activation_checkpointing,  # type: ignore[arg-type]
         seed=7,

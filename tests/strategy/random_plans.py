@@ -80,18 +80,22 @@ def plan_of(replica: ReplicaPlan, lengths: Sequence[int]) -> StepPlan:
     return StepPlan(0, 0, (replica,), pieces, tokens - len(lengths), tokens, 1, tokens)
 
 
-def batch_of(plan: StepPlan, lengths: Sequence[int]) -> StepBatch:
+def batch_of(
+    plan: StepPlan, lengths: Sequence[int], sliding_window: int | None = None
+) -> StepBatch:
     """Its tensors on the one rank."""
     store = InMemoryDocuments(documents(lengths), vocab_size=config().vocab_size)
-    return make_step_batch(plan, store, Coordinates(), {}, 0, False)
+    return make_step_batch(plan, store, Coordinates(), {}, 0, False, sliding_window)
 
 
 def model_of(
-    activation_checkpointing: ActivationCheckpointing = "none", layers: int = 2
+    activation_checkpointing: ActivationCheckpointing = "none",
+    layers: int = 2,
+    sliding_window: int | None = None,
 ) -> Transformer:
     """A tiny model in float64, the same every time."""
     model = Transformer(
-        config(dim=8, heads=2, kv_heads=1, ffn_dim=8, layers=layers),
+        config(dim=8, heads=2, kv_heads=1, ffn_dim=8, layers=layers, sliding_window=sliding_window),
         activation_checkpointing=activation_checkpointing,
     ).double()
     initialise(model, 3, model.initial_deviation, None)

@@ -31,14 +31,14 @@ def tokens_of(part: Slice) -> list[tuple[int, int]]:
     return [(part.document, token) for token in range(part.start, part.stop)]
 
 
-@given(LENGTHS, RANDOM, st.sampled_from(KINDS), st.sampled_from([1, 2]))
+@given(LENGTHS, RANDOM, st.sampled_from(KINDS), st.sampled_from([1, 2]), st.sampled_from([None, 4]))
 @settings(max_examples=15, deadline=None)
-def test_legal_plans_run_with_the_gradients_of_dense_attention(lengths, draw, kind, stages):
+def test_legal_plans_run_with_the_gradients_of_dense_attention(lengths, draw, kind, stages, window):
     replica = random_replica(draw, lengths, kind)
     plan = plan_of(replica, lengths).validate()
     assert StepPlan.from_json(plan.to_json()) == plan
-    batch = batch_of(plan, lengths)
-    model = model_of("full" if len(lengths) % 2 else "none")
+    batch = batch_of(plan, lengths, window)
+    model = model_of("full" if len(lengths) % 2 else "none", sliding_window=window)
     loss, program = run_step(model, batch, stages)
 
     for groups in (batch.units.forward, batch.units.backward):
@@ -53,7 +53,7 @@ def test_legal_plans_run_with_the_gradients_of_dense_attention(lengths, draw, ki
 
     pieces = [(document, 0, length) for document, length in enumerate(lengths)]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    want, expected = oracle(model_of(), documents(lengths), pieces)
+    want, expected = oracle(model_of(sliding_window=window), documents(lengths), pieces)
     assert loss.item() == pytest.approx(want, rel=1e-12)
     for name, reference in expected.items():
         found = gradients[name]
