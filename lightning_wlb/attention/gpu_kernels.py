@@ -6,8 +6,8 @@ the causal mask at the bottom right, take grouped-query attention as it is and k
 bfloat16 only. A sliding window of W tokens is the query's own and W - 1 to its left; tiles of keys
 outside of it are not read.
 
-Not yet run on a GPU by this project: written against the documented signatures of torch 2.13,
-flash-attn 2.8 and flash-attn-4, and tested only up to the call (arguments, choice, errors). The
+Not yet run on a GPU by this project: written against the signatures of torch 2.11 and
+2.13, flash-attn 2.8 and flash-attn-4, and tested only up to the call (arguments, choice, errors). The
 tests marked ``gpu`` compare them with dense attention where there is a CUDA device.
 """
 
@@ -30,7 +30,8 @@ def load_torch() -> Kernel:
     """FlashAttention-2 as built into torch: ``torch.nn.attention.varlen`` (torch 2.11 or newer)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if "window_size" not in inspect.signature(varlen_attn).parameters:
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known:
         raise ImportError(
             f"varlen_attn of torch {torch.__version__} has no window_size; 2.11 or newer is needed"
         )
@@ -47,8 +48,10 @@ def load_torch() -> Kernel:
         sliding_window: int | None,
     ) -> Tensor:
         left = -1 if sliding_window is None else sliding_window - 1
-        # Not every version that has windows knows the option, and without groups none needs it.
-        grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        # torch 2.11 takes groups as they are; later versions want to be told.
+        grouped: dict[str, Any] = {}
+        if q.shape[1] != k.shape[1] and "enable_gqa" in known:
+            grouped["enable_gqa"] = True
         out = varlen_attn(
             q,
             k,
