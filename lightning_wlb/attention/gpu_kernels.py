@@ -6,8 +6,8 @@ the causal mask at the bottom right, take grouped-query attention as it is and k
 bfloat16 only. A sliding window of W tokens is the query's own and W - 1 to its left; tiles of keys
 outside of it are not read.
 
-Not yet run on a GPU by this project: written against the signatures of torch 2.11 and
-2.13, flash-attn 2.8 and flash-attn-4, and tested only up to the call (arguments, choice, errors). The
+Not yet run on a GPU by this project: written against the signatures of torch 2.11 and 2.13,
+flash-attn 2.8 and flash-attn-4, and tested only up to the call (arguments, choice, errors). The
 tests marked ``gpu`` compare them with dense attention where there is a CUDA device.
 """
 
