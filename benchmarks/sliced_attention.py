@@ -24,7 +24,8 @@ import torch
 
 import lightning_wlb as wlb
 from lightning_wlb.attention.sharding import layout
-from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward

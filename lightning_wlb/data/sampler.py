@@ -35,7 +35,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
-from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner

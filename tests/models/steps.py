@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_wlb.attention.sharding import layout
-from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan

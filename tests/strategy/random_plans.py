@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_wlb.attention.sharding import layout
-from lightning_wlb.data.batch import Coordinates, StepBatch, make_step_batch
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer

@@ -1,0 +1,183 @@
+"""From the plan of a step to the tensors of one rank.
+
+:func:`make_step_batch` walks the micro-batches of this rank's replica, lays each over the
+context-parallel group as the plan says (``attention.sharding``), and reads from the store the
+tokens that this rank's rows hold, and no others: tokens on the first pipeline stage, labels on
+the last. All index arithmetic of attention happens here, in the data loader, off the training
+path.
+
+The label of a row is the next token of the same *store document*, also where a piece ends, so
+that the number of targets does not depend on how documents were cut. Rows that pad a rank,
+masked targets and the last token of a document have :data:`~lightning_wlb.data.batch.IGNORE`.
+
+Cost: linear in the rank's own rows and in the keys they attend to, plus one read of the store
+for each run of consecutive tokens (two for a document under context parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_wlb.attention.kv_cache import RowsAt, SliceMetadata
+from lightning_wlb.attention.sharding import Layout, RankIndices, head_indices, rank_indices
+from lightning_wlb.attention.slices import SlicedIndices, SlicedReplica
+from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.data.batch import IGNORE, Coordinates, MicroBatchTensors, StepBatch
+from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.plan import MicroBatch, Slice, StepPlan
+from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, units
+
+
+def make_step_batch(
+    plan: StepPlan,
+    store: DocumentStore,
+    at: Coordinates,
+    state: dict[str, Any],
+    next_digest: int,
+    last: bool,
+    sliding_window: int | None = None,
+) -> StepBatch:
+    """The tensors that the rank at ``at`` needs to run ``plan``.
+
+    Args:
+        plan: a valid plan for ``at.replicas`` replicas.
+        store: where the documents are; read only for this rank's own rows.
+        at: this rank's place.
+        state: the planner's state after this step.
+        next_digest: digest of the following step's plan, 0 if there is none in this epoch.
+        last: whether the run's bound on tokens is reached with this step.
+        sliding_window: of the model's widest layer: keys that no query sees do not travel.
+
+    Raises:
+        ValueError: the plan is for another number of replicas.
+    """
+    if len(plan.replicas) != at.replicas:
+        raise ValueError(
+            f"step {plan.step} is planned for {len(plan.replicas)} replicas, but the mesh has"
+            f" {at.replicas}. Plan with MeshSettings(replicas={at.replicas})."
+        )
+    sizes = at.context_parallel_size, at.tensor_parallel_size
+    shares = any(len(group.replicas) > 1 for group in plan.replicas[at.replica].forward)
+    executed = tuple(
+        units(each, *sizes) if shares or number == at.replica else each
+        for number, each in enumerate(plan.replicas)
+    )
+    replica = executed[at.replica]
+    members = [replica.slices_of(group) for group in replica.forward]
+    layouts = [forward_layout(replica, group, *sizes) for group in replica.forward]
+    sliced = SlicedReplica(layouts, members, sliding_window)
+
+    def tensors(
+        number: int,
+        group: MicroBatch,
+        arrangement: Layout,
+        sliced_indices: Callable[[int], SlicedIndices],
+    ) -> MicroBatchTensors:
+        assert arrangement.rows == group.rows, (
+            f"the plan says {group.rows} rows, the sharding {arrangement.rows}"
+        )
+        slices = replica.slices_of(group)
+        # Merged replicas put their context-parallel groups one after another.
+        rank = at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
+        parts = sliced_indices(rank) if sliced.is_sliced(slices) else None
+        return _micro_batch(
+            number, slices, arrangement, rank, parts, len(group.replicas), store, at, sliding_window
+        )
+
+    micro_batches = [
+        tensors(number, group, layouts[number], partial(sliced.indices, number))
+        for number, group in enumerate(replica.forward)
+    ]
+    recomputed = []
+    if replica.recompute:
+        for number, parts in enumerate(forward_parts(replica)):
+            group = replica.backward[number]
+            arrangement = backward_layout(layouts, parts, at.tensor_parallel_size)
+            made = tensors(
+                number, group, arrangement, partial(sliced.indices_again, arrangement, parts)
+            )
+            rank = at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
+            homes = sliced.homes(arrangement, parts, rank)
+            recomputed.append(replace(made, homes=tuple(map(RowsAt.of, homes))))
+    return StepBatch(
+        plan, at.replica, executed, micro_batches, state, next_digest, last, recomputed=recomputed
+    )
+
+
+def _micro_batch(
+    number: int,
+    slices: tuple[Slice, ...],
+    arrangement: Layout,
+    rank: int,
+    parts: SlicedIndices | None,
+    replicas: int,
+    store: DocumentStore,
+    at: Coordinates,
+    sliding_window: int | None,
+) -> MicroBatchTensors:
+    rows = arrangement.rows
+    if parts is not None:
+        indices, offsets = parts.own, parts.positions
+        attention = replace(
+            AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window),
+            slices=SliceMetadata.from_indices(parts, number),
+        )
+    else:
+        if arrangement.by_heads:
+            indices = head_indices(arrangement, rank)
+        else:
+            indices = rank_indices(arrangement, rank, sliding_window)
+        offsets = indices.offset
+        attention = AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window)
+    positions = np.zeros(rows, np.int64)
+    positions[: len(offsets)] = offsets
+    tokens = np.zeros(rows, np.int64) if at.first_stage else None
+    labels = np.full(rows, IGNORE, np.int64) if at.last_stage else None
+    if tokens is not None or labels is not None:
+        _read(slices, indices, store, tokens, labels)
+    return MicroBatchTensors(
+        tokens=None if tokens is None else torch.from_numpy(tokens),
+        labels=None if labels is None else torch.from_numpy(labels),
+        positions=torch.from_numpy(positions),
+        attention=replace(attention, replicas=replicas),
+        rows=rows,
+    )
+
+
+def _read(
+    slices: tuple[Slice, ...],
+    indices: RankIndices,
+    store: DocumentStore,
+    tokens: np.ndarray | None,
+    labels: np.ndarray | None,
+) -> None:
+    """Fill the rank's real rows, one read for each run of consecutive tokens."""
+    count = len(indices.offset)
+    breaks = (np.diff(indices.document) != 0) | (np.diff(indices.offset) != 1)
+    bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [0]
+    for row, end in pairwise(bounds):
+        part = slices[int(indices.document[row])]
+        start = part.start + int(indices.offset[row])
+        stop = start + end - row
+        # One token more than the rows, for the last row's label, where the document has it.
+        label_stop = min(stop + 1, int(store.lengths[part.document]))
+        first = start if tokens is not None else start + 1
+        until = label_stop if labels is not None else stop
+        if until <= first:
+            continue
+        read = np.asarray(store.read(part.document, first, until), np.int64)
+        if tokens is not None:
+            tokens[row:end] = read[: stop - start]
+        if labels is not None:
+            following = read[start + 1 - first :]
+            allowed = store.mask(part.document, start + 1, label_stop)
+            if allowed is not None:
+                following = np.where(allowed, following, IGNORE)
+            labels[row : row + len(following)] = following

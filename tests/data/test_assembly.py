@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.attention.sharding import SHARDINGS, layout
+from lightning_wlb.attention.slices import OWN
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.batch import IGNORE, Coordinates, StepBatch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
+
+DOCUMENT = 1000  # token t of document d is d·DOCUMENT + t
+
+
+class Recorder(InMemoryDocuments):
+    """Remembers which tokens were read."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.was_read: list[int] = []
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        tokens = super().read(document, start, stop)
+        assert len(tokens) == stop - start, "read beyond the document"
+        self.was_read += tokens.tolist()
+        return tokens
+
+
+def store_of(lengths: list[int], masks: list | None = None) -> Recorder:
+    documents = [
+        list(range(number * DOCUMENT, number * DOCUMENT + length))
+        for number, length in enumerate(lengths)
+    ]
+    return Recorder(documents, masks)
+
+
+def plans_of(store: InMemoryDocuments, data: DataSettings, mesh: MeshSettings) -> list[StepPlan]:
+    planner = Planner(
+        store.lengths, data, lambda tokens: tokens * (tokens + 50), mesh, store.targets
+    )
+    return list(iter(planner.next_step, None))
+
+
+def everyone(mesh: MeshSettings) -> list[Coordinates]:
+    return [
+        Coordinates(
+            replica, context, mesh.context_parallel_size, mesh.tensor_parallel_size, mesh.replicas
+        )
+        for replica in range(mesh.replicas)
+        for context in range(mesh.context_parallel_size)
+    ]
+
+
+def batch_of(plan: StepPlan, store: InMemoryDocuments, at: Coordinates) -> StepBatch:
+    return make_step_batch(plan, store, at, {"step": plan.step}, 0, False)
+
+
+def one_micro_batch(slices: list[Slice], at: Coordinates, sharding: str) -> StepPlan:
+    rows = layout(
+        sharding,
+        [part.tokens for part in slices],
+        at.context_parallel_size,
+        at.tensor_parallel_size,
+    ).rows
+    group = MicroBatch(tuple(range(len(slices))), sharding, rows, (0,))
+    replica = ReplicaPlan(tuple(slices), (group,), (group,))
+    return StepPlan(0, 0, (replica,), (), 0, 1 << 20, 1, 1 << 20)
+
+
+def test_tokens_labels_and_positions_of_one_rank() -> None:
+    store = store_of([3, 9], [[True, True, False], None])
+    at = Coordinates(tensor_parallel_size=4)
+    # The whole of document 0; the middle of document 1, a piece of its own from token 2 on.
+    plan = one_micro_batch([Slice(0, 0, 0, 3), Slice(1, 2, 2, 6)], at, "per_document")
+    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    assert micro_batch.rows == 8
+    assert micro_batch.tokens is not None
+    assert micro_batch.labels is not None
+    assert micro_batch.tokens.tolist() == [0, 1, 2, 1002, 1003, 1004, 1005, 0]
+    # Token 2 is masked as a target, the label of 1005 comes from beyond the piece.
+    assert micro_batch.labels.tolist() == [1, -100, -100, 1003, 1004, 1005, 1006, -100]
+    assert micro_batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+    assert micro_batch.tokens.dtype == micro_batch.labels.dtype == torch.int64
+    assert micro_batch.attention.rows == 8
+    assert micro_batch.attention.queries == 7
+    assert micro_batch.attention.cu_seqlens_q.tolist() == [0, 3, 7]
+
+
+def test_a_context_rank_gets_its_chunks() -> None:
+    store = store_of([8])
+    at = Coordinates(context_rank=1, context_parallel_size=2)
+    plan = one_micro_batch([Slice(0, 0, 0, 8)], at, "per_document")
+    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    assert micro_batch.tokens is not None
+    assert micro_batch.labels is not None
+    assert micro_batch.tokens.tolist() == [2, 3, 4, 5]
+    assert micro_batch.labels.tolist() == [3, 4, 5, 6]
+    assert micro_batch.positions.tolist() == [2, 3, 4, 5]
+    assert store.was_read == [2, 3, 4, 5, 6]
+    first = replace(at, context_rank=0)
+    (micro_batch,) = batch_of(plan, store, first).micro_batches
+    assert micro_batch.tokens is not None
+    assert micro_batch.labels is not None
+    assert micro_batch.tokens.tolist() == [0, 1, 6, 7]
+    assert micro_batch.labels.tolist() == [1, 2, 7, IGNORE]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "read"),
+    [
+        (True, True, [2, 3, 4, 5, 6]),
+        (True, False, [2, 3, 4, 5]),
+        (False, True, [3, 4, 5, 6]),
+        (False, False, []),
+    ],
+)
+def test_a_stage_reads_only_what_it_needs(first: bool, last: bool, read: list[int]) -> None:
+    store = store_of([8])
+    at = Coordinates(0, 1, 2, first_stage=first, last_stage=last)
+    plan = one_micro_batch([Slice(0, 0, 0, 8)], at, "per_document")
+    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    assert store.was_read == read
+    assert (micro_batch.tokens is not None) == first
+    assert (micro_batch.labels is not None) == last
+    assert micro_batch.positions.tolist() == [2, 3, 4, 5]
+
+
+def test_a_rank_without_rows_and_a_micro_batch_without_tokens() -> None:
+    store = store_of([1])
+    at = Coordinates(0, 1, 2)
+    plan = one_micro_batch([Slice(0, 0, 0, 1)], at, "per_document")
+    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    assert micro_batch.tokens is not None
+    assert micro_batch.labels is not None
+    assert (micro_batch.rows, micro_batch.attention.queries) == (1, 0)
+    assert micro_batch.tokens.tolist() == [0]
+    assert micro_batch.labels.tolist() == [IGNORE]
+    assert store.was_read == []
+    (empty,) = batch_of(one_micro_batch([], at, "per_document"), store, at).micro_batches
+    assert empty.rows == 0
+    assert empty.positions.tolist() == []
+
+
+meshes = st.builds(
+    MeshSettings,
+    replicas=st.integers(1, 3),
+    context_parallel_size=st.sampled_from([1, 2, 4]),
+    tensor_parallel_size=st.sampled_from([1, 2]),
+    sharding=st.sampled_from(sorted(SHARDINGS)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=25),
+    st.integers(0, 1 << 30),
+    meshes,
+    st.sampled_from(["original", "wlb"]),
+    st.sampled_from(["split", "truncate"]),
+)
+def test_the_mesh_together_gets_every_token_its_target_and_its_position(
+    lengths: list[int], seed: int, mesh: MeshSettings, packing: str, long_documents: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    masks = [rng.random(length) < 0.7 if rng.random() < 0.5 else None for length in lengths]
+    store = store_of(lengths, masks)
+    data = DataSettings(32, 2, packing, seed=seed, long_documents=long_documents)  # type: ignore[arg-type]
+    seen: list[int] = []
+    for plan in plans_of(store, data, mesh):
+        origins = {piece: piece.origin for piece in plan.pieces}
+        targets = 0
+        for at in everyone(mesh):
+            store.was_read = []
+            own: list[int] = []
+            for micro_batch in batch_of(plan, store, at).micro_batches:
+                assert micro_batch.tokens is not None
+                assert micro_batch.labels is not None
+                assert micro_batch.rows % mesh.tensor_parallel_size == 0
+                real = micro_batch.attention.queries
+                assert (micro_batch.labels[real:] == IGNORE).all()
+                assert (micro_batch.positions[real:] == 0).all()
+                targets += int((micro_batch.labels != IGNORE).sum())
+                rows = zip(
+                    micro_batch.tokens[:real].tolist(),
+                    micro_batch.labels[:real].tolist(),
+                    micro_batch.positions[:real].tolist(),
+                    strict=True,
+                )
+                for token, label, position in rows:
+                    document, offset = divmod(token, DOCUMENT)
+                    mask = masks[document]
+                    has_target = offset + 1 < lengths[document] and (
+                        mask is None or bool(mask[offset + 1])
+                    )
+                    assert label == (token + 1 if has_target else IGNORE)
+                    (origin,) = (
+                        origin
+                        for piece, origin in origins.items()
+                        if piece.document == document and origin <= offset < piece.stop
+                    )
+                    assert position == offset - origin
+                    own.append(token)
+            extra = set(store.was_read) - set(own)
+            assert extra <= {token + 1 for token in own}, "reads beyond its own labels"
+            seen += own
+        assert targets == plan.target_tokens
+    window = 32 if long_documents == "truncate" else 1 << 30
+    expected = [
+        number * DOCUMENT + token
+        for number, length in enumerate(lengths)
+        for token in range(min(length, window))
+    ]
+    assert sorted(seen) == expected
+
+
+def test_slices_go_on_where_the_one_before_stopped() -> None:
+    store = store_of([8])
+    parts = (Slice(0, 0, 0, 5), Slice(0, 0, 5, 8))
+    groups = (MicroBatch((0,), "per_document", 5, (0,)), MicroBatch((1,), "per_document", 3, (0,)))
+    plan = StepPlan(3, 0, (ReplicaPlan(parts, groups, groups[::-1]),), (), 0, 8, 1, 8)
+    first, second = batch_of(plan, store, Coordinates()).micro_batches
+    assert first.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert first.labels.tolist() == [1, 2, 3, 4, 5]
+    assert first.attention.slices.keeps
+    assert first.attention.slices.runs == ((OWN, 0, 5),)
+    assert second.tokens.tolist() == [5, 6, 7]
+    assert second.labels.tolist() == [6, 7, IGNORE]
+    assert second.positions.tolist() == [5, 6, 7]
+    assert not second.attention.slices.keeps
+    assert second.attention.slices.runs == ((0, 0, 5), (OWN, 0, 3))
+    # Three queries see all five earlier keys and themselves.
+    assert second.attention.cu_seqlens_q.tolist() == [0, 3]
+    assert second.attention.cu_seqlens_k.tolist() == [0, 8]
+    assert second.attention.key_index is None
+    assert second.attention.keys == 8
+
+
+def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
+    store = store_of([8])
+    group = MicroBatch((0,), "per_document", 4, (0, 1))
+    replica = ReplicaPlan((Slice(0, 0, 0, 8),), (group,), (group,))
+    plan = StepPlan(4, 0, (replica, replica), (), 0, 8, 1, 8)
+    tokens = []
+    for number in range(2):
+        (micro_batch,) = batch_of(plan, store, Coordinates(number, replicas=2)).micro_batches
+        assert micro_batch.attention.replicas == 2
+        tokens.append(micro_batch.tokens.tolist())
+    # As one context-parallel group of two: chunks 0 and 3, chunks 1 and 2.
+    assert tokens == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_wrong_places_are_answered() -> None:
+    store = store_of([8])
+    plan = one_micro_batch([Slice(0, 0, 0, 8)], Coordinates(), "per_document")
+    with pytest.raises(ValueError, match="planned for 1 replicas, but the mesh has 2"):
+        batch_of(plan, store, Coordinates(replicas=2))
+    with pytest.raises(ValueError, match=r"replica=2 is not in \[0, 2\)"):
+        Coordinates(replica=2, replicas=2)
+    with pytest.raises(ValueError, match=r"context_rank=-1 is not in \[0, 1\)"):
+        Coordinates(context_rank=-1)
