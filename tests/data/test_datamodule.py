@@ -14,12 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.attention.sharding import choose
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape
-from lightning_wlb.cost.kernel import reference_kernel_cost
-from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
 from lightning_wlb.data import datamodule
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -245,61 +240,6 @@ def test_held_out_documents_are_chosen_by_the_seed() -> None:
     assert (len(kept.lengths), len(validation.lengths)) == (40, 1)
 
 
-def test_the_strategy_says_where_the_rank_stands() -> None:
-    documents = data()
-    at = Coordinates(1, 0, 2, 2, replicas=3)
-    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-        strategy=SimpleNamespace(coordinates=at, root_device=torch.device("cpu")),
-        lightning_module=Recorder(),
-        global_step=0,
-    )
-    batch = next(iter(documents.train_dataloader()))
-    assert batch.replica == 1
-    assert len(batch.plan.replicas) == 3
-
-
-def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
-    """A kernel that is fast on one shape of segments only, another sharding."""
-    shape = replace(SHAPE, vocab_size=0)
-    lengths = [900, 500, 300, 150, 80, 40, 20, 10]
-    h100 = Profile.load("h100")
-    # As fast for a segment of one query as for long ones: without tiles or keys to copy.
-    tileless = replace(
-        h100,
-        attention=(AttentionTable(shape.head_dim, 1, (1,), (1.0,), ((1e14,),), ((1e14,),)),),
-        element_bytes_per_second=1e30,
-    )
-    chosen = []
-    for profile in (None, tileless):
-        documents = data(
-            documents=[[1] * length for length in lengths],
-            context_window=2000,
-            micro_batches=1,
-            packing="original",
-            model_shape=shape,
-            profile=profile,
-        )
-        documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-            strategy=SimpleNamespace(
-                coordinates=Coordinates(0, 0, 4), root_device=torch.device("cpu")
-            ),
-            lightning_module=Recorder(),
-            global_step=0,
-        )
-        (group,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
-        chosen.append(group.sharding)
-        cost = reference_kernel_cost
-        if profile is not None:
-            cost = LatencyModel(profile, shape, Mesh(context=4)).segment_cost
-        plan = next(iter(documents.train_dataloader())).plan
-        tokens = [part.tokens for part in plan.replicas[0].slices_of(group)]
-        assert group.sharding == choose(tokens, 4, 1, cost)[0]
-    assert chosen[0] != chosen[1]
-    assert data(profile="h100").profile == h100
-    with pytest.raises(ValueError, match="h1000"):
-        data(profile="h1000")
-
-
 def test_a_models_sliding_window_shortens_what_its_batches_read() -> None:
     keys = {}
     for window in (None, 5):
@@ -321,18 +261,6 @@ def test_a_models_sliding_window_shortens_what_its_batches_read() -> None:
         assert micro_batch.attention.sliding_window == window
     # The first and the last quarter: with all keys before it, or with four.
     assert keys == {None: 16 + 64, 5: 16 + 16 + 4}
-
-
-def test_heads_that_cannot_be_split_are_refused() -> None:
-    documents = data(sharding="heads")
-    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-        strategy=SimpleNamespace(coordinates=Coordinates(0, 0, 2), root_device=torch.device("cpu")),
-        lightning_module=Recorder(),
-        global_step=0,
-    )
-    message = "splits the 1 query and 1 key/value heads .* over 2 context-parallel ranks"
-    with pytest.raises(ValueError, match=message):
-        documents.train_dataloader()
 
 
 def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,18 +299,6 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
         data().train_dataloader()
     with pytest.raises(ValueError, match="holds no documents"):
         trainer(tmp_path, max_steps=1).fit(Recorder(), data(documents=[]))
-
-
-def test_ranks_without_the_strategy_are_refused() -> None:
-    documents = data()
-    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        world_size=2,
-        lightning_module=Recorder(),
-        global_step=0,
-    )
-    with pytest.raises(MisconfigurationException, match=r"2 ranks.*use strategy='wlb'"):
-        documents.train_dataloader()
 
 
 def test_a_trainer_of_another_namespace_is_refused() -> None:
@@ -455,30 +371,3 @@ def test_test_documents_are_read_once(tmp_path: Path) -> None:
     assert sorted(number for step in module.validated for number in step) == [0, 1, 2]
     with pytest.raises(MisconfigurationException, match="no test documents"):
         trainer(tmp_path).test(Tested(), data())
-
-
-def test_packing_auto_goes_by_the_device_profile() -> None:
-    """Where every action costs a second, as few micro-batches as the window allows."""
-    slow = replace(Profile.load("h100"), action=ActionOverhead(ns=(1e9, 1e9)))
-    counts = []
-    for profile in (None, slow):
-        documents = data(
-            documents=[[1] * length for length in (16000, 6000, 4000, 2000, 2000, 2000)],
-            context_window=16000,
-            micro_batches=2,
-            packing="auto",
-            model_shape=replace(SHAPE, vocab_size=0, layers=2),
-            profile=profile,
-        )
-        pipeline = SimpleNamespace(stages=(range(1), range(1, 2)), schedule="1f1b")
-        documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-            strategy=SimpleNamespace(
-                coordinates=Coordinates(pipeline_parallel_size=2),
-                root_device=torch.device("cpu"),
-                executor=SimpleNamespace(pipeline=pipeline),
-            ),
-            lightning_module=Recorder(),
-            global_step=0,
-        )
-        counts.append(len(next(iter(documents.train_dataloader())).plan.replicas[0].forward))
-    assert counts[1] == 2 < counts[0]

@@ -1,0 +1,113 @@
+"""What the data module takes from the Trainer: the rank's place, the mesh, and the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.attention.sharding import choose
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
+from lightning_wlb.data.batch import Coordinates
+from lightning_wlb.data.datamodule import WLBDataModule
+from tests.data.test_datamodule import SHAPE, data
+
+
+def stand(documents: WLBDataModule, **strategy: Any) -> None:
+    """Give it a Trainer of which only the strategy is told."""
+    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), **strategy),
+        lightning_module=SimpleNamespace(model_shape=SHAPE),
+        global_step=0,
+    )
+
+
+def test_the_strategy_says_where_the_rank_stands() -> None:
+    documents = data()
+    at = Coordinates(1, 0, 2, 2, replicas=3)
+    stand(documents, coordinates=at)
+    batch = next(iter(documents.train_dataloader()))
+    assert batch.replica == 1
+    assert len(batch.plan.replicas) == 3
+
+
+def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
+    """A kernel that is fast on one shape of segments only, another sharding."""
+    shape = replace(SHAPE, vocab_size=0)
+    lengths = [900, 500, 300, 150, 80, 40, 20, 10]
+    h100 = Profile.load("h100")
+    # As fast for a segment of one query as for long ones: without tiles or keys to copy.
+    tileless = replace(
+        h100,
+        attention=(AttentionTable(shape.head_dim, 1, (1,), (1.0,), ((1e14,),), ((1e14,),)),),
+        element_bytes_per_second=1e30,
+    )
+    chosen = []
+    for profile in (None, tileless):
+        documents = data(
+            documents=[[1] * length for length in lengths],
+            context_window=2000,
+            micro_batches=1,
+            packing="original",
+            model_shape=shape,
+            profile=profile,
+        )
+        stand(documents, coordinates=Coordinates(0, 0, 4))
+        (group,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
+        chosen.append(group.sharding)
+        cost = reference_kernel_cost
+        if profile is not None:
+            cost = LatencyModel(profile, shape, Mesh(context=4)).segment_cost
+        plan = next(iter(documents.train_dataloader())).plan
+        tokens = [part.tokens for part in plan.replicas[0].slices_of(group)]
+        assert group.sharding == choose(tokens, 4, 1, cost)[0]
+    assert chosen[0] != chosen[1]
+    assert data(profile="h100").profile == h100
+    with pytest.raises(ValueError, match="h1000"):
+        data(profile="h1000")
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    documents = data(sharding="heads")
+    stand(documents, coordinates=Coordinates(0, 0, 2))
+    message = "splits the 1 query and 1 key/value heads .* over 2 context-parallel ranks"
+    with pytest.raises(ValueError, match=message):
+        documents.train_dataloader()
+
+
+def test_ranks_without_the_strategy_are_refused() -> None:
+    documents = data()
+    stand(documents)
+    documents.trainer.world_size = 2  # type: ignore[union-attr]
+    with pytest.raises(MisconfigurationException, match=r"2 ranks.*use strategy='wlb'"):
+        documents.train_dataloader()
+
+
+def test_packing_auto_goes_by_the_device_profile() -> None:
+    """Where every action costs a second, as few micro-batches as the window allows."""
+    slow = replace(Profile.load("h100"), action=ActionOverhead(ns=(1e9, 1e9)))
+    counts = []
+    for profile in (None, slow):
+        documents = data(
+            documents=[[1] * length for length in (16000, 6000, 4000, 2000, 2000, 2000)],
+            context_window=16000,
+            micro_batches=2,
+            packing="auto",
+            model_shape=replace(SHAPE, vocab_size=0, layers=2),
+            profile=profile,
+        )
+        pipeline = SimpleNamespace(stages=(range(1), range(1, 2)), schedule="1f1b")
+        stand(
+            documents,
+            coordinates=Coordinates(pipeline_parallel_size=2),
+            executor=SimpleNamespace(pipeline=pipeline),
+        )
+        counts.append(len(next(iter(documents.train_dataloader())).plan.replicas[0].forward))
+    assert counts[1] == 2 < counts[0]
