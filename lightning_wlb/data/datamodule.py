@@ -25,18 +25,17 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, flag, whole
 from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.cost.kernel import reference_kernel_cost
-from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.opening import check_documents, hold_out, is_documents, open_documents
+from lightning_wlb.data.placement import place_of, predictor_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.planner import DataSettings, Planner
-from lightning_wlb.planning.predict import Predictor, mean_context_of
+from lightning_wlb.planning.predict import mean_context_of
 
 _OTHER_NAMESPACE = (
     "A Trainer of `pytorch_lightning` belongs to another package than `lightning` and does not know"
@@ -318,23 +317,12 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
                 " shape: call trainer.fit(model, datamodule)."
             )
-        shape = self.model_shape or getattr(trainer.lightning_module, "model_shape", None)
-        if not isinstance(shape, ModelShape):
-            raise MisconfigurationException(
-                f"WLBDataModule cannot weigh documents: {type(trainer.lightning_module).__name__}"
-                f" has model_shape={shape!r}. Pass WLBDataModule(model_shape=ModelShape(...)), or"
-                " give the LightningModule a property `model_shape`, as LanguageModule does."
-            )
-        if 0 < shape.vocab_size < store.vocab_size:
-            raise MisconfigurationException(
-                f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
-                f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
-            )
-        work, at = Work(shape), _place(trainer)
+        shape, at = shape_of(trainer, self.model_shape, store), place_of(trainer)
+        work = Work(shape)
         if self.sharding == HEADS and at.context_parallel_size > 1:
             sizes = at.context_parallel_size, at.tensor_parallel_size
             check_heads(shape.heads, shape.kv_heads, *sizes)
-        predictor = self._predictor(trainer, shape, at)
+        predictor = predictor_of(trainer, self.profile, shape, at)
         return StepDataset(
             store,
             settings,
@@ -351,26 +339,6 @@ class WLBDataModule(L.LightningDataModule):
             sliding_window=shape.sliding_window,
         )
 
-    def _predictor(
-        self, trainer: L.Trainer, shape: ModelShape, at: Coordinates
-    ) -> Predictor | None:
-        """What the profile predicts of this model on this mesh; None without a profile."""
-        if self.profile is None:
-            return None
-        mesh = Mesh(
-            at.replicas,
-            at.pipeline_parallel_size,
-            at.context_parallel_size,
-            at.tensor_parallel_size,
-        )
-        mode: Checkpointing = getattr(trainer.lightning_module, "activation_checkpointing", "none")
-        latency = LatencyModel(self.profile, shape, mesh, mode)
-        # The strategy has split the layers before it asks for a loader.
-        pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
-        if pipeline is None:
-            return Predictor(latency, (range(shape.layers),))
-        return Predictor(latency, pipeline.stages, pipeline.schedule)
-
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
     ) -> StepLoader:
@@ -381,18 +349,6 @@ class WLBDataModule(L.LightningDataModule):
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StepLoader(dataset, begin_at, self.num_workers, pin)
-
-
-def _place(trainer: L.Trainer) -> Coordinates:
-    coordinates = getattr(trainer.strategy, "coordinates", None)
-    if isinstance(coordinates, Coordinates):
-        return coordinates
-    if trainer.world_size == 1:
-        return Coordinates()
-    raise MisconfigurationException(
-        f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel without"
-        " strategy='wlb' would train every rank on the same documents; use strategy='wlb'."
-    )
 
 
 def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:

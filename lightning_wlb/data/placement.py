@@ -1,0 +1,80 @@
+"""What a Trainer says of a run, as far as planning is concerned: the model, the mesh, the pipeline.
+
+Asked when a loader is made: by then the strategy has built its mesh and split the layers.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.latency import Checkpointing, LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.batch import Coordinates
+from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.planning.predict import Predictor
+
+
+def shape_of(trainer: L.Trainer, given: ModelShape | None, store: DocumentStore) -> ModelShape:
+    """The shape by which documents are weighed.
+
+    Args:
+        trainer: whose LightningModule has a ``model_shape``, unless one is given.
+        given: the user's own, None for the module's.
+        store: whose tokens the model must have in its vocabulary, where it has one.
+
+    Raises:
+        MisconfigurationException: there is no shape, or its vocabulary is too small.
+    """
+    shape = given or getattr(trainer.lightning_module, "model_shape", None)
+    if not isinstance(shape, ModelShape):
+        raise MisconfigurationException(
+            f"WLBDataModule cannot weigh documents: {type(trainer.lightning_module).__name__}"
+            f" has model_shape={shape!r}. Pass WLBDataModule(model_shape=ModelShape(...)), or"
+            " give the LightningModule a property `model_shape`, as LanguageModule does."
+        )
+    if 0 < shape.vocab_size < store.vocab_size:
+        raise MisconfigurationException(
+            f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
+            f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
+        )
+    return shape
+
+
+def place_of(trainer: L.Trainer) -> Coordinates:
+    """Where this rank stands in the strategy's mesh.
+
+    Raises:
+        MisconfigurationException: several ranks under a strategy that does not say.
+    """
+    coordinates = getattr(trainer.strategy, "coordinates", None)
+    if isinstance(coordinates, Coordinates):
+        return coordinates
+    if trainer.world_size == 1:
+        return Coordinates()
+    raise MisconfigurationException(
+        f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel without"
+        " strategy='wlb' would train every rank on the same documents; use strategy='wlb'."
+    )
+
+
+def predictor_of(
+    trainer: L.Trainer, profile: Profile | None, shape: ModelShape, at: Coordinates
+) -> Predictor | None:
+    """What the profile predicts of this model on this mesh; None without a profile."""
+    if profile is None:
+        return None
+    mesh = Mesh(
+        at.replicas,
+        at.pipeline_parallel_size,
+        at.context_parallel_size,
+        at.tensor_parallel_size,
+    )
+    mode: Checkpointing = getattr(trainer.lightning_module, "activation_checkpointing", "none")
+    latency = LatencyModel(profile, shape, mesh, mode)
+    pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
+    if pipeline is None:
+        return Predictor(latency, (range(shape.layers),))
+    return Predictor(latency, pipeline.stages, pipeline.schedule)
