@@ -3,7 +3,7 @@
 Pieces go by number, 1, 2, ... by ascending length. Those that wait are found through two forests:
 every number's way to the nearest one that waits, downwards (0: none) and upwards (P + 1: none).
 
-Cost: O(log P) for each slice of P pieces.
+Cost: O(log P) for each slice of P pieces, and O(P) for a pack where the token cap binds.
 """
 
 from __future__ import annotations
@@ -112,6 +112,16 @@ def _nearest(way: list[int], number: int) -> int:
 
 
 @compiled
+def _append(waiting: _Waiting, made: Filled, piece: int, start: int, stop: int) -> None:
+    """Put a slice into the pack; the piece waits no longer."""
+    made.pieces.append(piece)
+    made.starts.append(start)
+    made.stops.append(stop)
+    if start == 0:
+        waiting.shorter[piece], waiting.longer[piece] = piece - 1, piece + 1
+
+
+@compiled
 def _pour(
     waiting: _Waiting, made: Filled, most: int, room: int, gap: int, slack: int, pieces: int
 ) -> tuple[int, int]:
@@ -129,7 +139,7 @@ def _pour(
     Returns:
         Tokens and work that would still fit.
     """
-    tokens, works, shorter, longer = waiting
+    tokens, works, shorter, _ = waiting
     last = len(made.pieces) + pieces
     while gap > slack and len(made.pieces) < last:
         piece = _nearest(shorter, most)
@@ -138,13 +148,33 @@ def _pour(
         if tokens[piece - 1] > room or works[piece - 1] > gap + slack:
             most = min(bisect_right(tokens, room), bisect_right(works, gap + slack), piece - 1)
             continue
-        made.pieces.append(piece)
-        made.starts.append(0)
-        made.stops.append(tokens[piece - 1])
-        shorter[piece], longer[piece] = piece - 1, piece + 1
+        _append(waiting, made, piece, 0, tokens[piece - 1])
         room -= tokens[piece - 1]
         gap -= works[piece - 1]
         most = piece - 1
+    return room, gap
+
+
+@compiled
+def _sample(
+    waiting: _Waiting, made: Filled, most: int, left: int, room: int, gap: int
+) -> tuple[int, int]:
+    """Put every ``left``-th piece up to number ``most`` into the pack: a part of all lengths.
+
+    Returns:
+        Tokens and work that would still fit.
+    """
+    tokens, works, shorter, _ = waiting
+    piece = _nearest(shorter, most)
+    place = left // 2
+    while piece:
+        after = _nearest(shorter, piece - 1)
+        if place % left == 0 and tokens[piece - 1] <= room and works[piece - 1] <= gap:
+            _append(waiting, made, piece, 0, tokens[piece - 1])
+            room -= tokens[piece - 1]
+            gap -= works[piece - 1]
+        piece = after
+        place += 1
     return room, gap
 
 
@@ -166,17 +196,13 @@ def _extend(
     Returns:
         The piece, and where its rest begins; zeros if there is none.
     """
-    if at == 0:
-        waiting.shorter[piece], waiting.longer[piece] = piece - 1, piece + 1
     place = first
     while place < len(made.pieces) and made.pieces[place] != piece:
         place += 1
     if place < len(made.pieces):  # one slice of a piece in a pack
         made.stops[place] = stop
     else:
-        made.pieces.append(piece)
-        made.starts.append(at)
-        made.stops.append(stop)
+        _append(waiting, made, piece, at, stop)
     return (piece, stop) if stop < waiting.tokens[piece - 1] else (0, 0)
 
 
@@ -195,10 +221,6 @@ def _fill(tokens: Sequence[int], works: Sequence[int], shares: Sequence[int], ru
         rest_work += works[piece]
         rest_tokens += tokens[piece]
     short = bisect_right(works, rest_work * largest // total)  # up to the work of a pack
-    short_work, short_tokens = 0, 0  # of those that wait
-    for piece in range(short):
-        short_work += works[piece]
-        short_tokens += tokens[piece]
     cuttable = bisect_left(tokens, 2 * rule.least)
     cut, at = 0, 0  # the piece of which only a part is placed, and where its rest begins
     for pack in range(packs):
@@ -208,23 +230,20 @@ def _fill(tokens: Sequence[int], works: Sequence[int], shares: Sequence[int], ru
         # What the packs after this one cannot hold, whatever its work.
         owed = rest_tokens - (left - 1) * rule.cap
         room, gap = rule.cap, target
-        # Whether packs of short pieces alone would pass the cap; the products pass 63 bits.
-        mixed = float(short_tokens) * float(target) > float(rule.cap) * float(short_work)
-        if mixed:
-            share = short_tokens // left
-            unused, gap = _pour(waiting, made, short, share, gap, 0, count)
-            room -= share - unused
+        tight = 2 * owed > rule.cap
+        if tight:  # short pieces in every pack, not the shortest of all in the last one
+            room, gap = _sample(waiting, made, short, left, room, gap)
         while gap > slack and room:
             opened = cut
             if cut == 0:
                 longest = _nearest(waiting.shorter, count)
                 if longest == 0:
                     break
-                if works[longest - 1] > gap + slack and (mixed or len(made.pieces) == first):
+                if works[longest - 1] > gap + slack and (tight or len(made.pieces) == first):
                     opened = longest
                 else:
                     before = len(made.pieces)
-                    room, gap = _pour(waiting, made, count, room, gap, slack, 1 if mixed else count)
+                    room, gap = _pour(waiting, made, count, room, gap, slack, 1 if tight else count)
                     if len(made.pieces) > before:
                         continue
                     fits = min(bisect_right(works, gap + slack), bisect_right(tokens, room))
@@ -255,11 +274,6 @@ def _fill(tokens: Sequence[int], works: Sequence[int], shares: Sequence[int], ru
                 gap += prefix_work(rule.linear, rule.pair, at)
                 cut, at = _extend(waiting, made, first, opened, at, stop)
         made.ends.append(len(made.pieces))
-        for place in range(first, len(made.pieces)):
-            piece = made.pieces[place]
-            if piece <= short and made.starts[place] == 0:
-                short_work -= works[piece - 1]
-                short_tokens -= tokens[piece - 1]
         rest_work -= target - gap
         rest_tokens -= rule.cap - room
         total -= shares[pack]

@@ -101,6 +101,17 @@ def test_balance_and_few_cuts():
     assert sum(map(len, packs)) - len(lengths) <= 15
 
 
+def test_the_last_pack_reaches_its_work_under_the_cap():
+    """The shortest pieces, of little work for their tokens, are not all left for it."""
+    lengths = [120_000, 118_000, 62_000] + [int(6799 * 0.97**place) for place in range(150)]
+    packs = slice_pieces(pieces_of(lengths), 8, 131_072, WORK)
+    loads = [load(pack) for pack in packs]
+    assert len(packs) == 8
+    assert max(loads) * 8 < sum(loads) * 1.005
+    assert max(sum(part.tokens for part in pack) for pack in packs) <= 131_072
+    assert sum(map(len, packs)) - len(lengths) <= 7
+
+
 def test_a_long_piece_starts_in_a_fresh_pack():
     lengths = [60_000, 50_000] + [1000] * 80 + [100] * 200
     packs = slice_pieces(pieces_of(lengths), 12, 131_072, WORK)
