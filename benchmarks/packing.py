@@ -68,7 +68,7 @@ CAPS = (1.25, 1.5, 2.0)
 COUNTS = (4, 16, 64)
 AT_WINDOW = ("original", "best_fit", "tapered", "slim", "auto")  # methods with a cap of C
 AT_CAPS = ("wlb", "balanced")
-SLICED = ("slim", "auto")  # simulated slice by slice
+SLICED = ("slim", "auto")  # of which fewer steps are run
 Case = tuple[str, int, Mesh]
 CASES: list[Case] = [
     *(("generator_a", count, Mesh(1, STAGES)) for count in COUNTS),
@@ -76,6 +76,7 @@ CASES: list[Case] = [
     ("generator_a_whole", 4, Mesh(1, STAGES)),
     ("generator_a", 64, Mesh(16, STAGES)),
     ("generator_a", 16, Mesh(4, 1)),
+    ("generator_a", 16, Mesh(16, 1)),
     ("generator_a", 64, Mesh(16, 1)),
 ]
 WORKLOADS = ("generator_a", "stdlib", "generator_a_whole")
@@ -163,7 +164,7 @@ def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[
 
 
 def settings_of(method: str, count: int, cap: float, mesh: Mesh) -> DataSettings:
-    """The settings of a row; ``tapered/0`` is ``tapered`` without delay."""
+    """The settings of a row; ``METHOD/0`` is the method without delay."""
     name, _, budget = method.partition("/")
     return DataSettings(
         WINDOW, count, packing=name, cap=int(cap * WINDOW), shuffle=False,
@@ -181,7 +182,7 @@ def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) 
         chosen = [(method, 1.0) for method in (*AT_WINDOW, "tapered/0")]
         chosen += [(method, cap) for cap in arguments.caps for method in AT_CAPS]
         if mesh.replicas > 1:
-            chosen = [(method, 1.0) for method in ("tapered", "slim", "auto")]
+            chosen = [(method, 1.0) for method in ("tapered", "slim", "auto", "auto/0")]
             chosen += [(method, 1.5) for method in AT_CAPS]
         size = f"{count}@{mesh.replicas}" if mesh.replicas > 1 else str(count)
         size += f"x{mesh.stages}" if mesh.stages != STAGES else ""
@@ -190,9 +191,8 @@ def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) 
             steps, warm = 10**6, 0  # the whole epoch, which is short
         for method, cap in chosen:
             # A simulation of hundreds of slices takes long and says little more.
-            most = steps if method not in SLICED else max(steps // 5, 5)
-
             data = settings_of(method, count, cap, mesh)
+            most = steps if data.packing not in SLICED else max(steps // 5, 5)
             made = partial(_averaged, streams, data, most, mesh, warm)
             asked = {"seeds": arguments.seeds, "steps_per_seed": most, "warm": warm}
             key = f"{workload}/{size}/{cap:g}/"

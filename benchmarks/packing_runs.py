@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.workloads import REFERENCE_WORK
-from lightning_wlb.plan import Piece, ReplicaPlan
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.costs import PieceCosts
 from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning.merging import shared_work
+from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.base import Mesh
 from lightning_wlb.planning.packing.slim import SlimPacker
 from lightning_wlb.planning.pipeline import pipeline_time
@@ -79,7 +81,8 @@ def measure(
         warm: steps before them.
 
     Returns:
-        Simulated step time over work per rank (mean over steps weighted by work, and p99), and the
+        Simulated step time over work per rank (mean over steps weighted by work, and p99; work of
+        the pieces, without what sharing one among replicas adds), and the
         formula max over replicas of S + (P - 1)·largest micro-batch; that time over what M = N
         equal micro-batches take; imbalance degrees max·K/Σ (mean, 99th percentile, aggregate,
         forward and backward apart, K = N or the step's number of micro-batches if that is more);
@@ -89,7 +92,7 @@ def measure(
     mesh = mesh or Mesh(1, STAGES)
     costs = PieceCosts(REFERENCE_WORK.total, data.context_window, REFERENCE_WORK.forward)
     judge = PipelineJudge(costs.total, costs.forward, mesh.stages)
-    sliced = issubclass(data.method, SlimPacker)
+    sliced = issubclass(data.method, SlimPacker | AutoPacker)
     rows: list[tuple[float, ...]] = []
     delays: list[tuple[int, int]] = []
     oldest = 0
@@ -113,14 +116,17 @@ def measure(
         rows.append(
             (max(times), max(formulas), len(totals), *_summary(totals), *_summary(forwards),
              *_summary([t - f for t, f in zip(totals, forwards, strict=True)]),
-             sum(piece.tokens for piece in step.pieces), step.seconds)
+             sum(piece.tokens for piece in step.pieces), step.seconds,
+             sum(costs.total(piece.tokens) for piece in step.pieces))
         )  # fmt: skip
         for piece in step.pieces:
             delays.append((piece.tokens, piece.tokens * (step.number - piece.arrival)))
             oldest = max(oldest, step.number - piece.arrival)
     table = np.array(rows, dtype=np.float64)
-    spent, formula, count, top, work, top_f, work_f, top_b, work_b, tokens, seconds = table.T
-    share = work / mesh.replicas
+    spent, formula, count, top, work, top_f, work_f, top_b, work_b, tokens, seconds, own_work = (
+        table.T
+    )
+    share = own_work / mesh.replicas
     bins = np.maximum(count, data.micro_batches)
     degrees = top * bins / work
     own = data.micro_batches / mesh.replicas
@@ -160,13 +166,15 @@ def averaged(
     return result
 
 
-def _work(cost: Any, replica: ReplicaPlan, group: Any) -> int:
+def _work(cost: Any, replica: ReplicaPlan, group: MicroBatch) -> int:
+    """Work of a micro-batch on one of its replicas."""
     total = 0
     for index in group.slices:
         part = replica.slices[index]
         before = part.start - part.origin
         total += cost(part.stop - part.origin) - (cost(before) if before else 0)
-    return total
+    members = len(group.replicas)
+    return total if members == 1 else shared_work(total, members)
 
 
 def _summary(loads: Sequence[int]) -> tuple[int, int]:

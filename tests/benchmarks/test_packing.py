@@ -81,6 +81,13 @@ def test_time_is_that_of_the_slowest_replica() -> None:
     assert figures["steps"] == 5
 
 
+def test_replicas_that_share_a_piece_each_do_a_part_of_it() -> None:
+    """A document for four replicas takes a quarter on each, and the 10 % that sharing adds."""
+    data = DataSettings(4096, 1, packing="auto", shuffle=False)
+    figures = measure(np.array([4096] * 8), data, 5, Mesh(4, 1))
+    assert figures["time_over_work"] == pytest.approx(1.1, abs=0.001)
+
+
 def test_many_is_fast_and_even() -> None:
     result = many()
     assert result["imbalance"] <= 1.0001
