@@ -7,8 +7,9 @@ bfloat16 only. A sliding window of W tokens is the query's own and W - 1 to its 
 outside of it are not read.
 
 Not yet run on a GPU by this project: written against the signatures of torch 2.11 and 2.13,
-flash-attn 2.8 and flash-attn-4, and tested only up to the call (arguments, choice, errors). The
-tests marked ``gpu`` compare them with dense attention where there is a CUDA device.
+flash-attn 2.8 and flash-attn-4. Without a GPU the tests hold the calls to torch's own operator, on
+tensors without memory, forward and backward, and to flash_attn's parameters as released. Those
+marked ``gpu`` compare with dense attention where there is a CUDA device.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_wlb.attention.head_parallel import head_parallel_attention
 from lightning_wlb.attention.sharding import HEADS, check_heads, head_indices, layout, rank_indices
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
-from tests.attention.test_context_parallel import HALF, Counter, everything
-from tests.attention.test_context_parallel import check_micro_batch as check_by_keys
+from tests.attention.support import HALF, errors_by_keys, rank_errors
 from tests.ranks import run_ranks
 
 MICRO_BATCHES: list[list[int]] = [[64], [1], [1, 2, 1], [3, 7, 5, 1, 13], [97, 1, 31, 128, 2], []]
@@ -28,44 +27,24 @@ def check_micro_batch(
     sliding_window: int | None = None,
 ) -> list[float]:
     """This rank's part of the relative errors of the output and of the gradients of q, k, v."""
-    group = dist.group.WORLD
-    size = dist.get_world_size()
-    query, key = heads
-    inputs, wanted, _, _ = everything(
-        lengths, dtype, (query, key, key, query), sliding_window=sliding_window
-    )
-    made = layout(HEADS, lengths, size, tensor_parallel_size)
-    indices = head_indices(made, rank)
-    metadata = AttentionMetadata.from_indices(indices, made.rows, size)
-    first = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = first[torch.from_numpy(indices.document)] + torch.from_numpy(indices.offset)
+    made = layout(HEADS, lengths, dist.get_world_size(), tensor_parallel_size)
 
-    def local(x: Tensor) -> Tensor:
-        rows = torch.full((made.rows, *x.shape[1:]), math.nan, dtype=dtype)
-        rows[: metadata.queries] = x[tokens]
-        return rows
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, attention: VarlenAttention
+    ) -> Tensor:
+        return head_parallel_attention(q, k, v, metadata, attention, dist.group.WORLD)
 
-    attention = VarlenAttention("cpu", sliding_window)
-    attention.timer = Counter()
-    q, k, v = (local(x).requires_grad_() for x in inputs[:3])
-    out = head_parallel_attention(q, k, v, metadata, attention, group)
-    got = [out.detach(), *torch.autograd.grad(out, (q, k, v), local(inputs[3]))]
+    # Every rank computes some heads of every token.
     kernels = int(sum(lengths) > 0)
-    assert (attention.timer.starts, attention.timer.stops) == (2 * kernels, 2 * kernels)
-    errors = []
-    for mine, whole in zip(got, wanted, strict=True):
-        assert mine.shape[0] == made.rows
-        assert mine.dtype == dtype
-        assert torch.equal(mine[metadata.queries :], torch.zeros_like(mine[metadata.queries :]))
-        error = mine[: metadata.queries].double() - whole.detach()[tokens]
-        errors.append(float(error.norm() / whole.norm().clamp(min=1)))
-    assert not any(map(math.isnan, errors))
-    return errors
+    return rank_errors(
+        attend, made, head_indices(made, rank), kernels, heads, dtype, sliding_window
+    )
 
 
-def check_all(rank: int, heads: tuple[int, int]) -> float:
+def check_all(rank: int, every: list[tuple[int, int]]) -> float:
     return max(
         error
+        for heads in every
         for lengths in MICRO_BATCHES
         for tensor in (1, 8)
         for error in check_micro_batch(rank, lengths, heads, tensor)
@@ -73,11 +52,11 @@ def check_all(rank: int, heads: tuple[int, int]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("size", "heads"),
-    [(2, (4, 2)), (2, (6, 1)), (4, (8, 4)), (4, (4, 2))],  # more, fewer, as many key heads
+    ("size", "every"),
+    [(2, [(4, 2), (6, 1)]), (4, [(8, 4), (4, 2)])],  # key heads: as many as ranks, fewer
 )
-def test_equals_dense_attention(size: int, heads: tuple[int, int]) -> None:
-    assert max(run_ranks(check_all, size, heads)) <= 1e-12
+def test_equals_dense_attention(size: int, every: list[tuple[int, int]]) -> None:
+    assert max(run_ranks(check_all, size, every)) <= 1e-12
 
 
 def check_others(rank: int) -> tuple[float, list[float]]:
@@ -89,7 +68,7 @@ def check_others(rank: int) -> tuple[float, list[float]]:
 def test_sliding_window_and_bfloat16() -> None:
     windows, halves = zip(*run_ranks(check_others, 2), strict=True)
     assert max(windows) <= 1e-12
-    alone = check_by_keys(0, None, 1, "hybrid", HALF, 8, torch.bfloat16)
+    alone = errors_by_keys(0, None, layout("hybrid", HALF, 1, 8), torch.bfloat16)
     for errors, own in zip(zip(*halves, strict=True), alone, strict=True):
         assert math.hypot(*errors) <= 2 * own
 

@@ -1,9 +1,5 @@
-"""Variable-length attention against the dense reference, its choice of kernel and its timer."""
+"""Variable-length attention against the dense reference, its timer, and its answers to mistakes."""
 
-import inspect
-import sys
-import types
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,82 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_wlb.attention import varlen
-from lightning_wlb.attention.reference import dense_attention
 from lightning_wlb.attention.sharding import layout, rank_indices
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention, available_backends
-
-Segments = Sequence[tuple[int, int]]
-"""(queries, keys) of each segment."""
-
-SEGMENTS: Segments = [(1, 1), (5, 5), (1, 9), (37, 101), (3, 600), (1, 1), (2, 3), (257, 257)]
-
-
-def metadata_of(segments: Segments, device: str = "cpu") -> AttentionMetadata:
-    queries, keys = ([0, *(segment[part] for segment in segments)] for part in (0, 1))
-    return AttentionMetadata(
-        rows=sum(queries),
-        queries=sum(queries),
-        cu_seqlens_q=torch.tensor(queries).cumsum(0).to(torch.int32),
-        cu_seqlens_k=torch.tensor(keys).cumsum(0).to(torch.int32),
-        max_seqlen_q=max(queries),
-        max_seqlen_k=max(keys),
-        key_index=torch.arange(sum(keys)),
-    ).to(device)
-
-
-def random_inputs(
-    segments: Segments, heads: int, kv_heads: int, head_dim: int = 8, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and a gradient of the output in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    queries, keys = (sum(segment[part] for segment in segments) for part in (0, 1))
-    return tuple(
-        torch.randn(rows, count, head_dim, dtype=torch.float64, generator=generator)
-        for rows, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
-    )
-
-
-def results(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    inputs: Sequence[Tensor],
-    gradient: Tensor,
-) -> list[Tensor]:
-    """Output and gradients of q, k and v."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, gradient.to(out))]
-
-
-def reference(
-    segments: Segments, scale: float | None = None, sliding_window: int | None = None
-) -> Callable[..., Tensor]:
-    ids, positions, key_ids, key_positions = (
-        torch.cat([torch.tensor(part) for part in parts])
-        for parts in zip(
-            *(
-                ([number] * q, list(range(k - q, k)), [number] * k, list(range(k)))
-                for number, (q, k) in enumerate(segments)
-            ),
-            strict=True,
-        )
-    )
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dense_attention(
-            q, k, v, ids, positions, key_ids, key_positions, scale, sliding_window
-        )
-
-    return attend
-
-
-def assert_close(got: Sequence[Tensor], wanted: Sequence[Tensor], bound: float) -> None:
-    """Relative error in the 2-norm, of the output and of each gradient.
-
-    Where a query sees one key its gradient is zero, by cancellation of terms of size 1.
-    """
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
-        error = (x.cpu().double() - y).norm() / y.norm().clamp(min=1)
-        assert error <= bound, f"{name}: relative error {error:.1e} > {bound:.0e}"
+from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from tests.attention.support import (
+    SEGMENTS,
+    Segments,
+    assert_close,
+    metadata_of,
+    random_inputs,
+    reference,
+    results,
+)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (4, 1)])
@@ -261,165 +192,6 @@ def test_timer_changes_no_number() -> None:
     assert timed.timer.events == ["start", "stop"] * 2
 
 
-# --- choice of backend and errors ------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a CUDA device."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
-def fake_flash(monkeypatch: pytest.MonkeyPatch, version: str) -> list[dict[str, Any]]:
-    """Put a flash_attn of this version (or none) in the place of the real one; its calls."""
-    calls: list[dict[str, Any]] = []
-
-    def two(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-        calls.append(arguments)
-        return q.clone()
-
-    def four(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        return two(q, k, v, **arguments), torch.zeros(())
-
-    package: Any = types.ModuleType("flash_attn")
-    cute: Any = types.ModuleType("flash_attn.cute")
-    if version.startswith("2"):
-        package.flash_attn_varlen_func, package.__version__ = two, version
-    if version.startswith("4"):
-        cute.flash_attn_varlen_func = four
-    monkeypatch.setitem(sys.modules, "flash_attn", package if version else None)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute if version.startswith("4") else None)
-    return calls
-
-
-def test_auto_without_cuda_is_cpu() -> None:
-    *inputs, _ = random_inputs([(4, 4)], 2, 2)
-    metadata = metadata_of([(4, 4)])
-    assert torch.equal(
-        VarlenAttention()(*inputs, metadata), VarlenAttention("cpu")(*inputs, metadata)
-    )
-
-
-@pytest.mark.parametrize(("version", "chosen"), [("2.8.3", "flash"), ("4", "flash"), ("", "torch")])
-def test_auto_on_cuda_prefers_flash(
-    monkeypatch: pytest.MonkeyPatch, cuda: None, version: str, chosen: str
-) -> None:
-    fake_flash(monkeypatch, version)
-    attention = VarlenAttention()
-    assert attention._kernels["cuda"][0] == chosen
-    # CPU tensors still run, as with Trainer(accelerator="cpu") on a machine with a GPU.
-    *inputs, _ = random_inputs([(4, 4)], 2, 2)
-    assert attention(*inputs, metadata_of([(4, 4)])).shape == (4, 2, 8)
-
-
-@pytest.mark.parametrize("version", ["2.8.3", "4"])
-def test_flash_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -> None:
-    calls = fake_flash(monkeypatch, version)
-    _, kernel = VarlenAttention("flash")._kernels["cuda"]
-    *inputs, _ = random_inputs([(3, 5)], 4, 2)
-    metadata = metadata_of([(3, 5)])
-    out = kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, None)
-    kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, 4)
-    assert torch.equal(out, inputs[0])
-    plain = {
-        "cu_seqlens_q": metadata.cu_seqlens_q,
-        "cu_seqlens_k": metadata.cu_seqlens_k,
-        "max_seqlen_q": 3,
-        "max_seqlen_k": 5,
-        "softmax_scale": 0.25,
-        "causal": True,
-    }
-    assert calls == [plain, {**plain, "window_size": (3, 0)}]
-
-
-def varlen_attn_of_2_11(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-    *, return_aux=None, scale=None, window_size=(-1, -1),
-):  # fmt: skip
-    """What torch 2.11 has: no ``enable_gqa``, because its kernel takes groups as they are."""
-    raise AssertionError
-
-
-@pytest.mark.parametrize("version", ["2.11", "this one"])
-def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -> None:
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def varlen_attn(q: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        calls.append((arguments[-4:], named))
-        return q.clone()
-
-    from torch.nn.attention import varlen as of_torch
-
-    real = varlen_attn_of_2_11 if version == "2.11" else of_torch.varlen_attn
-    signature = inspect.signature(real)
-    varlen_attn.__signature__ = signature  # type: ignore[attr-defined]
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    _, kernel = VarlenAttention("torch")._kernels["cuda"]
-    *inputs, _ = random_inputs([(3, 5)], 4, 2)
-    metadata = metadata_of([(3, 5)])
-    lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5)
-    kernel(*inputs, *lengths, None, None)
-    kernel(*inputs, *lengths, None, 4)
-    kernel(inputs[0][:, :2], *inputs[1:], *lengths, 0.5, None)
-    grouped = {"enable_gqa": True} if "enable_gqa" in signature.parameters else {}
-    assert calls == [
-        (lengths, {"scale": None, "window_size": (-1, 0), **grouped}),
-        (lengths, {"scale": None, "window_size": (3, 0), **grouped}),
-        (lengths, {"scale": 0.5, "window_size": (-1, 0)}),
-    ]
-    for positional, named in calls:
-        signature.bind(*inputs, *positional, **named)
-
-
-def test_an_old_varlen_attn_is_refused(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
-    """As of torch 2.10, where causal was a flag."""
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-        raise AssertionError
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    with pytest.raises(ValueError, match=r"has no window_size; 2\.11 or newer is needed"):
-        VarlenAttention("torch")
-
-
-def test_the_torch_signature_has_what_is_passed() -> None:
-    """Pins the real function: a renamed parameter shows here and not on a user's GPU."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    names = list(inspect.signature(varlen_attn).parameters)
-    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size"} <= set(names)
-    # 2.13 refuses groups without it.
-    assert "enable_gqa" in names or torch.__version__.startswith(("2.11", "2.12"))
-
-
-def test_missing_backends_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"unknown attention backend 'flex'.*auto, cpu, torch"):
-        VarlenAttention("flex")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_backends() == ["cpu"]
-    with pytest.raises(ValueError, match="'torch' is not available: there is no CUDA device"):
-        VarlenAttention("torch")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    fake_flash(monkeypatch, "")
-    assert available_backends() == ["cpu", "torch"]
-    with pytest.raises(ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch\."):
-        VarlenAttention("flash")
-    fake_flash(monkeypatch, "2.0.9")
-    with pytest.raises(ValueError, match=r"2\.0\.9 aligns causal masks at the top left"):
-        VarlenAttention("flash")
-
-
-def test_wrong_device_or_dtype_is_explained(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
-    *inputs, _ = random_inputs([(4, 4)], 2, 2)
-    with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
-        VarlenAttention("torch")(*inputs, metadata_of([(4, 4)]))
-    fake_flash(monkeypatch, "2.8.3")
-    on_device = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"'flash' has no kernel for torch\.float64 on CUDA.*bf16"):
-        VarlenAttention()._kernel_for(on_device)  # type: ignore[arg-type]
-
-
 def test_a_window_wider_than_the_batch_was_made_for_is_refused() -> None:
     metadata = metadata_of([(3, 5)])
     metadata.sliding_window = 3
@@ -451,25 +223,3 @@ def test_mismatches_are_explained() -> None:
     metadata.cu_seqlens_k = torch.tensor([0, 4, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="segment with 0 queries and 1 keys"):
         attention(q, k, k, metadata)
-
-
-# --- on a GPU --------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["torch", "flash", "auto"])
-@pytest.mark.parametrize("sliding_window", [None, 1, 5, 100])
-def test_gpu_equals_dense(backend: str, dtype: torch.dtype, sliding_window: int | None) -> None:
-    if backend not in ("auto", *available_backends()):
-        pytest.skip(f"{backend} is not installed")
-    *inputs, gradient = random_inputs(SEGMENTS, 8, 2, head_dim=64)
-    metadata = metadata_of(SEGMENTS, "cuda")
-    attention = VarlenAttention(backend, sliding_window)
-    got = results(
-        lambda q, k, v: attention(q, k, v, metadata),
-        [x.to("cuda", dtype) for x in inputs],
-        gradient,
-    )
-    assert_close(got, results(reference(SEGMENTS, None, sliding_window), inputs, gradient), 1e-2)

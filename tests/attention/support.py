@@ -1,0 +1,208 @@
+"""Attention of segments and of one rank's part of a micro-batch, compared with dense attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.reference import dense_attention
+from lightning_wlb.attention.sharding import Layout, RankIndices, rank_indices
+from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+
+HALF = [97, 1, 31, 300]
+"""A micro-batch for half types."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, VarlenAttention], Tensor]
+
+
+class Counter:
+    """A timer that counts."""
+
+    starts = stops = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+def everything(
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 8,
+    sliding_window: int | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A micro-batch's q, k, v and output gradient; then output and gradients by the reference.
+
+    The reference computes in float64 from the rounded inputs.
+    """
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = sum(lengths)
+    inputs = [
+        torch.randn(tokens, count, head_dim, dtype=torch.float64, generator=generator).to(dtype)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    ]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths).long())
+    positions = torch.cat([torch.arange(length) for length in [*lengths, 0]])
+    leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    if tokens:
+        out = dense_attention(*leaves, documents, positions, sliding_window=sliding_window)
+        wanted = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
+    else:
+        wanted = [x.double() for x in (inputs[3], *inputs[:3])]
+    return inputs, wanted
+
+
+def tokens_of(indices: RankIndices, lengths: Sequence[int]) -> Tensor:
+    """Which token of the concatenated pieces each real row of a rank holds."""
+    first = torch.tensor([0, *lengths]).cumsum(0)
+    return first[torch.from_numpy(indices.document)] + torch.from_numpy(indices.offset)
+
+
+def rank_errors(
+    attend: Attend,
+    made: Layout,
+    indices: RankIndices,
+    kernels: int,
+    heads: tuple[int, int] = (4, 2),
+    dtype: torch.dtype = torch.float64,
+    sliding_window: int | None = None,
+) -> list[float]:
+    """This rank's part of the relative errors of the output and of the gradients of q, k, v.
+
+    Checked here: padding rows, which hold NaN, are exactly zero in all four, and the kernel is
+    called, and timed, ``kernels`` times in each pass.
+
+    Args:
+        attend: the way to attend, on this rank.
+        made: how the micro-batch lies on the ranks.
+        indices: of this rank.
+        kernels: calls of the kernel that are expected.
+        heads: of queries and of keys.
+        dtype: of the inputs.
+        sliding_window: of the kernel and of the indices.
+    """
+    inputs, wanted = everything(made.lengths, dtype, heads, sliding_window=sliding_window)
+    metadata = AttentionMetadata.from_indices(indices, made.rows, made.ranks, sliding_window)
+    tokens = tokens_of(indices, made.lengths)
+
+    def local(x: Tensor) -> Tensor:
+        rows = torch.full((made.rows, *x.shape[1:]), math.nan, dtype=dtype)
+        rows[: metadata.queries] = x[tokens]
+        return rows
+
+    attention = VarlenAttention("cpu", sliding_window)
+    attention.timer = timer = Counter()
+    leaves = [local(x).requires_grad_() for x in inputs[:3]]
+    out = attend(*leaves, metadata, attention)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, local(inputs[3]))]
+    assert (timer.starts, timer.stops) == (2 * kernels, 2 * kernels)
+    errors = []
+    for mine, whole in zip(got, wanted, strict=True):
+        assert mine.shape[0] == made.rows
+        assert mine.dtype == dtype
+        assert torch.equal(mine[metadata.queries :], torch.zeros_like(mine[metadata.queries :]))
+        error = mine[: metadata.queries].double() - whole[tokens]
+        errors.append(float(error.norm() / whole.norm().clamp(min=1)))
+    assert not any(map(math.isnan, errors))
+    return errors
+
+
+def errors_by_keys(
+    rank: int,
+    group: ProcessGroup | None,
+    made: Layout,
+    dtype: torch.dtype = torch.float64,
+    sliding_window: int | None = None,
+) -> list[float]:
+    """:func:`rank_errors` where ranks exchange keys."""
+    indices = rank_indices(made, rank, sliding_window)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, attention: VarlenAttention
+    ) -> Tensor:
+        return context_parallel_attention(lambda: q, k, v, metadata, attention, group)
+
+    kernels = int(len(indices.offset) > 0)
+    return rank_errors(attend, made, indices, kernels, dtype=dtype, sliding_window=sliding_window)
+
+
+Segments = Sequence[tuple[int, int]]
+"""(queries, keys) of each segment."""
+
+SEGMENTS: Segments = [(1, 1), (5, 5), (1, 9), (37, 101), (3, 600), (1, 1), (2, 3), (257, 257)]
+
+
+def metadata_of(segments: Segments, device: str = "cpu") -> AttentionMetadata:
+    queries, keys = ([0, *(segment[part] for segment in segments)] for part in (0, 1))
+    return AttentionMetadata(
+        rows=sum(queries),
+        queries=sum(queries),
+        cu_seqlens_q=torch.tensor(queries).cumsum(0).to(torch.int32),
+        cu_seqlens_k=torch.tensor(keys).cumsum(0).to(torch.int32),
+        max_seqlen_q=max(queries),
+        max_seqlen_k=max(keys),
+        key_index=torch.arange(sum(keys)),
+    ).to(device)
+
+
+def random_inputs(
+    segments: Segments, heads: int, kv_heads: int, head_dim: int = 8, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and a gradient of the output in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = (sum(segment[part] for segment in segments) for part in (0, 1))
+    return tuple(
+        torch.randn(rows, count, head_dim, dtype=torch.float64, generator=generator)
+        for rows, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
+    )
+
+
+def results(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: Sequence[Tensor],
+    gradient: Tensor,
+) -> list[Tensor]:
+    """Output and gradients of q, k and v."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient.to(out))]
+
+
+def reference(
+    segments: Segments, scale: float | None = None, sliding_window: int | None = None
+) -> Callable[..., Tensor]:
+    ids, positions, key_ids, key_positions = (
+        torch.cat([torch.tensor(part) for part in parts])
+        for parts in zip(
+            *(
+                ([number] * q, list(range(k - q, k)), [number] * k, list(range(k)))
+                for number, (q, k) in enumerate(segments)
+            ),
+            strict=True,
+        )
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense_attention(
+            q, k, v, ids, positions, key_ids, key_positions, scale, sliding_window
+        )
+
+    return attend
+
+
+def assert_close(got: Sequence[Tensor], wanted: Sequence[Tensor], bound: float) -> None:
+    """Relative error in the 2-norm, of the output and of each gradient.
+
+    Where a query sees one key its gradient is zero, by cancellation of terms of size 1.
+    """
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        error = (x.cpu().double() - y).norm() / y.norm().clamp(min=1)
+        assert error <= bound, f"{name}: relative error {error:.1e} > {bound:.0e}"

@@ -1,0 +1,273 @@
+"""Which kernel is chosen, how the CUDA ones are called, and what is said where one is missing.
+
+Without a GPU the calls are held to the real signatures: torch's own operator runs on tensors
+without memory; of flash_attn, which needs CUDA to be installed, stand-ins have its parameters.
+"""
+
+import inspect
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_wlb.attention.gpu_kernels import load_torch
+from lightning_wlb.attention.varlen import VarlenAttention, available_backends
+from tests.attention.support import (
+    SEGMENTS,
+    assert_close,
+    metadata_of,
+    random_inputs,
+    reference,
+    results,
+)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a CUDA device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+# Parameters of flash_attn_varlen_func after q, k and v, as released: 2.8.3 and 4.0.0b36.
+FLASH_2 = (
+    "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size"
+    " softcap alibi_slopes deterministic return_attn_probs block_table"
+)
+FLASH_4 = (
+    "qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q seqused_k"
+    " gather_kv_indices page_table softmax_scale causal window_size learnable_sink softcap"
+    " num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod block_sparse_tensors"
+    " aux_tensors aux_scalars return_lse scheduler_metadata seqlen_k_per_split"
+    " disable_scheduler_metadata gather_bwd_recompute_p gather_bwd_token_chunk"
+)
+
+
+def fake_flash(monkeypatch: pytest.MonkeyPatch, version: str) -> list[dict[str, Any]]:
+    """Put a flash_attn of this version (or none) in the place of the real one; its calls."""
+    calls: list[dict[str, Any]] = []
+
+    def called(q: Tensor, known: str, arguments: dict[str, Any]) -> Tensor:
+        assert set(arguments) <= set(known.split())
+        calls.append(arguments)
+        return q.clone()
+
+    def two(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+        return called(q, FLASH_2, arguments)
+
+    def four(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+        return called(q, FLASH_4, arguments), torch.zeros(())
+
+    package: Any = types.ModuleType("flash_attn")
+    cute: Any = types.ModuleType("flash_attn.cute")
+    if version.startswith("2"):
+        package.flash_attn_varlen_func, package.__version__ = two, version
+    if version.startswith("4"):
+        cute.flash_attn_varlen_func = four
+    monkeypatch.setitem(sys.modules, "flash_attn", package if version else None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute if version.startswith("4") else None)
+    return calls
+
+
+def test_auto_without_cuda_is_cpu() -> None:
+    *inputs, _ = random_inputs([(4, 4)], 2, 2)
+    metadata = metadata_of([(4, 4)])
+    assert torch.equal(
+        VarlenAttention()(*inputs, metadata), VarlenAttention("cpu")(*inputs, metadata)
+    )
+
+
+@pytest.mark.parametrize(("version", "chosen"), [("2.8.3", "flash"), ("4", "flash"), ("", "torch")])
+def test_auto_on_cuda_prefers_flash(
+    monkeypatch: pytest.MonkeyPatch, cuda: None, version: str, chosen: str
+) -> None:
+    fake_flash(monkeypatch, version)
+    attention = VarlenAttention()
+    assert attention._kernels["cuda"][0] == chosen
+    # CPU tensors still run, as with Trainer(accelerator="cpu") on a machine with a GPU.
+    *inputs, _ = random_inputs([(4, 4)], 2, 2)
+    assert attention(*inputs, metadata_of([(4, 4)])).shape == (4, 2, 8)
+
+
+@pytest.mark.parametrize("version", ["2.8.3", "4"])
+def test_flash_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -> None:
+    calls = fake_flash(monkeypatch, version)
+    _, kernel = VarlenAttention("flash")._kernels["cuda"]
+    *inputs, _ = random_inputs([(3, 5)], 4, 2)
+    metadata = metadata_of([(3, 5)])
+    out = kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, None)
+    kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, 4)
+    assert torch.equal(out, inputs[0])
+    plain = {
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "cu_seqlens_k": metadata.cu_seqlens_k,
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 5,
+        "softmax_scale": 0.25,
+        "causal": True,
+    }
+    assert calls == [plain, {**plain, "window_size": (3, 0)}]
+
+
+def varlen_attn_of_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+    *, return_aux=None, scale=None, window_size=(-1, -1),
+):  # fmt: skip
+    """What torch 2.11 has: no ``enable_gqa``, because its kernel takes groups as they are."""
+    raise AssertionError
+
+
+@pytest.mark.parametrize("version", ["2.11", "this one"])
+def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -> None:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def varlen_attn(q: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        calls.append((arguments[-4:], named))
+        return q.clone()
+
+    from torch.nn.attention import varlen as of_torch
+
+    real = varlen_attn_of_2_11 if version == "2.11" else of_torch.varlen_attn
+    signature = inspect.signature(real)
+    varlen_attn.__signature__ = signature  # type: ignore[attr-defined]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    _, kernel = VarlenAttention("torch")._kernels["cuda"]
+    *inputs, _ = random_inputs([(3, 5)], 4, 2)
+    metadata = metadata_of([(3, 5)])
+    lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5)
+    kernel(*inputs, *lengths, None, None)
+    kernel(*inputs, *lengths, None, 4)
+    kernel(inputs[0][:, :2], *inputs[1:], *lengths, 0.5, None)
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature.parameters else {}
+    assert calls == [
+        (lengths, {"scale": None, "window_size": (-1, 0), **grouped}),
+        (lengths, {"scale": None, "window_size": (3, 0), **grouped}),
+        (lengths, {"scale": 0.5, "window_size": (-1, 0)}),
+    ]
+    for positional, named in calls:
+        signature.bind(*inputs, *positional, **named)
+
+
+def test_an_old_varlen_attn_is_refused(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
+    """As of torch 2.10, where causal was a flag."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        raise AssertionError
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    with pytest.raises(ValueError, match=r"has no window_size; 2\.11 or newer is needed"):
+        VarlenAttention("torch")
+
+
+def test_the_torch_signature_has_what_is_passed() -> None:
+    """Pins the real function: a renamed parameter shows here and not on a user's GPU."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = list(inspect.signature(varlen_attn).parameters)
+    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size"} <= set(names)
+    # 2.13 refuses groups without it.
+    assert "enable_gqa" in names or torch.__version__.startswith(("2.11", "2.12"))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("sliding_window", [None, 1, 4])
+def test_torchs_own_operator_takes_the_call_forward_and_backward(
+    kv_heads: int, sliding_window: int | None
+) -> None:
+    """Its schema, its shapes and its autograd formula, on tensors without memory."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    q, k, v = tensor(10, 4, 64), tensor(20, kv_heads, 64), tensor(20, kv_heads, 64)
+    metadata = metadata_of([(4, 8), (6, 12)], "meta")
+    lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 6, 12)
+    out = load_torch()(q, k, v, *lengths, None, sliding_window)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [each.shape for each in gradients] == [each.shape for each in (q, k, v)]
+
+
+def test_a_call_on_a_cuda_device_reaches_torchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the choice of backend to the operator, on tensors that say that they are there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        attention = VarlenAttention("torch", 4)
+    calls = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            names = (each.name for each in func._schema.arguments)
+            calls.append((str(func), dict(zip(names, args, strict=False))))
+            return func(*args, **(kwargs or {}))
+
+    # Without autograd, which asks torch for the device and ends the process where it has none.
+    with FakeTensorMode(), torch.no_grad(), Recorded():
+        q = torch.empty(10, 4, 64, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(20, 2, 64, dtype=torch.bfloat16, device="cuda")
+        starts = torch.empty(3, dtype=torch.int32, device="cuda")
+        metadata = replace(
+            metadata_of([(4, 8), (6, 12)]),
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            key_index=torch.empty(20, dtype=torch.int64, device="cuda"),
+        )
+        out = attention(q, k, k, metadata, 0.5)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "cuda")
+    ((_, arguments),) = (each for each in calls if each[0] == "torch_attn._varlen_attn.default")
+    assert (arguments["max_q"], arguments["max_k"], arguments["scale"]) == (6, 12, 0.5)
+    # Not "causal", which torch keeps for no window: three keys to the left and none to the right.
+    assert (arguments["is_causal"], arguments["window_size"]) == (False, [3, 0])
+    assert arguments.get("enable_gqa", True)  # torch 2.11 has no such option
+
+
+def test_missing_backends_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"unknown attention backend 'flex'.*auto, cpu, torch"):
+        VarlenAttention("flex")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert available_backends() == ["cpu"]
+    with pytest.raises(ValueError, match="'torch' is not available: there is no CUDA device"):
+        VarlenAttention("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fake_flash(monkeypatch, "")
+    assert available_backends() == ["cpu", "torch"]
+    with pytest.raises(ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch\."):
+        VarlenAttention("flash")
+    fake_flash(monkeypatch, "2.0.9")
+    with pytest.raises(ValueError, match=r"2\.0\.9 aligns causal masks at the top left"):
+        VarlenAttention("flash")
+
+
+def test_wrong_device_or_dtype_is_explained(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
+    *inputs, _ = random_inputs([(4, 4)], 2, 2)
+    with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
+        VarlenAttention("torch")(*inputs, metadata_of([(4, 4)]))
+    fake_flash(monkeypatch, "2.8.3")
+    on_device = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"'flash' has no kernel for torch\.float64 on CUDA.*bf16"):
+        VarlenAttention()._kernel_for(on_device)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["torch", "flash", "auto"])
+@pytest.mark.parametrize("sliding_window", [None, 1, 5, 100])
+def test_gpu_equals_dense(backend: str, dtype: torch.dtype, sliding_window: int | None) -> None:
+    if backend not in ("auto", *available_backends()):
+        pytest.skip(f"{backend} is not installed")
+    *inputs, gradient = random_inputs(SEGMENTS, 8, 2, head_dim=64)
+    metadata = metadata_of(SEGMENTS, "cuda")
+    attention = VarlenAttention(backend, sliding_window)
+    got = results(
+        lambda q, k, v: attention(q, k, v, metadata),
+        [x.to("cuda", dtype) for x in inputs],
+        gradient,
+    )
+    assert_close(got, results(reference(SEGMENTS, None, sliding_window), inputs, gradient), 1e-2)

@@ -1,0 +1,250 @@
+"""What travels between context-parallel ranks: when, in which dtype, and what is kept of it."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_wlb.attention import context_parallel
+from lightning_wlb.attention.context_parallel import (
+    context_parallel_attention,
+    gather_rows,
+    scatter_rows,
+)
+from lightning_wlb.attention.sharding import layout, rank_indices
+from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from tests.ranks import run_ranks
+
+
+def exchange(rank: int) -> dict[str, list[float]]:
+    """gather_rows and scatter_rows forward and backward, on values that tell ranks apart."""
+    group = dist.group.WORLD
+    x = torch.tensor([10.0 * rank, 10.0 * rank + 1], dtype=torch.float64, requires_grad=True)
+    gathered = gather_rows(x, group)
+    # Rank r weighs gathered row i by (r + 1) · (i + 1), so the gradient of row i is 6 · (i + 1).
+    weights = (rank + 1) * torch.arange(1.0, 7.0, dtype=torch.float64)
+    (gather_gradient,) = torch.autograd.grad(gathered, x, weights)
+
+    y = ((rank + 1) * torch.arange(6.0, dtype=torch.float64)).requires_grad_()
+    scattered = scatter_rows(y, group)
+    (scatter_gradient,) = torch.autograd.grad(
+        scattered, y, torch.tensor([rank, rank + 0.5], dtype=torch.float64)
+    )
+
+    # In bfloat16 256 + 1 is 256; summed in float32 it is 258, which bfloat16 can hold.
+    half = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    share = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank]
+    (half_gradient,) = torch.autograd.grad(gather_rows(half, group), half, share.repeat(3))
+    half_sum = scatter_rows(share.repeat(3), group)
+    assert half_gradient.dtype == half_sum.dtype == torch.bfloat16
+
+    empty = torch.empty(0, 3, requires_grad=True)
+    assert gather_rows(empty, group).shape == scatter_rows(empty, group).shape == (0, 3)
+    with pytest.raises(ValueError, match="4 rows cannot be scattered over 3 ranks"):
+        scatter_rows(torch.zeros(4), group)
+    return {
+        "gathered": gathered.tolist(),
+        "gather_gradient": gather_gradient.tolist(),
+        "scattered": scattered.tolist(),
+        "scatter_gradient": scatter_gradient.tolist(),
+        "half": [*half_gradient.tolist(), *half_sum.tolist()],
+    }
+
+
+def test_gather_and_scatter_rows() -> None:
+    ranks = run_ranks(exchange, 3)
+    for rank, got in enumerate(ranks):
+        assert got["gathered"] == [0, 1, 10, 11, 20, 21]
+        assert got["gather_gradient"] == [6 * (2 * rank + 1), 6 * (2 * rank + 2)]
+        assert got["scattered"] == [6 * 2 * rank, 6 * (2 * rank + 1)]
+        assert got["scatter_gradient"] == [0, 0.5, 1, 1.5, 2, 2.5]
+        assert got["half"] == [258, 258]
+
+
+def test_without_a_group_gather_and_scatter_are_the_identity() -> None:
+    x = torch.zeros(3, 2)
+    assert gather_rows(x, None) is x
+    assert scatter_rows(x, None) is x
+
+
+def key_gradient(rank: int) -> float:
+    """A key read by two segments: its two gradients, 256 and 1, and rank 1's 1 make 258."""
+    metadata = AttentionMetadata(
+        rows=2,
+        queries=2,
+        cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 1, 2], dtype=torch.int32),
+        max_seqlen_q=1,
+        max_seqlen_k=1,
+        key_index=torch.tensor([0, 0]),
+        gathered=2,
+    )
+    q, k = torch.zeros(2, 1, 1, dtype=torch.bfloat16), torch.zeros(2, 1, 1, dtype=torch.bfloat16)
+    v = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    attention = VarlenAttention("cpu")
+    out = context_parallel_attention(lambda: q, k, v, metadata, attention, dist.group.WORLD)
+    share = [[256.0, 1.0], [1.0, 0.0]][rank]
+    (gradient,) = torch.autograd.grad(out, v, torch.tensor(share).reshape(2, 1, 1).bfloat16())
+    return float(gradient[0])
+
+
+def test_key_gradients_are_summed_in_float32() -> None:
+    assert run_ranks(key_gradient, 2) == [258, 0]
+
+
+def kept_keys(rank: int, recomputed: bool) -> list[bool]:
+    """Whether the keys and values that the kernel read are still there after forward."""
+    made = layout("per_document", [64, 40], 2, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
+    metadata = metadata.for_layer(0, recomputed)
+    storages = []
+
+    class Attention(VarlenAttention):
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> Tensor:
+            storages.extend(each.untyped_storage()._weak_ref() for each in (k, v))
+            return super().__call__(q, k, v, *arguments)  # type: ignore[arg-type]
+
+    inputs = [torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3)]
+    attention = Attention("cpu")
+    events: list[str] = []
+    attention.timer = Recorder(events)
+    q, k, v = inputs
+    out = context_parallel_attention(lambda: q, k, v, metadata, attention, dist.group.WORLD)
+    kept = [not torch.UntypedStorage._expired(each) for each in storages]
+    gather = context_parallel._all_gather
+    context_parallel._all_gather = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
+    out.sum().backward()
+    context_parallel._all_gather = gather
+    # Keys travel before attention is timed.
+    assert events == ["start", "stop"] + ["gather"] * (not recomputed) + ["start", "stop"]
+    return kept
+
+
+class Recorder:
+    def __init__(self, events: list[str]) -> None:
+        self.start = lambda: events.append("start")
+        self.stop = lambda: events.append("stop")
+
+
+def kept_keys_both(rank: int) -> list[list[bool]]:
+    return [kept_keys(rank, recomputed) for recomputed in (False, True)]
+
+
+def test_gathered_keys_are_not_kept_for_backward() -> None:
+    assert run_ranks(kept_keys_both, 2) == [[[False] * 2, [True] * 2]] * 2
+
+
+def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> list[str]:
+    """What happens in which order, forward and backward; without what the kernel does."""
+    made = layout(sharding, lengths, 2, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
+    metadata = metadata.for_layer(0, recomputed)
+    events: list[str] = []
+
+    class Work:
+        def __init__(self, work: dist.Work) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            events.append("wait")
+            self.work.wait()
+
+    def logged(holder: Any, name: str) -> Any:
+        collective = getattr(holder, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            assert named["async_op"]
+            events.append(name.strip("_"))
+            return Work(collective(*arguments, **named))
+
+        return mock.patch.object(holder, name, call)
+
+    class Project(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            events.append(name)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            events.append(ctx.name)
+            return 2 * gradient, None
+
+    hidden, k, v = (torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3))
+    with (
+        logged(context_parallel, "_all_gather"),
+        logged(context_parallel, "_reduce_scatter"),
+        logged(dist, "all_to_all_single"),
+    ):
+        out = context_parallel_attention(
+            lambda: Project.apply(hidden, "queries"),
+            k,
+            v,
+            metadata,
+            VarlenAttention("cpu"),
+            dist.group.WORLD,
+        )
+        out = Project.apply(out, "output")
+        metadata.read_ahead(out)
+        events.append("|")
+        out.sum().backward()
+    return events
+
+
+# (lengths, sharding, what is posted in forward and in backward)
+EXCHANGES: list[tuple[list[int], str, tuple[str, str] | None]] = [
+    ([64, 40], "per_document", ("all_gather", "reduce_scatter")),
+    ([64, 40], "per_sequence", ("all_to_all_single", "all_to_all_single")),
+    ([128] * 4, "hybrid", None),  # every piece whole on a rank
+]
+
+
+def orders(rank: int) -> list[list[str]]:
+    return [
+        order_of(rank, lengths, sharding, recomputed)
+        for lengths, sharding, _ in EXCHANGES
+        for recomputed in (False, True)
+    ]
+
+
+def test_projections_run_while_keys_travel() -> None:
+    wanted = []
+    for _, _, posted in EXCHANGES:
+        for recomputed in (False, True):
+            forward, backward, again = ["queries"], ["queries"], ["output"]
+            if posted is not None:
+                forward, backward = ([post, "queries", "wait"] for post in posted)
+                if not recomputed:
+                    again = [posted[0], "output", "wait"]
+            wanted.append([*forward, "output", "|", *again, *backward])
+    assert run_ranks(orders, 2) == [wanted] * 2
+
+
+def mismatch(rank: int) -> None:
+    q = torch.zeros(4, 1, 2)
+    metadata = AttentionMetadata.from_indices(
+        rank_indices(layout("per_document", [4], 1, 1), 0), 4, 1
+    )
+    attention = VarlenAttention("cpu")
+    with pytest.raises(ValueError, match=r"has 2 rank\(s\).*made without context parallelism"):
+        context_parallel_attention(lambda: q, q, q, metadata, attention, dist.group.WORLD)
+
+
+def test_metadata_of_another_mesh_is_refused() -> None:
+    run_ranks(mismatch, 2)
+    q = torch.zeros(4, 1, 2)
+    made = layout("per_document", [8], 2, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(made, 0), made.rows, 2)
+    attention = VarlenAttention("cpu")
+    with pytest.raises(ValueError, match=r"has 1 rank\(s\).*made for context parallelism"):
+        context_parallel_attention(lambda: q, q, q, metadata, attention, None)
+    with pytest.raises(ValueError, match=r"k has 5 rows.*describes 4 rows"):
+        context_parallel_attention(lambda: q, q.repeat(5, 1, 1)[:5], q, metadata, attention, None)
+    alone = layout("per_document", [4], 1, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(alone, 0), 4, 1)
+    with pytest.raises(ValueError, match=r"q has 3 rows.*describes 4 rows"):
+        context_parallel_attention(lambda: q[:3], q, q, metadata, attention, None)
