@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -35,6 +35,7 @@ class Case:
     activation_checkpointing: str = "none"
     masked: bool = False
     sliding_window: int | None = None
+    layers: int = 4
 
 
 CASES = (
@@ -60,11 +61,16 @@ def documents(masked: bool) -> InMemoryDocuments:
     return InMemoryDocuments(sequences, masks, vocab_size=VOCABULARY)
 
 
-def config(tied: bool, sliding_window: int | None = None) -> TransformerConfig:
-    """Four small layers, so that four stages have one each."""
+def on_mesh(case: Case, mesh: tuple[int, ...]) -> Case:
+    """Without a pipeline two layers: half the messages of a step, of the same kinds."""
+    return case if mesh[1] > 1 else replace(case, layers=2)
+
+
+def config(tied: bool, sliding_window: int | None = None, layers: int = 4) -> TransformerConfig:
+    """Small layers, four of them so that four stages have one each."""
     return TransformerConfig(
         dim=32,
-        layers=4,
+        layers=layers,
         heads=4,
         kv_heads=2,
         ffn_dim=48,
@@ -77,7 +83,7 @@ def config(tied: bool, sliding_window: int | None = None) -> TransformerConfig:
 def module(case: Case, **options: Any) -> LanguageModule:
     """A fresh module; the same initial weights every time."""
     return LanguageModule(
-        config(case.tied, case.sliding_window),
+        config(case.tied, case.sliding_window, case.layers),
         learning_rate=1e-2,
         activation_checkpointing=case.activation_checkpointing,  # type: ignore[arg-type]
         seed=7,

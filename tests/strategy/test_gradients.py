@@ -13,6 +13,7 @@ from tests.strategy.harness import (
     Recorder,
     data,
     module,
+    on_mesh,
     reference,
     relative_error,
     trainer,
@@ -101,7 +102,7 @@ def test_every_schedule_gives_the_same_gradients(ranks, runs):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_gradients_and_parameters_equal_one_process(mesh):
-    cases = tuple(CASES[index] for index in MESHES[mesh])
+    cases = tuple(on_mesh(CASES[index], mesh) for index in MESHES[mesh])
     ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, cases, process_group=False)
     for index, case in enumerate(cases):
         check_equal([rank[index] for rank in ranks], case)
@@ -125,7 +126,7 @@ def test_the_meshes_and_cases_meet():
     data, pipeline, context, tensor = range(4)
     for axis in (data, pipeline, context, tensor):
         assert values("sharding", context, axis) == {each.sharding for each in CASES}, axis
-        for trait in ("packing", "tied", "masked", "activation_checkpointing"):
+        for trait in ("packing", "tied", "masked", "activation_checkpointing", "sliding_window"):
             assert values(trait, axis) == {getattr(each, trait) for each in CASES}, (axis, trait)
 
 
@@ -137,8 +138,9 @@ BY_HEADS = (
 
 @pytest.mark.parametrize("mesh", [(1, 1, 2, 2), (1, 2, 2, 1)], ids=str)
 def test_attention_split_by_heads_gives_the_same_gradients(mesh):
-    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, BY_HEADS, process_group=False)
-    for index, case in enumerate(BY_HEADS):
+    cases = tuple(on_mesh(case, mesh) for case in BY_HEADS)
+    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, cases, process_group=False)
+    for index, case in enumerate(cases):
         check_equal([rank[index] for rank in ranks], case)
 
 

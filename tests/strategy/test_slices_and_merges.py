@@ -10,7 +10,7 @@ import pytest
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.changed_plans import changed_data
-from tests.strategy.harness import CASES, Recorder, module, trainer
+from tests.strategy.harness import CASES, Recorder, module, on_mesh, trainer
 from tests.strategy.test_gradients import check_equal
 
 ONE, DP, PP, CP, TP = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
@@ -98,11 +98,12 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
 
 def run_changed(rank: int, runs: tuple[tuple[Any, ...], ...]) -> list[dict]:
     results = []
-    for change, mesh, schedule, case in runs:
+    for change, mesh, schedule, number in runs:
+        case = on_mesh(CASES[number], mesh)
         recorder = Recorder()
         strategy = WLBStrategy(*mesh, schedule=schedule)
         runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
-        runner.fit(module(CASES[case]), changed_data(CASES[case], change))
+        runner.fit(module(case), changed_data(case, change))
         results.append(recorder.record())
     return results
 
@@ -117,5 +118,5 @@ def test_one_process_without_an_executor():
 def test_changed_plans_give_the_gradients_of_one_process(runs):
     ranks = int(np.prod(runs[0][1]))
     results = run_ranks(run_changed, ranks, runs, process_group=False, timeout=240)
-    for index, (*_, case) in enumerate(runs):
-        check_equal([rank[index] for rank in results], CASES[case])
+    for index, (_, mesh, _, number) in enumerate(runs):
+        check_equal([rank[index] for rank in results], on_mesh(CASES[number], mesh))
