@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lightning_wlb.plan import Piece
+from lightning_wlb.planning.slicing import descending
 
 OVERHEAD_PERCENT = 10  # more work, in all, for a piece that replicas share
 
@@ -61,34 +62,30 @@ def merge_pieces(
     Returns:
         Equal pieces go by (document, origin), equal replicas and sets by number.
     """
-    order = sorted(pieces, key=lambda piece: (-piece.tokens, piece.document, piece.origin))
-    total = sum(work(piece.tokens) for piece in order)
-    sized: list[tuple[int, Piece]] = []
-    others: list[Piece] = []
-    for piece in order:
-        size = _size(work(piece.tokens), total, replicas, per_capacity, overhead_percent)
-        if size > 1:
-            sized.append((size, piece))
-        else:
-            others.append(piece)
+    order = descending(pieces)
+    works = [work(piece.tokens) for piece in order]
+    total = sum(works)
+    sizes = [_size(each, total, replicas, per_capacity, overhead_percent) for each in works]
+    sized = [entry for entry in zip(sizes, order, works, strict=True) if entry[0] > 1]
     sized.sort(key=lambda entry: -entry[0])
     loads = [0] * replicas
     shared: list[tuple[Piece, Members]] = []
-    for size, piece in sized:
+    for size, piece, piece_work in sized:
         sets = [range(first, first + size) for first in range(0, replicas - size + 1, size)]
         members = min(sets, key=lambda each: max(loads[replica] for replica in each))
-        part = shared_work(work(piece.tokens), size, overhead_percent)
+        part = shared_work(piece_work, size, overhead_percent)
         for replica in members:
             loads[replica] += part
         shared.append((piece, tuple(members)))
     own: list[list[Piece]] = [[] for _ in range(replicas)]
     heap = [(load, replica) for replica, load in enumerate(loads)]
     heapq.heapify(heap)
-    for piece in others:
-        load, replica = heap[0]
-        own[replica].append(piece)
-        loads[replica] = load + work(piece.tokens)
-        heapq.heapreplace(heap, (loads[replica], replica))
+    for size, piece, piece_work in zip(sizes, order, works, strict=True):
+        if size == 1:
+            load, replica = heap[0]
+            own[replica].append(piece)
+            loads[replica] = load + piece_work
+            heapq.heapreplace(heap, (loads[replica], replica))
     return Merged(shared, own, loads)
 
 

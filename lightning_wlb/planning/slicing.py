@@ -97,7 +97,7 @@ def deal_pieces(
     """
     dealt: list[list[Piece]] = [[] for _ in range(replicas)]
     totals = [(0, replica) for replica in range(replicas)]
-    for piece in _descending(pieces):
+    for piece in descending(pieces):
         total, replica = totals[0]
         dealt[replica].append(piece)
         heapq.heapreplace(totals, (total + work(piece.tokens), replica))
@@ -147,7 +147,7 @@ def slice_pieces(
     """
     if not pieces:
         return []
-    ascending = _descending(pieces)[::-1]
+    ascending = descending(pieces)[::-1]
     lengths = [stop - origin for _, origin, stop, _ in ascending]
     tokens = sum(lengths)
     count = max(min(packs, tokens // least), -(-tokens // cap), 1)
@@ -168,7 +168,8 @@ def _shares(packs: int, taper: int) -> list[int]:
     ]
 
 
-def _descending(pieces: Sequence[Piece]) -> list[Piece]:
+def descending(pieces: Sequence[Piece]) -> list[Piece]:
+    """By descending length, equal ones by (document, origin)."""
     order = sorted(pieces)
     lengths = [stop - origin for _, origin, stop, _ in order]
     # Equal lengths keep their order.

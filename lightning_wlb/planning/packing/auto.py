@@ -46,10 +46,10 @@ from lightning_wlb.planning.candidates import FEWEST, Candidates, Score, Way, sc
 from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.merging import Merged, merge_pieces
 from lightning_wlb.planning.packing.base import Groups, Mesh, Rules
-from lightning_wlb.planning.packing.slim import count_packs, slice_shared
+from lightning_wlb.planning.packing.slim import own_work, slice_shared
 from lightning_wlb.planning.packing.tapered import TaperedPacker
 from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, sharded, unsharded
-from lightning_wlb.planning.slicing import PrefixWork
+from lightning_wlb.planning.slicing import PrefixWork, share_packs
 
 SHARED = (2, 4, 8)  # MicroPacks of shared pieces are as long as so many times N over the step
 UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
@@ -132,8 +132,8 @@ class AutoPacker(TaperedPacker):
         It is chosen without what replicas share, which is the same whatever becomes of their own.
         """
         rules, work = self.rules, self._prefix_work
-        nominal = count_packs(merged, count, work)
-        loads = [sum(work(piece.tokens) for piece in own) for own in merged.own]
+        loads = own_work(merged, work)
+        nominal = share_packs(loads, count, sum(merged.loads))
         result: list[Chosen] = [None] * mesh.replicas
         way, latest = FEWEST, Score(False, 0)
         for number in sorted(range(mesh.replicas), key=lambda number: -loads[number]):

@@ -44,7 +44,7 @@ class SlimPacker(Packer):
         per_capacity = 1 if mesh.stages_per_rank == 1 else 0
         merged = merge_pieces(pieces, mesh.replicas, self._prefix_work, per_capacity)
         packs = self.rules.micro_packs * self.rules.micro_batches
-        counts = count_packs(merged, packs, self._prefix_work)
+        counts = share_packs(own_work(merged, self._prefix_work), packs, sum(merged.loads))
         shared = slice_shared(merged, packs, self.rules.cap, self._prefix_work)
         return [
             replica_plan(
@@ -57,10 +57,9 @@ class SlimPacker(Packer):
         ]
 
 
-def count_packs(merged: Merged, packs: int, work: PrefixWork) -> list[int]:
-    """MicroPacks of each replica's own pieces, of ``packs`` over all replicas, by work."""
-    own = [sum(work(piece.tokens) for piece in pieces) for pieces in merged.own]
-    return share_packs(own, packs, sum(merged.loads))
+def own_work(merged: Merged, work: PrefixWork) -> list[int]:
+    """Work of each replica's own pieces."""
+    return [sum(work(piece.tokens) for piece in pieces) for pieces in merged.own]
 
 
 def slice_shared(merged: Merged, packs: int, cap: int, work: PrefixWork) -> list[Shared]:
