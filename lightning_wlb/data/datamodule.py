@@ -65,8 +65,12 @@ class WLBDataModule(L.LightningDataModule):
         packing_window: global batches that the fixed-length packings pack together.
         delay_budget: mean delay of tokens in steps that ``balanced``, ``tapered`` and (with
             several ``nominal_replicas``) ``auto`` packing may cost; 0: none.
+        max_age: the most steps that a piece waits.
         nominal_replicas: data-parallel replicas that ``tapered`` and ``auto`` have in mind when
             they let long pieces wait. It stays what it is when the run moves to another mesh.
+        nominal_stages: pipeline stages that ``tapered`` has in mind, likewise.
+        solver: of the integer programs ``fixed_ilp`` and ``varlen_ilp``: ``"cbc"`` or ``"highs"``.
+        solver_nodes: most branch-and-bound nodes of a solve.
         asymmetric: whether ``auto`` packing also tries slices grouped apart for forward and for
             backward, see :class:`~lightning_wlb.planning.settings.DataSettings`.
         long_documents: what becomes of documents above the context window: ``"split"``,
@@ -112,7 +116,11 @@ class WLBDataModule(L.LightningDataModule):
         micro_packs: int = 4,
         packing_window: int = 1,
         delay_budget: float = 0.25,
+        max_age: int = 12,
         nominal_replicas: int = 1,
+        nominal_stages: int = 4,
+        solver: Literal["cbc", "highs"] = "cbc",
+        solver_nodes: int = 100,
         asymmetric: bool = False,
         long_documents: Literal["split", "truncate", "error"] = "split",
         sharding: str = ADAPTIVE,
@@ -139,7 +147,11 @@ class WLBDataModule(L.LightningDataModule):
             micro_packs=micro_packs,
             packing_window=packing_window,
             delay_budget=delay_budget,
+            max_age=max_age,
             nominal_replicas=nominal_replicas,
+            nominal_stages=nominal_stages,
+            solver=solver,
+            solver_nodes=solver_nodes,
             asymmetric=asymmetric,
             long_documents=long_documents,
             seed=seed,

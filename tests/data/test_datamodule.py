@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_wlb.data import datamodule
 from lightning_wlb.data.batch import Coordinates, StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.planning import DataSettings
 
 SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
 
@@ -221,6 +222,20 @@ def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
     assert {number for step in module.validated[-one_pass:] for number in step} == set(range(10))
     assert documents.state_dict()["planner"]["step"] == 6
     trainer(tmp_path).validate(module, data(validation_documents=10), verbose=False)
+
+
+def test_every_data_setting_is_an_argument_of_the_same_default() -> None:
+    other = {
+        "context_window": 64, "micro_batches": 3, "packing": "fixed_ilp", "cap": 64, "queues": 3,
+        "thresholds": (40, 50, 60), "long_documents": "truncate", "seed": 5, "shuffle": False,
+        "max_tokens": 10_000, "packing_window": 2, "delay_budget": 0.5, "max_age": 3,
+        "nominal_replicas": 2, "nominal_stages": 2, "solver": "highs", "solver_nodes": 7,
+        "micro_packs": 2, "asymmetric": True,
+    }  # fmt: skip
+    assert set(other) == {field.name for field in fields(DataSettings)}
+    assert WLBDataModule(sequences(), **other).settings == DataSettings(**other)
+    needed = {"context_window": 64, "micro_batches": 3}
+    assert WLBDataModule(sequences(), **needed).settings == DataSettings(**needed)
 
 
 def test_held_out_documents_are_chosen_by_the_seed() -> None:
