@@ -47,6 +47,8 @@ CASES = (
     Case("wlb", "adaptive"),
     Case("original", "ptrr", masked=True),
 )
+# For what is around a step: two stages have a layer each.
+SMALL, SMALL_TIED = (replace(case, layers=2) for case in CASES[:2])
 
 
 def documents(masked: bool) -> InMemoryDocuments:

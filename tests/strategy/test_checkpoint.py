@@ -24,7 +24,8 @@ from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 
 # Untied: delayed documents wait in the queues after step 6. Tied: step 6 ends an epoch.
-UNTIED, TIED = Case("wlb", masked=True), Case("original", "per_document", tied=True)
+UNTIED = Case("wlb", masked=True, layers=2)
+TIED = Case("original", "per_document", tied=True, layers=2)
 DATA = {UNTIED: {"micro_batches": 2}, TIED: {"micro_batches": 2, "long_documents": "truncate"}}
 SCHEDULE = {"warmup_tokens": 200, "decay_tokens": 700}
 

@@ -13,9 +13,9 @@ from lightning_wlb.strategy.communicators import communicators
 from lightning_wlb.strategy.mesh import MeshSizes
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import free_port, run_ranks
-from tests.strategy.harness import CASES, data, module, trainer
+from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
 
-CASE, TIED = CASES[0], CASES[1]
+CASE, TIED = SMALL, SMALL_TIED
 HELD_OUT = {"validation_documents": 5}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_wlb.profiling.ranks import start_ranks
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.strategy.harness import CASES, data, module, trainer
+from tests.strategy.harness import SMALL, data, module, trainer
 
 LIMIT = 60.0  # seconds
 
@@ -34,7 +34,7 @@ class Fails(L.Callback):
 def fit(rank: int, mesh: tuple[int, ...], victim: int, hook: str) -> int:
     callbacks = [Fails(hook)] if rank == victim else []
     runner = trainer(WLBStrategy(*mesh), 2, max_steps=50, max_epochs=-1, callbacks=callbacks)
-    runner.fit(module(CASES[0]), data(CASES[0]))
+    runner.fit(module(SMALL), data(SMALL))
     return runner.global_step
 
 

@@ -10,9 +10,9 @@ import lightning_wlb  # noqa: F401  registers "wlb"
 from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
-from tests.strategy.harness import CASES, data, module, reference, trainer
+from tests.strategy.harness import SMALL, data, module, reference, trainer
 
-CASE = CASES[0]
+CASE = SMALL
 PRECISIONS = ["32-true", "64-true", "bf16-true", "bf16-mixed"]
 MESHES = [(2, 1, 1, 1), (1, 2, 1, 1)]
 

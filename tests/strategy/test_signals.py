@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
-from tests.strategy.harness import CASES, Recorder, data, module, trainer
+from tests.strategy.harness import SMALL, Recorder, data, module, trainer
 
-CASE = CASES[0]
+CASE = SMALL
 MESH = (1, 2, 1, 1)
 JOB = "4711"
 # What Slurm sets in every task.

@@ -9,9 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
-from tests.strategy.harness import CASES, Recorder, data, module, trainer
+from tests.strategy.harness import SMALL, Recorder, data, module, trainer
 
-CASE = CASES[0]
+CASE = SMALL
 HELD_OUT = {"validation_documents": 5}
 
 # Options of the Trainer, those of the data module, what follows: steps taken, validations.

@@ -24,7 +24,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_wlb import LanguageModule, WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import (
-    CASES,
+    SMALL,
+    SMALL_TIED,
     Recorder,
     config,
     data,
@@ -34,7 +35,7 @@ from tests.strategy.harness import (
     whole,
 )
 
-CASE, TIED = CASES[0], CASES[1]
+CASE, TIED = SMALL, SMALL_TIED
 MESHES = [(2, 1, 1, 1), (1, 2, 1, 1)]
 HELD_OUT = {"validation_documents": 5}
 
@@ -181,7 +182,7 @@ def monitors(make: Make, folder: Path) -> dict[str, Any]:
         max_steps=30,
         max_epochs=-1,
     )
-    model = Averaged(config(False), learning_rate=0.05, seed=7)
+    model = Averaged(config(False, layers=2), learning_rate=0.05, seed=7)
     documents = data(CASE, **HELD_OUT)
     runner.fit(model, documents)
     assert runner.global_step < 30, "stopped early"
