@@ -42,10 +42,11 @@ def freed_bytes(
         boundary: of a micro-batch, bytes that a stage sends to its neighbour.
     """
     freed: defaultdict[Action, int] = defaultdict(int)
+    order, _ = backward_order(replica)
     for micro_batch, reader in first_readers(replica).items():
         for stage in range(stages):
             size = key_gradients(stage, micro_batch)
-            freed[Action(stage, BACKWARD, reader)] -= size
+            freed[Action(stage, BACKWARD, order[reader])] -= size
             freed[Action(stage, BACKWARD, micro_batch)] += size
     _add_messages(
         freed,
@@ -75,7 +76,7 @@ def freed_bytes_recomputed(
         sent: bytes that an action sends to the neighbouring stage.
     """
     freed: defaultdict[Action, int] = defaultdict(int)
-    readers = first_readers_recomputed(replica)
+    readers = first_readers(replica)
     for number, forwards in enumerate(last_uses(replica)):
         for stage in range(stages):
             for forward in forwards:
@@ -106,40 +107,24 @@ def _add_messages(
             freed[receiver] += sum(map(sent, sends))
 
 
-def first_readers_recomputed(replica: ReplicaPlan) -> dict[int, int]:
-    """Of each forward micro-batch whose keys others read in backward, the first that does."""
-    slices_before: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    place = {number: at for at, group in enumerate(replica.forward) for number in group.slices}
-    for number, part in enumerate(replica.slices):
-        slices_before[part.document, part.origin].append((part.start, number))
-    readers: dict[int, int] = {}
-    for at, group in enumerate(replica.backward):
-        own = set(group.slices)
-        for part in replica.slices_of(group):
-            for start, number in slices_before[part.document, part.origin]:
-                if start < part.start and number not in own:
-                    readers.setdefault(place[number], at)
-    return readers
-
-
 def first_readers(replica: ReplicaPlan) -> dict[int, int]:
-    """Of each micro-batch whose keys later slices read, the one of these whose backward is first.
+    """Of each forward micro-batch whose keys others read in backward, the first that does.
 
     Args:
-        replica: as it is executed (``planning.units``); micro-batches by their place in forward.
+        replica: as it is executed (``planning.units``).
+
+    Returns:
+        Places in ``forward``, and in ``backward``.
     """
-    if not any(part.context for part in replica.slices):
-        return {}
-    place = {number: at for at, number in enumerate(backward_order(replica)[0])}
+    slices_of: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    place = {number: at for at, group in enumerate(replica.forward) for number in group.slices}
+    for number, part in enumerate(replica.slices):
+        slices_of[part.document, part.origin].append((part.start, number))
     readers: dict[int, int] = {}
-    earliest: dict[tuple[int, int], int] = {}
-    for number in reversed(range(len(replica.forward))):
-        pieces = {
-            (part.document, part.origin) for part in replica.slices_of(replica.forward[number])
-        }
-        later = [earliest[piece] for piece in pieces if piece in earliest]
-        if later:
-            readers[number] = min(later, key=place.__getitem__)
-        for piece in pieces:
-            earliest[piece] = min(number, earliest.get(piece, number), key=place.__getitem__)
+    for at, group in enumerate(replica.backward):
+        for part in replica.slices_of(group):
+            if part.context:
+                for start, number in slices_of[part.document, part.origin]:
+                    if start < part.start and number not in group.slices:
+                        readers.setdefault(place[number], at)
     return readers
