@@ -20,9 +20,10 @@ leave a pipeline nothing to wait for: holding long pieces back was measured to g
 (Generator A, N = 4, four stages: 1.182 times the step's work without delay, 1.186 at a mean delay
 of 0.25 steps). They wait, as in ``tapered``, only where they have more work than a fair share of
 ``nominal_replicas``, a data setting, and only under ``delay_budget``. With one nominal replica,
-the default, nothing ever waits. On 16 replicas of one stage each (N = 16) a step takes 1.035 times
-its work with ``nominal_replicas=16``, at a mean delay of 0.13 steps, and 1.046 without delay;
-1.97 where pieces are not shared either, and ``balanced`` 1.034 at 0.44.
+the default, nothing ever waits. On 16 replicas of one stage each (N = 16) a step takes 1.027 times
+its work with ``nominal_replicas=16``, at a mean delay of 0.16 steps, and 1.034 without delay;
+``tapered``, which shares no pieces, takes 1.132 at 0.21, ``balanced`` 1.117 at 0.26 and ``wlb``
+1.066 at 0.66 (``benchmarks/results/packing.md``, simulated, sharing taken to cost 10 %).
 
 On a pipeline of one stage it packs whole pieces, as few micro-batches as the cap allows: there is
 no bubble to fill. Where the schedule runs no slices (GPipe), all pieces stay whole and none is
