@@ -14,6 +14,9 @@ same is said of them. Their slices stay on the ranks where their forward ran, in
 a :class:`Home` says where in forward those rows were. Keys of earlier slices are then those that
 the forward micro-batches left behind.
 
+With a sliding window the keys that no query of a segment sees are left out, and so are earlier rows
+that no query of the micro-batch sees.
+
 Pure numpy, in the data loader. Cost: linear in the keys read, which for a piece cut into n slices
 is n/2 times the piece.
 """

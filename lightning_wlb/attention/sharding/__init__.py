@@ -17,9 +17,9 @@ of one piece) and deals them to the ranks of the context-parallel group:
 
 The rows of a rank are its chunks one after another, padded at the end so that all ranks have
 equally many and tensor parallelism can divide them. Each chunk is one attention segment: its
-queries are the chunk's rows, its keys the piece from its start to the chunk's end, causal and
-aligned at the bottom right (the last query sees every key). Under ``heads`` the segments are the
-whole pieces.
+queries are the chunk's rows, its keys the piece from its start (with a sliding window, from the
+first key that its first query sees) to the chunk's end, causal and aligned at the bottom right (the
+last query is that of the last key). Under ``heads`` the segments are the whole pieces.
 """
 
 from lightning_wlb.attention.sharding.choice import ADAPTIVE, choose, predicted_latency

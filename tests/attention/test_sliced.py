@@ -1,0 +1,78 @@
+"""Sliced attention on one rank: what is copied, and in which dtype gradients are summed.
+
+That outputs and gradients are right, on any mesh, is tested where whole steps are
+(tests/strategy/test_slices_and_merges.py and test_random_plans.py).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
+from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.sliced import sliced_attention
+from lightning_wlb.attention.slices import SlicedReplica
+from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.plan import Slice
+
+
+class Seen(VarlenAttention):
+    """Remembers the keys and values of its last call."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> Tensor:
+        self.last = k, v
+        return super().__call__(q, k, v, *arguments)  # type: ignore[arg-type]
+
+
+def metadata_of_slices(cuts: list[int]) -> list[AttentionMetadata]:
+    """One piece, each of its slices a micro-batch, and one cache."""
+    members = [[Slice(0, 0, *edges)] for edges in pairwise(cuts)]
+    layouts = [layout("hybrid", [part.tokens], 1, 1) for (part,) in members]
+    replica, cache = SlicedReplica(layouts, members), KeyValueCache()
+    every = []
+    for number, made in enumerate(layouts):
+        indices = replica.indices(number, 0)
+        metadata = AttentionMetadata.from_indices(indices.own, made.rows, 1)
+        metadata.slices = SliceMetadata.from_indices(indices, number)
+        metadata.slices.cache = cache
+        every.append(metadata.for_layer(0))
+    return every
+
+
+def test_a_first_slice_copies_nothing_and_the_cache_holds_its_keys_themselves() -> None:
+    first, second = metadata_of_slices([0, 3, 5])
+    attention = Seen("cpu")
+    q, k, v = (torch.randn(3, 2, 8, requires_grad=True) for _ in range(3))
+    sliced_attention(q, k, v, first, attention, None)
+    assert [x.data_ptr() for x in attention.last] == [k.data_ptr(), v.data_ptr()]
+    assert first.slices is not None
+    cache = first.slices.cache
+    assert cache is not None
+    assert cache.bytes == k.nbytes + v.nbytes
+    own_q, own_k, own_v = (torch.randn(2, 2, 8, requires_grad=True) for _ in range(3))
+    out = sliced_attention(own_q, own_k, own_v, second, attention, None)
+    for read, earlier, own in zip(attention.last, (k, v), (own_k, own_v), strict=True):
+        assert torch.equal(read, torch.cat((earlier, own)))
+    # The last slice is read by none. What the first one is read for comes back to it.
+    assert len(cache) == 1
+    out.sum().backward()
+    assert [x.shape for x in cache.gradients] == [k.shape, v.shape]
+
+
+def test_gradients_of_half_types_are_summed_in_float32() -> None:
+    """One token's value is read by three slices: 256 and twice 1, which bfloat16 cannot add up."""
+    every = metadata_of_slices([0, 1, 2, 3])
+    attention = VarlenAttention("cpu")
+    zero = torch.zeros(1, 1, 8, dtype=torch.bfloat16)  # every key in sight weighs the same
+    values = [torch.zeros_like(zero).requires_grad_() for _ in every]
+    outs = [
+        sliced_attention(zero, zero, value, metadata, attention, None)
+        for value, metadata in zip(values, every, strict=True)
+    ]
+    for out, share in reversed(list(zip(outs, (256.0, 2.0, 3.0), strict=True))):
+        out.backward(torch.full_like(out, share))
+    assert values[0].grad is not None
+    assert values[0].grad.flatten().tolist() == [258.0] * 8
