@@ -144,7 +144,8 @@ def _profile(total: int, longest: int, count: int, before: int) -> list[float]:
 def _estimate(job: Job, heights: Sequence[float]) -> tuple[list[int], list[int]]:
     """Loads and forwards of micro-batches that follow a profile, short pieces as a fluid."""
     count = len(heights)
-    least = sum(job.total) // (8 * count)
+    fluid, fluid_forward = sum(job.total), sum(job.forward)
+    least = fluid // (8 * count)
     gaps = [(-height, index) for index, height in enumerate(heights)]
     heapq.heapify(gaps)
     forwards = [0.0] * count
@@ -156,11 +157,12 @@ def _estimate(job: Job, heights: Sequence[float]) -> tuple[list[int], list[int]]
         gap, index = gaps[0]
         loads[index] += total
         forwards[index] += job.forward[long]
+        fluid -= total
+        fluid_forward -= job.forward[long]
         heapq.heapreplace(gaps, (gap + total, index))
         long += 1
-    fluid = sum(job.total[long:])
     if fluid:
-        share = sum(job.forward[long:]) / fluid
+        share = fluid_forward / fluid
         # Raise all gaps by the same amount, down to none, until the fluid is used up.
         order = sorted(gaps)
         level, rest = 0.0, float(fluid)
