@@ -150,17 +150,15 @@ def _estimate(job: Job, heights: Sequence[float]) -> tuple[list[int], list[int]]
     heapq.heapify(gaps)
     forwards = [0.0] * count
     loads = [0.0] * count
-    long = 0
-    for total in job.total:
+    for total, forward in zip(job.total, job.forward, strict=True):
         if total < least:
             break
         gap, index = gaps[0]
         loads[index] += total
-        forwards[index] += job.forward[long]
+        forwards[index] += forward
         fluid -= total
-        fluid_forward -= job.forward[long]
+        fluid_forward -= forward
         heapq.heapreplace(gaps, (gap + total, index))
-        long += 1
     if fluid:
         share = fluid_forward / fluid
         # Raise all gaps by the same amount, down to none, until the fluid is used up.
