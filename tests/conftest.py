@@ -1,5 +1,8 @@
-"""Order of the tests for ``make test``, where a worker takes a file at a time.
+"""No time limit on an example, and the order of the tests for ``make test``.
 
+A busy machine would fail hypothesis' limit on a single example; pytest has one on every test.
+
+For the order: a worker takes a file at a time.
 Files of runs on several ranks come first: they take most of the suite's time, and one that begins
 last leaves the other worker idle. (A file is not split among workers: what a module's fixture has
 run on several ranks would run in both.)
@@ -11,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # By the CPU time that they take, most first.
 LONG = (
@@ -23,6 +27,9 @@ LONG = (
     "cli",
     "attention",
 )
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

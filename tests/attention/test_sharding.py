@@ -108,7 +108,7 @@ def exchanged(every: list[RankIndices], rank: int, rows: int) -> np.ndarray:
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @given(lengths=micro_batches, ranks=sizes, tensor=sizes, window=st.none() | st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_once_and_every_key_where_it_is_said_to_be(
     sharding: str, lengths: list[int], ranks: int, tensor: int, window: int | None
 ) -> None:
@@ -156,7 +156,7 @@ def test_every_token_once_and_every_key_where_it_is_said_to_be(
 
 
 @given(lengths=micro_batches, ranks=sizes)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_rank_has_more_rows_than_the_mean(lengths: list[int], ranks: int) -> None:
     for sharding in SHARDINGS:
         most = layout(sharding, lengths, ranks, 1).rows
@@ -165,7 +165,7 @@ def test_no_rank_has_more_rows_than_the_mean(lengths: list[int], ranks: int) -> 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @given(lengths=micro_batches, tensor=sizes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_one_rank_holds_whole_pieces_in_order(
     sharding: str, lengths: list[int], tensor: int
 ) -> None:
@@ -178,7 +178,7 @@ def test_one_rank_holds_whole_pieces_in_order(
 
 @pytest.mark.parametrize("sharding", PER_DOCUMENT)
 @given(chunks=st.lists(st.integers(1, 30), min_size=1, max_size=8), ranks=sizes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_pieces_that_divide_are_the_same_work_on_every_rank(
     sharding: str, chunks: list[int], ranks: int
 ) -> None:

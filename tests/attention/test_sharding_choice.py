@@ -129,7 +129,7 @@ def test_no_rank_sends_more_than_by_an_all_gather_of_everything(ranks: int) -> N
     ranks=st.sampled_from([2, 3, 8]),
     overhead=st.integers(1, 3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_least_predicted_latency_wins(lengths: list[int], ranks: int, overhead: int) -> None:
     def cost(queries: Integers, keys: Integers) -> Integers:
         return reference_kernel_cost(queries, keys, overhead)

@@ -74,7 +74,7 @@ def check_keys(indices, arrangement, slices, held, window):
     st.sampled_from([1, 2]),
     st.none() | st.integers(1, 20),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_keys_of_both_passes_where_backward_runs_forward_again(
     lengths, draw, name, ranks, tensor, window
 ):
@@ -128,7 +128,7 @@ def test_pieces_of_other_layouts_stay_on_their_ranks():
 
 @pytest.mark.parametrize("kind", ["symmetric", "recomputed"])
 @given(lengths=LENGTHS, draw=st.randoms(use_true_random=False))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_every_forward_has_one_last_use(kind, lengths, draw):
     replica = random_replica(draw, lengths, kind)
     free = last_uses(replica)

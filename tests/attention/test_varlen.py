@@ -49,7 +49,7 @@ def test_cpu_equals_dense(heads: int, kv_heads: int, dtype: torch.dtype, bound: 
     scale=st.sampled_from([None, 0.3]),
     sliding_window=st.none() | st.integers(1, 70),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_segments_equal_dense(
     segments: Segments,
     heads: tuple[int, int],

@@ -124,7 +124,7 @@ def test_the_rate_is_exact_for_times_affine_in_queries_times_keys() -> None:
     assert far[0] == pytest.approx(1 / rate(64, 8.0), rel=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 100_000)), min_size=1, max_size=20),
     st.randoms(use_true_random=False),
@@ -139,7 +139,7 @@ def test_a_sum_does_not_depend_on_the_order(segments: list, random: object, back
     assert isinstance(first, int)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 100_000), st.integers(0, 100_000), st.booleans())
 def test_more_keys_never_take_less_time(queries: int, before: int, backward: bool) -> None:
     model = LatencyModel(H100, SHAPE)
@@ -148,7 +148,7 @@ def test_more_keys_never_take_less_time(queries: int, before: int, backward: boo
     assert more >= less
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 100_000), st.integers(1, 1000), st.booleans())
 def test_more_rows_never_take_less_time(rows: int, extra: int, backward: bool) -> None:
     model = LatencyModel(H100, SHAPE)

@@ -158,7 +158,7 @@ meshes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 90), min_size=1, max_size=25),
     st.integers(0, 1 << 30),

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
@@ -31,7 +31,6 @@ def test_targets_without_a_mask_leave_out_the_last_token() -> None:
     assert store.targets(1, 0, 1) == 0
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_targets_count_what_the_mask_allows(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))

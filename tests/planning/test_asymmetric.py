@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Slice, StepPlan
@@ -61,7 +61,6 @@ def test_the_same_packs_where_both_passes_cost_alike():
     st.sampled_from([(1, 1), (8, 16), (128, 512)]),
     st.sampled_from([(FORWARD, BACKWARD), (LINEAR, PrefixWork(1, 50))]),
 )
-@settings(deadline=None)
 def test_every_plan_is_valid_and_its_units_run(lengths, packs, cap, grain, works):
     tile, least = grain
     pieces = pieces_of(lengths)

@@ -63,7 +63,7 @@ def test_an_overhead_makes_many_micro_batches_dear():
     assert dear([sliced(8)]).time > dear([sliced(2)]).time
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=20),
     packs=st.integers(1, 24),

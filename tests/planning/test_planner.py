@@ -68,7 +68,7 @@ meshes = st.builds(
 store_lengths = st.lists(st.integers(1, 120), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(lengths=store_lengths, data=data_settings(), mesh=meshes)
 def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
     """Promise 2, over three epochs, whatever is split, truncated, delayed, carried or drained."""
@@ -119,7 +119,7 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
         assert not planner.held
 
 
-@settings(deadline=None, max_examples=75)
+@settings(max_examples=75)
 @given(lengths=store_lengths, data=data_settings(), first=meshes, second=meshes)
 def test_what_enters_a_step_does_not_depend_on_the_mesh(lengths, data, first, second) -> None:
     one, other = (Planner(lengths, data, work, mesh) for mesh in (first, second))
@@ -130,7 +130,7 @@ def test_what_enters_a_step_does_not_depend_on_the_mesh(lengths, data, first, se
         assert one.state_dict() == other.state_dict()
 
 
-@settings(deadline=None, max_examples=75)
+@settings(max_examples=75)
 @given(
     lengths=store_lengths, data=data_settings(), mesh=meshes, other=meshes, stop=st.integers(0, 25)
 )

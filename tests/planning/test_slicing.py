@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import ModelShape, Work
@@ -128,7 +128,6 @@ def test_a_long_piece_starts_in_a_fresh_pack():
     st.sampled_from([(1, 1), (8, 16), (128, 512)]),
     st.sampled_from([WORK, LINEAR, PrefixWork(1, 50)]),
 )
-@settings(deadline=None)
 def test_every_plan_is_valid(lengths, packs, replicas, cap, grain, work):
     tile, least = grain
     pieces = pieces_of(lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.planning.holding import UNIT, Others, Waiting
@@ -46,7 +46,6 @@ def test_looks_ahead() -> None:
     assert hold_subset(waiting, others, [dull, match], costly) == [False]
 
 
-@settings(deadline=None)
 @given(
     pieces=st.lists(st.integers(20, 200), min_size=1, max_size=6),
     others=st.integers(0, 1200),

@@ -27,7 +27,7 @@ def time_of(job: Job, groups, stages: int) -> int:
     return pipeline_time(forward, [t - f for t, f in zip(total, forward, strict=True)], stages)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     tokens=st.lists(st.integers(1, 100), max_size=60),
     nominal=st.integers(1, 6),

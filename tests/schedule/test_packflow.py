@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
@@ -70,7 +70,6 @@ def test_without_slices_and_with_virtual_stages_it_is_interleaved(ranks, stages_
     st.integers(1, 6),
     st.integers(1, 3),
 )
-@settings(deadline=None)
 def test_no_deadlock_whatever_the_chains(lengths, ranks, stages_per_rank):
     order, needs = chains(lengths)
     programs = [packflow(rank, ranks, order, needs, stages_per_rank) for rank in range(ranks)]
@@ -85,7 +84,6 @@ def test_no_deadlock_whatever_the_chains(lengths, ranks, stages_per_rank):
 
 
 @given(st.data(), st.integers(1, 10), st.integers(1, 5), st.integers(1, 3))
-@settings(deadline=None)
 def test_no_deadlock_whatever_the_order_and_needs(data, count, ranks, stages_per_rank):
     order = data.draw(st.permutations(range(count)))
     needs = [data.draw(st.integers(index + 1, count)) for index in order]
@@ -122,7 +120,6 @@ def test_orders_that_cannot_run_are_refused():
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), st.integers(1, 3))
-@settings(deadline=None)
 def test_backwards_that_run_forward_again_may_be_more_or_fewer(data, forwards, count, ranks, each):
     needs = [data.draw(st.integers(1, forwards)) for _ in range(count)]
     programs = [

@@ -57,7 +57,7 @@ def test_what_is_held_depends_on_the_pipeline_and_not_on_the_micro_batches(ranks
 
 
 @given(st.data(), st.integers(1, 8), st.integers(2, 4), st.integers(1, 2))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_send_is_proven_by_a_message_that_was_sent_after_its_arrival(data, count, ranks, each):
     order = data.draw(st.permutations(range(count)))
     needs = [data.draw(st.integers(index + 1, count)) for index in order]

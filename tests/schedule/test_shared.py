@@ -1,7 +1,7 @@
 """Micro-batches that replicas share: no deadlock between replicas, and the simulated wait."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
@@ -111,7 +111,6 @@ def test_a_longer_warm_up_of_one_replica_needs_aligned_orders():
     st.lists(st.lists(st.integers(1, 4), max_size=4), min_size=4, max_size=4),
     st.integers(1, 4),
 )
-@settings(deadline=None)
 def test_shared_first_never_deadlocks(quads, pairs, own, ranks):
     replicas = plan_of(quads, pairs, own)
     programs = [

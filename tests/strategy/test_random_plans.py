@@ -32,7 +32,7 @@ def tokens_of(part: Slice) -> list[tuple[int, int]]:
 
 
 @given(LENGTHS, RANDOM, st.sampled_from(KINDS), st.sampled_from([1, 2]), st.sampled_from([None, 4]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_legal_plans_run_with_the_gradients_of_dense_attention(lengths, draw, kind, stages, window):
     replica = random_replica(draw, lengths, kind)
     plan = plan_of(replica, lengths).validate()
@@ -62,7 +62,7 @@ def test_legal_plans_run_with_the_gradients_of_dense_attention(lengths, draw, ki
 
 
 @given(LENGTHS, RANDOM, st.sampled_from(KINDS), st.integers(1, 4), st.sampled_from([1, 2]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_legal_plans_simulate_without_deadlock(lengths, draw, kind, ranks, stages_per_rank):
     replica = units(random_replica(draw, lengths, kind), 1, 1)
     schedule = "1f1b" if stages_per_rank == 1 else "interleaved"
@@ -83,7 +83,7 @@ def test_legal_plans_simulate_without_deadlock(lengths, draw, kind, ranks, stage
 
 
 @given(LENGTHS, RANDOM, st.sampled_from([1, 2]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_what_forward_keeps_is_freed_with_the_last_backward_that_needs_it(lengths, draw, stages):
     replica = random_replica(draw, lengths, "recomputed")
     batch = batch_of(plan_of(replica, lengths).validate(), lengths)
@@ -112,7 +112,7 @@ def test_what_forward_keeps_is_freed_with_the_last_backward_that_needs_it(length
 
 
 @given(LENGTHS, RANDOM, st.sampled_from(["symmetric", "asymmetric"]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_keys_and_their_gradients_are_freed_with_their_own_backward(lengths, draw, kind):
     replica = random_replica(draw, lengths, kind)
     batch = batch_of(plan_of(replica, lengths).validate(), lengths)
@@ -155,7 +155,7 @@ def groups_of(replica: ReplicaPlan, pass_name: str) -> list[list[int]]:
 
 
 @given(LENGTHS, RANDOM, st.sampled_from(KINDS), st.sampled_from(["forward", "backward"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_plans_that_cannot_run_are_refused_with_the_reason(lengths, draw, kind, pass_name):
     replica = random_replica(draw, lengths, kind)
     plan = plan_of(replica, lengths).validate()
@@ -196,7 +196,7 @@ def test_plans_that_cannot_run_are_refused_with_the_reason(lengths, draw, kind, 
 
 
 @given(LENGTHS, RANDOM, st.sampled_from(KINDS))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_replicas_share_what_they_say_that_they_share(lengths, draw, kind):
     replica = random_replica(draw, lengths, kind)
 
