@@ -2,7 +2,7 @@
 
 Every rank of a context-parallel group holds some rows of a micro-batch (:mod:`.sharding`). In
 forward the keys and values that other ranks read travel in one collective: an all-gather of the
-rows of pieces that lie on several ranks, or an all-to-all of just the prefixes that are read,
+rows of pieces that lie on several ranks, or an all-to-all of just what is read of them,
 whichever the layout says; nothing where every piece lies whole on one rank. An index then puts
 what this rank's queries see in document order, both prefixes of a document at once, so that one
 kernel call does the work. Backward scatter-adds the gradients of these rows and sends them back

@@ -177,7 +177,10 @@ class _Reader:
         return keys.to(grad_keys.dtype), values.to(grad_values.dtype)
 
     def _from_later(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's own keys and values that later slices have left; wide."""
+        """Gradients of this rank's own keys and values that later slices have left; wide.
+
+        The caller may add to them: nothing else reads them any more.
+        """
         if self.slices.homes is None:
             later = self.cache.gradients_of(self.layer, self.slices.micro_batch)
             if later is not None:

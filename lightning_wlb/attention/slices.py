@@ -220,6 +220,11 @@ class SlicedReplica:
                 cu_seqlens_k=cu_seqlens_k.astype(np.int32),
                 max_seqlen_k=max(lengths, default=0),
                 key_index=key_index,
+                # All rows are gathered, whatever whole pieces would send.
+                gathered=0,
+                send_index=np.empty(0, np.int64),
+                send_counts=(),
+                receive_counts=(),
             ),
             positions=own.offset + (origins[own.document] if len(own.document) else 0),
             runs=_runs(put_together, key_index if alone else None),

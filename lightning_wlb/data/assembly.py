@@ -74,6 +74,10 @@ def make_step_batch(
     layouts = [forward_layout(replica, group, *sizes) for group in replica.forward]
     sliced = SlicedReplica(layouts, members, sliding_window)
 
+    def rank_in(group: MicroBatch) -> int:
+        # Merged replicas put their context-parallel groups one after another.
+        return at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
+
     def tensors(
         number: int,
         group: MicroBatch,
@@ -84,8 +88,7 @@ def make_step_batch(
             f"the plan says {group.rows} rows, the sharding {arrangement.rows}"
         )
         slices = replica.slices_of(group)
-        # Merged replicas put their context-parallel groups one after another.
-        rank = at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
+        rank = rank_in(group)
         parts = sliced_indices(rank) if sliced.is_sliced(slices) else None
         return _micro_batch(
             number, slices, arrangement, rank, parts, len(group.replicas), store, at, sliding_window
@@ -103,8 +106,7 @@ def make_step_batch(
             made = tensors(
                 number, group, arrangement, partial(sliced.indices_again, arrangement, parts)
             )
-            rank = at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
-            homes = sliced.homes(arrangement, parts, rank)
+            homes = sliced.homes(arrangement, parts, rank_in(group))
             recomputed.append(replace(made, homes=tuple(map(RowsAt.of, homes))))
     return StepBatch(
         plan, at.replica, executed, micro_batches, state, next_digest, last, recomputed=recomputed
@@ -124,18 +126,18 @@ def _micro_batch(
 ) -> MicroBatchTensors:
     rows = arrangement.rows
     if parts is not None:
-        indices, offsets = parts.own, parts.positions
-        attention = replace(
-            AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window),
-            slices=SliceMetadata.from_indices(parts, number),
-        )
+        indices = parts.own
+    elif arrangement.by_heads:
+        # Which has all keys, whatever the window.
+        indices, sliding_window = head_indices(arrangement, rank), None
     else:
-        if arrangement.by_heads:
-            indices = head_indices(arrangement, rank)
-        else:
-            indices = rank_indices(arrangement, rank, sliding_window)
-        offsets = indices.offset
-        attention = AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window)
+        indices = rank_indices(arrangement, rank, sliding_window)
+    offsets = indices.offset if parts is None else parts.positions
+    attention = replace(
+        AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window),
+        replicas=replicas,
+        slices=None if parts is None else SliceMetadata.from_indices(parts, number),
+    )
     positions = np.zeros(rows, np.int64)
     positions[: len(offsets)] = offsets
     tokens = np.zeros(rows, np.int64) if at.first_stage else None
@@ -146,7 +148,7 @@ def _micro_batch(
         tokens=None if tokens is None else torch.from_numpy(tokens),
         labels=None if labels is None else torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
-        attention=replace(attention, replicas=replicas),
+        attention=attention,
         rows=rows,
     )
 

@@ -9,10 +9,10 @@ the packs that are left. Where the next piece does not fit, the largest whole pi
 that follow closely fills the gap; else it is cut, at a tile.
 
 The common refinement of both cuts is the plan's slices. Symmetric packs are balanced in the sum of
-both passes already, so packs of their own can gain little: 0.1 to 0.4 % of a step on Generator A
+both passes already, so packs of their own can gain little: 0.2 to 0.5 % of a step on Generator A
 if packs ran whole in both passes (``benchmarks/slimpack.py``). The executor runs what one forward
 and one backward pack share as a unit (:mod:`~lightning_wlb.planning.units`); units are many and
-unequal, and a plan in units is slower there than a symmetric one by a fifth. Recomputing every
+unequal, and a plan in units is slower there than a symmetric one by 13 to 32 %. Recomputing every
 forward pack loses more unless activations are checkpointed anyway. So nothing chooses these plans
 but a simulator that finds them faster.
 

@@ -21,16 +21,8 @@ import numpy as np
 
 try:
     from numba import njit
-    from numba.extending import overload
 except ImportError:
     njit = None
-else:  # What numba does not know, of ascending arrays.
-    overload(bisect_left)(
-        lambda values, limit: lambda values, limit: np.searchsorted(values, limit)
-    )
-    overload(bisect_right)(
-        lambda values, limit: lambda values, limit: np.searchsorted(values, limit, "right")
-    )
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +34,21 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         return function
     made: Callable[P, R] = njit(cache=True)(function)
     return made
+
+
+def _count_below(values: Any, limit: int) -> int:
+    return int(np.searchsorted(values, limit))
+
+
+def _count_up_to(values: Any, limit: int) -> int:
+    return int(np.searchsorted(values, limit, "right"))
+
+
+count_below: Callable[[Any, int], int] = bisect_left if njit is None else compiled(_count_below)
+"""Of ascending values, as :func:`integers` makes them, how many are less than a limit."""
+
+count_up_to: Callable[[Any, int], int] = bisect_right if njit is None else compiled(_count_up_to)
+"""Of ascending values, how many are at most a limit."""
 
 
 def integers(values: Sequence[int]) -> Any:

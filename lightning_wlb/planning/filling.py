@@ -8,14 +8,14 @@ Cost: O(log P) for each slice of P pieces, and O(P) for a pack where the token c
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
-from lightning_wlb.planning.compiled import compiled, integers
+from lightning_wlb.planning.compiled import compiled, count_below, count_up_to, integers
 
 OPEN_GAPS = 400  # a gap below target / OPEN_GAPS stays open
+UNBOUNDED = 1 << 40  # tokens; a window that no piece fills
 _BITS = 62  # that an integer of numba holds
 
 
@@ -23,8 +23,9 @@ class Rule(NamedTuple):
     """What slices must be.
 
     Attributes:
-        linear: work of the first x tokens of a piece is ``linear``·x + ``pair``·x·(x + 1)/2.
-        pair: see there.
+        linear: work of a token, see :func:`prefix_work`.
+        pair: of a query and a key.
+        window: most keys that a query sees.
         cap: most tokens of a pack.
         tile: cut positions are multiples of it from the piece's origin.
         least: tokens of the shortest slice, but for whole pieces.
@@ -32,6 +33,7 @@ class Rule(NamedTuple):
 
     linear: int
     pair: int
+    window: int
     cap: int
     tile: int
     least: int
@@ -58,37 +60,56 @@ def fill(tokens: Sequence[int], shares: Sequence[int], rule: Rule) -> Filled:
 
     Args:
         tokens: of each piece, ascending; at least one.
-        shares: relative work of each pack.
+        shares: relative work of each pack; their sum below 2^40.
         rule: for the slices.
     """
-    # Products of work and shares in the integers of numba: more bits are left out.
-    most = sum(tokens) * (rule.linear + rule.pair * (tokens[-1] + 1)) * max(shares)
-    excess = max(most.bit_length() - _BITS, 0)
-    linear, pair = rule.linear >> excess, rule.pair >> excess
-    works = [linear * each + pair * (each * (each + 1) // 2) for each in tokens]
-    coarse = rule._replace(linear=linear, pair=pair)
-    return Filled(*_fill(integers(tokens), integers(works), integers(shares), coarse))
+    works = [prefix_work(rule.linear, rule.pair, rule.window, each) for each in tokens]
+    excess = sum(works).bit_length() - _BITS
+    if excess > 0:  # for the integers of numba: these bits are left out
+        rule = rule._replace(linear=rule.linear >> excess, pair=rule.pair >> excess)
+        works = [prefix_work(rule.linear, rule.pair, rule.window, each) for each in tokens]
+    return Filled(*_fill(integers(tokens), integers(works), integers(shares), rule))
+
+
+def prefix_work(linear: int, pair: int, window: int, tokens: int) -> int:
+    """Work of a piece's first ``tokens`` tokens.
+
+    Args:
+        linear: of each token.
+        pair: of each query and key that it sees.
+        window: most keys that a query sees, its own included.
+        tokens: of the prefix.
+    """
+    inside = min(tokens, window)
+    return linear * tokens + pair * (inside * (inside + 1) // 2 + (tokens - inside) * window)
+
+
+_prefix_work = compiled(prefix_work)
 
 
 @compiled
-def prefix_work(linear: int, pair: int, tokens: int) -> int:
-    """Work of a piece's first ``tokens`` tokens."""
-    return linear * tokens + pair * (tokens * (tokens + 1) // 2)
-
-
-@compiled
-def prefix_tokens(linear: int, pair: int, work: int) -> int:
+def _prefix_tokens(rule: Rule, work: int) -> int:
     """The most tokens whose prefix has at most ``work``."""
+    linear, pair, window = rule.linear, rule.pair, rule.window
+    full = _prefix_work(linear, pair, window, window) if window < UNBOUNDED else -1
+    if 0 <= full <= work:
+        return window + (work - full) // (linear + pair * window)
     if pair == 0:
         return work // linear
     # The root in floating point is close; integers decide.
     half = linear / pair + 0.5
     found = int(sqrt(half * half + 2.0 * work / pair) - half)
-    while prefix_work(linear, pair, found) > work:
+    while _prefix_work(linear, pair, window, found) > work:
         found -= 1
-    while prefix_work(linear, pair, found + 1) <= work:
+    while _prefix_work(linear, pair, window, found + 1) <= work:
         found += 1
     return found
+
+
+@compiled
+def _part(whole: int, share: int, total: int) -> int:
+    """``whole`` · ``share`` // ``total``, with no larger integer on the way."""
+    return whole // total * share + whole % total * share // total
 
 
 class _Waiting(NamedTuple):
@@ -146,7 +167,7 @@ def _pour(
         if piece == 0:
             break
         if tokens[piece - 1] > room or works[piece - 1] > gap + slack:
-            most = min(bisect_right(tokens, room), bisect_right(works, gap + slack), piece - 1)
+            most = min(count_up_to(tokens, room), count_up_to(works, gap + slack), piece - 1)
             continue
         _append(waiting, made, piece, 0, tokens[piece - 1])
         room -= tokens[piece - 1]
@@ -181,8 +202,8 @@ def _sample(
 @compiled
 def _stop(rule: Rule, tokens: int, start: int, gap: int, room: int) -> int:
     """Where a slice from ``start`` of a piece ends that fills a gap; 0 where none can."""
-    before = prefix_work(rule.linear, rule.pair, start)
-    wanted = prefix_tokens(rule.linear, rule.pair, before + gap) + rule.tile // 2
+    before = _prefix_work(rule.linear, rule.pair, rule.window, start)
+    wanted = _prefix_tokens(rule, before + gap) + rule.tile // 2
     stop = min(wanted, tokens - rule.least, start + room) // rule.tile * rule.tile
     return stop if stop >= start + rule.least else 0
 
@@ -220,12 +241,12 @@ def _fill(tokens: Sequence[int], works: Sequence[int], shares: Sequence[int], ru
     for piece in range(count):
         rest_work += works[piece]
         rest_tokens += tokens[piece]
-    short = bisect_right(works, rest_work * largest // total)  # up to the work of a pack
-    cuttable = bisect_left(tokens, 2 * rule.least)
+    short = count_up_to(works, _part(rest_work, largest, total))  # up to the work of a pack
+    cuttable = count_below(tokens, 2 * rule.least)
     cut, at = 0, 0  # the piece of which only a part is placed, and where its rest begins
     for pack in range(packs):
         first, left = len(made.pieces), packs - pack
-        target = rest_work * shares[pack] // total
+        target = _part(rest_work, shares[pack], total)
         slack = target // OPEN_GAPS
         # What the packs after this one cannot hold, whatever its work.
         owed = rest_tokens - (left - 1) * rule.cap
@@ -246,18 +267,18 @@ def _fill(tokens: Sequence[int], works: Sequence[int], shares: Sequence[int], ru
                     room, gap = _pour(waiting, made, count, room, gap, slack, 1 if tight else count)
                     if len(made.pieces) > before:
                         continue
-                    fits = min(bisect_right(works, gap + slack), bisect_right(tokens, room))
+                    fits = min(count_up_to(works, gap + slack), count_up_to(tokens, room))
                     opened = _nearest(waiting.longer, max(fits, cuttable) + 1)
                     if opened > count:
                         break
             end = tokens[opened - 1]
-            work = prefix_work(rule.linear, rule.pair, at)
+            work = _prefix_work(rule.linear, rule.pair, rule.window, at)
             fits = end - at <= room and works[opened - 1] - work <= gap + slack
             stop = end if fits else _stop(rule, end, at, gap, room)
             if stop == 0:
                 break
             room -= stop - at
-            gap -= prefix_work(rule.linear, rule.pair, stop) - work
+            gap -= _prefix_work(rule.linear, rule.pair, rule.window, stop) - work
             cut, at = _extend(waiting, made, first, opened, at, stop)
             if cut:
                 break
@@ -270,8 +291,8 @@ def _fill(tokens: Sequence[int], works: Sequence[int], shares: Sequence[int], ru
                 opened = cut if cut else _nearest(waiting.longer, 1)
                 stop = min(at + unused, tokens[opened - 1])
                 room -= stop - at
-                gap -= prefix_work(rule.linear, rule.pair, stop)
-                gap += prefix_work(rule.linear, rule.pair, at)
+                gap -= _prefix_work(rule.linear, rule.pair, rule.window, stop)
+                gap += _prefix_work(rule.linear, rule.pair, rule.window, at)
                 cut, at = _extend(waiting, made, first, opened, at, stop)
         made.ends.append(len(made.pieces))
         rest_work -= target - gap

@@ -10,7 +10,7 @@
 Where a plan recomputes, forwards leave what they keep (the inputs of their stage, and keys) to the
 last backward that needs any of it, and what they send on until its arrival is proven.
 
-Cost: linear in actions and slices, about 2 µs per action.
+Cost: about 2 µs per action, and the square of the slices of a piece.
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ def first_readers(replica: ReplicaPlan) -> dict[int, int]:
         slices_of[part.document, part.origin].append((part.start, number))
     readers: dict[int, int] = {}
     for at, group in enumerate(replica.backward):
+        own = set(group.slices)
         for part in replica.slices_of(group):
             if part.context:
                 for start, number in slices_of[part.document, part.origin]:
-                    if start < part.start and number not in group.slices:
+                    if start < part.start and number not in own:
                         readers.setdefault(place[number], at)
     return readers

@@ -46,9 +46,11 @@ def micro_batch_cost(
     layer: list[tuple[int, int]] = []
     most_keys = 0
     sliced = kept or bool(before.any())
-    # Every rank contributes the rows of earlier keys that it holds.
     earlier = int(np.minimum(before, reach).sum() if reach is not None else before.sum())
-    travelling = _travelling(placed, window) + (placed.ranks - 1) * -(-earlier // placed.ranks)
+    if sliced:  # every rank sends all its rows, and those of earlier keys that it holds
+        travelling = (placed.ranks - 1) * (placed.rows - (-earlier // placed.ranks))
+    else:
+        travelling = _travelling(placed, window)
     # A single rank copies keys where there are earlier ones.
     copies = placed.ranks == 1 and earlier > 0
     # Keys are put together again in backward; "full" counts that anyway.

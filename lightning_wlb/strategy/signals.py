@@ -95,7 +95,10 @@ def _end_if_asked(trainer: pl.Trainer) -> None:
 
 
 def _report_requeue(trainer: pl.Trainer) -> None:
-    """Say, once, that an evaluation goes on; within fit the next training step heeds the signal."""
+    """Say, once, that an evaluation goes on; within fit the next training step heeds the signal.
+
+    A fit that follows in the same script does not know of it.
+    """
     executor = _executor(trainer)
     if trainer.state.fn != TrainerFn.FITTING and executor.noticed & REQUEUE:
         executor.notice &= ~REQUEUE

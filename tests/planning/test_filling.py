@@ -1,8 +1,8 @@
 from itertools import pairwise
 
-from lightning_wlb.planning.filling import Rule, fill
+from lightning_wlb.planning.filling import UNBOUNDED, Rule, fill
 
-RULE = Rule(linear=7, pair=2, cap=4000, tile=100, least=200)
+RULE = Rule(linear=7, pair=2, window=UNBOUNDED, cap=4000, tile=100, least=200)
 
 
 def packs_of(made):
@@ -21,8 +21,9 @@ def test_long_piece_over_packs_and_its_gap():
 
 
 def test_work_of_more_bits_than_an_integer_of_numba():
-    """It is counted in coarser units: 80 bits more make the same packs."""
+    """It is counted in coarser units: 80 bits more, and a rest, make the same packs."""
     tokens = sorted([3900, 2500, 1700, 900, 850, 600, 450, 300, 120, 70, 33, 5])
     small = fill(tokens, [1] * 5, RULE)
-    assert fill(tokens, [1] * 5, RULE._replace(linear=7 << 80, pair=2 << 80)) == small
+    large = RULE._replace(linear=(7 << 80) + 12345, pair=(2 << 80) + 54321)
+    assert fill(tokens, [1] * 5, large) == small
     assert sum(small.stops) - sum(small.starts) == sum(tokens)

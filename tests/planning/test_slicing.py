@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.replicas import replica_plan
-from lightning_wlb.planning.slicing import PrefixWork, deal_pieces, share_packs, slice_pieces
+from lightning_wlb.planning.slicing import (
+    PrefixWork,
+    _shares,
+    deal_pieces,
+    share_packs,
+    slice_pieces,
+)
 
 LLAMA2_7B_LAYER = Work(ModelShape(4096, 1, 32, 32, 128, 11008, 0))
 WORK = PrefixWork.of(LLAMA2_7B_LAYER.total)
@@ -41,11 +47,42 @@ def test_the_work_of_a_slice_is_that_of_its_prefixes():
         assert WORK(stop) - WORK(start) == LLAMA2_7B_LAYER.total(stop - start, start)
 
 
-@given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(0, 10**7))
-def test_position_is_the_inverse_of_work(linear, pair, tokens):
-    work = PrefixWork(linear, pair)
+@given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 10**7))
+def test_position_is_the_inverse_of_work(linear, pair, window, tokens):
+    work = PrefixWork(linear, pair, window)
     assert work.position(work(tokens)) == tokens
     assert work.position(work(tokens + 1) - 1) == tokens
+
+
+@given(st.integers(1, 300_000), st.integers(0, 10**6))
+def test_the_work_of_a_sliding_window(window, tokens):
+    cost = Work(ModelShape(64, 2, 4, 2, 16, 256, 0, sliding_window=window))
+    work = PrefixWork.of(cost.total)
+    assert work(tokens) == cost.total(tokens)
+    assert work.window == window or work.pair == 0
+
+
+def test_slices_under_a_sliding_window_have_equal_work():
+    cost = Work(ModelShape(64, 1, 4, 4, 16, 256, 0, sliding_window=1000))
+    work = PrefixWork.of(cost.total)
+    packs = slice_pieces(pieces_of([60_000, 9_000, 3_000]), 9, 72_000, work)
+    loads = [load(pack, work) for pack in packs]
+    assert len(packs) == 9
+    assert max(loads) <= 1.01 * sum(loads) / 9
+
+
+@pytest.mark.parametrize("stages", [2, 8, 16, 64])
+def test_taper_of_deep_pipelines(stages):
+    """Large work is counted as finely as the shares of many tapered packs ask for."""
+    model = Work(ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256))
+    work = PrefixWork.of(model.total)
+    pieces = pieces_of([131_072] * 6 + [40_000] * 12 + [4_000] * 150 + [700] * 400)
+    packs = slice_pieces(pieces, 96, 131_072, work, taper=stages - 1)
+    shares = _shares(96, stages - 1)
+    target = sum(work(piece.tokens) for piece in pieces) / sum(shares)
+    loads = [load(pack, work) for pack in packs]
+    assert max(loads) <= 1.03 * target * shares[0]
+    assert min(loads[: 96 - min(stages - 1, 24)]) >= 0.97 * target * shares[0]
 
 
 def test_a_cost_of_another_form_is_refused():

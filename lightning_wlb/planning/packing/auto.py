@@ -71,7 +71,9 @@ class AutoPacker(TaperedPacker):
         self._passes: tuple[PrefixWork, PrefixWork] | None = None
         if rules.asymmetric:
             forward = PrefixWork.of(rules.forward)
-            backward = PrefixWork(work.linear - forward.linear, work.pair - forward.pair)
+            backward = replace(
+                work, linear=work.linear - forward.linear, pair=work.pair - forward.pair
+            )
             # A planner that was not told the forward's part takes both passes to be alike.
             self._passes = forward, backward if backward.linear else forward
 
