@@ -3,9 +3,9 @@
 Three tables and some single figures:
 
 * the paper's Table 2 (forward imbalance max·N/Σ) beside the same methods on Generator A;
-* every method on both workloads by simulated step time over work (four stages, 1F1B), imbalance,
+* every method on the workloads by simulated step time over work (four stages, 1F1B), imbalance,
   tokens per step, delay and milliseconds;
-* dealing to 16 replicas;
+* dealing to 4 and 16 replicas;
 * verl and Megatron Core on the same lengths, and 100,000 documents in one step.
 
 All methods pack the same pieces, those that ``original`` cuts from the stream. The cost is one

@@ -8,7 +8,9 @@ with several windows and packings, and every step is judged:
   schedule with predicted times, communication left out of both. Valid on any number of cores.
 * *wall clock*: the whole step as the Trainer saw it, reduction and optimizer included, against
   the whole prediction. Only meaningful with a core for each rank and nothing else running.
-
+* both again, *own speed*: each prediction scaled by how much slower than predicted the machine was
+  in the other steps of the run. A shared machine is up to 1.5 times slower in one run than in the
+  next; what is left is the error of the simulator and of the cost model's proportions.
 * *peak of activations*: the simulator's account against the executor's count, for every step and
   rank of further runs on the pipelines.
 
@@ -129,7 +131,21 @@ def judge(mesh: Mesh, ranks: list[list[RankStep]], profile: Profile) -> list[dic
                 "wall": max(rank.wall for rank in of_ranks),
             }
         )
-    return judged
+    return at_own_speed(judged)
+
+
+def at_own_speed(judged: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The steps of one run, with what is predicted if the machine is as fast as in the others.
+
+    A step's factor is the median of measured over predicted of the run's *other* steps.
+    """
+    made = [dict(each) for each in judged]
+    for predicted, measured in (("predicted", "replayed"), ("predicted_wall", "wall")):
+        slower = [each[measured] / each[predicted] for each in judged]
+        for at, each in enumerate(made):
+            others = slower[:at] + slower[at + 1 :] or [1.0]
+            each[f"{predicted}_at_own_speed"] = each[predicted] * float(np.median(others))
+    return made
 
 
 def judge_memory(
@@ -222,6 +238,8 @@ def main(argv: list[str] | None = None) -> None:
     for kind, compared, predicted, measured in (
         ("replayed CPU times", {**results, "all": everything}, "predicted", "replayed"),
         ("wall clock", {**results, "all": everything}, "predicted_wall", "wall"),
+        ("replayed, own speed", results, "predicted_at_own_speed", "replayed"),
+        ("wall clock, own speed", results, "predicted_wall_at_own_speed", "wall"),
         ("peak of activations", memory, "predicted", "counted"),
     ):
         for name, judged in compared.items():

@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 
 def targets(rows: dict[str, dict[str, Any]]) -> list[Target]:
-    """Those of issue 5 that the rows present decide; keys are "N/method"."""
+    """Those that the rows present decide; keys are "N/method"."""
     wanted = {
         "4/slim 2·N": {"step": 1.385, "step_overhead": 1.40, "imbalance": 1.005, "cuts": 7},
         "4/slim 4·N": {

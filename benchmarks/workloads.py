@@ -1,4 +1,4 @@
-"""The workloads that every benchmark uses, so that figures compare (docs/design.md, section 6).
+"""The workloads that every benchmark uses, so that figures compare.
 
 * Generator A: the document lengths of long-context pretraining, log-normal with a Pareto tail
   (lightning_wlb/planning/workloads.py).

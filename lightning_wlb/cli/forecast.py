@@ -1,7 +1,7 @@
 """Many predicted steps of one packing as one row of a comparison.
 
 Figures over steps are given as mean, 99th percentile and *aggregate*, the quotient of the sums
-over all steps: steps differ in tokens, so a mean of quotients misleads (docs/design.md §6).
+over all steps: steps differ in tokens, so a mean of quotients misleads.
 """
 
 from __future__ import annotations

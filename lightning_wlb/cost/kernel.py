@@ -45,7 +45,7 @@ def reference_kernel_cost(
     overhead: int = OVERHEAD,
     sliding_window: int | None = None,
 ) -> Integers:
-    """Cost of causal segments aligned at the bottom right (docs/design.md, section 6).
+    """Cost of causal segments aligned at the bottom right.
 
     Args:
         queries: int64 [segments], at least 1 each.

@@ -249,7 +249,7 @@ class MemoryModel:
     def most_keys(self, rows: int) -> int:
         """Keys that a rank's segments read of a micro-batch that is one document of equal shares.
 
-        T·(1 + 1/(2·CP)) of T tokens (docs/design.md §5); its rows without context parallelism.
+        T·(1 + 1/(2·CP)) of T tokens; its rows without context parallelism.
         """
         ranks = self.mesh.context
         return rows if ranks == 1 else rows * ranks + rows // 2

@@ -83,7 +83,7 @@ def redeal(
 
     A replica's costly pieces stay, and so, about, does what its pipeline waits for; the cheap ones
     level the sum. Two rounds take another 2 to 5 % off the simulated step, whatever the first deal
-    was (docs/design.md).
+    was.
 
     Args:
         costs: of each piece, descending.

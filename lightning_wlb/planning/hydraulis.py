@@ -7,8 +7,7 @@ one in random order, each where the largest bound grows least, and keeps the bes
 
 All pipelines have the same parallel scheme here, so that any piece can run on any of them. The
 bound is that of equal or badly ordered micro-batches; :func:`~.dispatch.deal_by_time` reckons with
-half the stall and needs no trials, and what runs in less simulated time is
-in ``benchmarks/packing.py``.
+half the stall and needs no trials.
 
 Cost: Algorithm 1 takes O(trials · n · R) for n pieces and R pipelines, 0.1 s for 3,000 pieces, 16
 pipelines and one trial. The integer program is for a few dozen pieces.

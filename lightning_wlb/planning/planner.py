@@ -1,9 +1,9 @@
 """Document lengths in, step plans out: order, global batches, release, packing, dispatch, rows.
 
-A step: take the next global batch of the epoch's order; let its long pieces wait in the outlier
-queues and release what is due; pack what was released or carried into N micro-batches; deal them
-to the replicas; set the rows of every micro-batch. After an epoch's last arrival, queues and
-carried pieces are drained in steps of at most N·C tokens, and the next epoch starts empty.
+A step: take the next global batch of the epoch's order; let the packing method hold back or release
+what it will, group it and deal it to the replicas; set the rows of every micro-batch. After an
+epoch's last arrival, queues and carried pieces are drained in steps of at most N·C tokens, and the
+next epoch starts empty.
 
 Every rank runs the same planner and gets the same plan: costs are integers, ties go by document
 number, the order comes from ``numpy.random.default_rng((seed, epoch))``. The state is plain and

@@ -9,8 +9,8 @@ which few are long enough to hide it, and the following ones may shrink only slo
 
 So a long document needs no equals: S + (P - 1)·largest is the time of a pipeline whose largest
 micro-batch comes first or last, or whose micro-batches are all alike, and an unlike but well
-ordered step beats it. On Generator A, N = 4, P = 4, without delay, it takes 1.65 times the step's
-work, where equal micro-batches take 1.95; annealing over groupings and orders finds 1.63.
+ordered step beats it. On Generator A, N = 4, P = 4, without delay, it takes 1.71 times the step's
+work (``benchmarks/results/packing.md``).
 
 The construction: for three numbers of micro-batches M and six positions of the heaviest, heights of
 a profile with the step's total; costly pieces in descending cost to the largest gap to the profile,

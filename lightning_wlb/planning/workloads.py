@@ -2,8 +2,8 @@
 
 Log-normal lengths, of which one in a hundred is drawn from a Pareto tail instead, bounded by the
 context window. On it the imbalance degree of the original packing is that of WLB-LLM's Table 2
-(docs/design.md, section 6). For planning before the real corpus is at hand; not a substitute for
-its lengths.
+(``benchmarks/results/packing.md``). For planning before the real corpus is at hand; not a
+substitute for its lengths.
 
 Cost: 20 ms for 300,000 documents.
 """

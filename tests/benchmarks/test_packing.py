@@ -17,7 +17,7 @@ from lightning_wlb.planning.packing.base import Mesh
 
 
 def test_calibration_gate() -> None:
-    """DESIGN section 6: original on 300,000 documents has max·N/Σ = 1.434 ± 0.02."""
+    """Original on 300,000 documents has max·N/Σ = 1.434 ± 0.02."""
     gate = calibration()
     assert gate["imbalance_forward_mean"] == pytest.approx(1.434, abs=0.02)
     assert gate["passed"] is True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.measured import replayed
-from benchmarks.simulator import summary
+from benchmarks.simulator import at_own_speed, summary
 from lightning_wlb.cost.communication import Mesh
 from tests.planning.test_predict import plan_of
 
@@ -40,3 +40,13 @@ def test_statistics() -> None:
     assert row["median_error"] == 0
     assert row["span"] == 4
     assert row["rank_correlation"] == pytest.approx(1)
+
+
+def test_own_speed_is_that_of_the_other_steps():
+    steps = [
+        {"predicted": 1.0, "replayed": factor, "predicted_wall": 2.0, "wall": 2.0 * factor}
+        for factor in (1.5, 1.5, 1.25)
+    ]
+    made = at_own_speed(steps)
+    assert [each["predicted_at_own_speed"] for each in made] == [1.375, 1.375, 1.5]
+    assert [each["predicted_wall_at_own_speed"] for each in made] == [2.75, 2.75, 3.0]

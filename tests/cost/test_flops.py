@@ -64,7 +64,7 @@ def test_slices_of_a_piece_cost_what_the_piece_costs(cuts: list[int]) -> None:
 
 
 def test_reference_constants_of_llama2_7b() -> None:
-    """DESIGN section 6: d²/49,408 token-equivalents forward, d²/42,350 with the backward."""
+    """LLaMA2-7B: d²/49,408 token-equivalents forward, d²/42,350 with the backward."""
     linear = layer_linear_flops(LLAMA2_7B, 1)
     for tokens in (1, 4096, 49_408, 131_072):
         attention = attention_flops(LLAMA2_7B, tokens) // LLAMA2_7B.layers

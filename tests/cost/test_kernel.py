@@ -9,7 +9,7 @@ from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_co
 
 
 def by_tiles(queries: int, keys: int, overhead: int, sliding_window: int | None) -> float:
-    """docs/design.md, section 6, word by word; in key/value tiles."""
+    """The formula of the module's docstring, word by word; in key/value tiles."""
     total = 0.0
     for first in range(0, queries, TILE):
         last_query = min(first + TILE, queries)

@@ -16,24 +16,24 @@ are exact work, and an action's overhead, which is what bounds the number of mic
 forward of 1 % of a context window of short documents.
 
 What enters a step does not depend on the mesh, so it is not for the simulator to choose. Slices
-leave a pipeline nothing to wait for: holding long pieces back was measured to gain nothing there
-(Generator A, N = 4, four stages: 1.182 times the step's work without delay, 1.186 at a mean delay
-of 0.25 steps). They wait, as in ``tapered``, only where they have more work than a fair share of
-``nominal_replicas``, a data setting, and only under ``delay_budget``. With one nominal replica,
-the default, nothing ever waits. On 16 replicas of one stage each (N = 16) a step takes 1.027 times
-its work with ``nominal_replicas=16``, at a mean delay of 0.16 steps, and 1.034 without delay;
-``tapered``, which shares no pieces, takes 1.132 at 0.21, ``balanced`` 1.117 at 0.26 and ``wlb``
-1.066 at 0.66 (``benchmarks/results/packing.md``, simulated, sharing taken to cost 10 %).
+leave a pipeline nothing to wait for: in simulations of Generator A (N = 4, four stages) holding
+long pieces back gained nothing. They wait, as in ``tapered``, only where they have more work than a
+fair share of ``nominal_replicas``, a data setting, and only under ``delay_budget``. With one
+nominal replica, the default, nothing waits but what would make a step twice as long as nominal. On
+16 replicas of one stage each (N = 16) a step takes 1.027 times its work with
+``nominal_replicas=16``, at a mean delay of 0.16 steps, and 1.034 without delay; ``tapered``, which
+shares no pieces, takes 1.132 at 0.21, ``balanced`` 1.117 at 0.26 and ``wlb`` 1.066 at 0.66
+(``benchmarks/results/packing.md``, simulated, sharing taken to cost 10 %).
 
 On a pipeline of one stage it packs whole pieces, as few micro-batches as the cap allows: there is
 no bubble to fill. Where the schedule runs no slices (GPipe), all pieces stay whole and none is
 shared.
 
 Cost: 5 to 8 simulations per step, and one more for each further replica and dealing. CPU time of a
-step in plain Python (Generator A, C = 128K, four stages): 25 ms for N = 4 (200 pieces), 75 ms for
-N = 16 (830 pieces), 90 to 110 ms on four replicas, 6 ms for N = 4 without a pipeline. A device
-profile beside context parallelism costs more, as every candidate's sharding is chosen: 320 ms for
-N = 4 on four stages × CP 2. The data loader plans ahead of the step.
+step in plain Python (Generator A, C = 128K, four stages): 8 ms for N = 4 (200 pieces), 53 ms for N
+= 16 (830 pieces), of the packing alone (``benchmarks/results/packing.md``). A device profile beside
+context parallelism costs more, as every candidate's sharding is chosen: 320 ms for N = 4 on four
+stages × CP 2. The data loader plans ahead of the step.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ step which long pieces are better kept back (:mod:`~lightning_wlb.planning.subse
 of mean delay. The pieces that enter are packed longest-first by forward and backward work, under
 the token cap, as in ``wlb``.
 
-At the same imbalance it delays half as much: max·N/Σ of 1.015 at a mean delay of 0.25 steps on
-Generator A (N = 4, cap 1.5·C), where two queues have 1.018 at 0.52. It is the choice where a step
+At the same imbalance it delays half as much: max·N/Σ of 1.018 at a mean delay of 0.25 steps on
+Generator A (N = 4, cap 1.5·C), where two queues have 1.018 at 0.53. It is the choice where a step
 must have N micro-batches of equal cost. Where their number and order are free, ``tapered`` takes
 less time, at a lower cap. Like ``tapered`` it lets the tokens of a step vary.
 

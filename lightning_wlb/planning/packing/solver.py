@@ -5,7 +5,7 @@ a bound on its tokens. The solver gets a limit on branch-and-bound nodes and one
 limit on time, so that every rank of a run, and the run that resumes it, get the same answer. It
 starts from the greedy answer, which stands where the solver finds nothing better.
 
-PuLP is optional (``pip install lightning-wlb[solver]``). The optimum itself is known to be hard to
+PuLP is optional (``pip install '.[solver]'`` in a clone). The optimum itself is known to be hard to
 prove: the gap is reported against the bound max(largest weight, mean weight of a micro-batch).
 
 Cost: seconds to minutes for a window of a few global batches. Not for training: it shows how far
@@ -58,7 +58,7 @@ def require(solver: str) -> None:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(
                 f"solver={solver!r} needs {package}, which is not installed. Install it with"
-                " `pip install lightning-wlb[solver]`, or choose a packing that needs no solver"
+                " `pip install '.[solver]'` in a clone, or choose a packing that needs no solver"
                 " ('fixed_greedy', 'wlb').",
                 name=package,
             )

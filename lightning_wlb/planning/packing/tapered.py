@@ -9,11 +9,11 @@ heaviest and shrink after it, as many as the pipeline gains by
 
 The number of micro-batches is free, up to 2·N (or two for each stage, if that is more), so no
 micro-batch is longer than a context window, and nothing but the age bound forces a piece into a
-step. On Generator A with four stages and N = 4 a simulated step takes 1.41 times its work at a
-mean delay of 0.25 steps, where ``wlb`` takes 1.76 at 0.5 (docs/design.md).
+step. On Generator A with four stages and N = 4 a simulated step takes 1.41 times its work at a mean
+delay of 0.25 steps, where ``wlb`` takes 1.76 at 0.5 (``benchmarks/results/packing.md``).
 
 The price: steps differ in tokens, by a third at that budget and less at a smaller one, and the
-longest documents come in bunches. ``delay_budget=0`` gives constant tokens and 1.65. Not for a
+longest documents come in bunches. ``delay_budget=0`` gives constant tokens and 1.71. Not for a
 pipeline of one stage and one replica, which has nothing to gain.
 
 Cost: 3 ms a step of 250 pieces for one replica, of which the release is 0.1 ms.

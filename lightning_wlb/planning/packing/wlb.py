@@ -5,9 +5,9 @@ cap, to the micro-batch with the fewest tokens; where that would pass it too, th
 to the next step. Short pieces come last and even out what the long ones left, so micro-batches
 end with equal work and unequal length.
 
-Departures from the listing as printed (docs/design.md, section 7): a piece may fill a
-micro-batch exactly (``<=`` for L_max, or a document of length L_max would wait for ever), the
-carried pieces are those of this step only, and ages are bounded: a queue lets a piece through
+Departures from the listing as printed (docs/design.md, "Where we left the papers"): a piece may
+fill a micro-batch exactly (``<=`` for L_max, or a document of length L_max would wait for ever),
+the carried pieces are those of this step only, and ages are bounded: a queue lets a piece through
 that has waited ``max_age`` steps (rare on Generator A, where most wait less than 10).
 
 Cost: O(P·log P + P·log N) for P pieces in N micro-batches; 0.6 ms for 300 pieces. Not for a cap

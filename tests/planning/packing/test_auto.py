@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.packing.auto import OVERHEAD
@@ -39,6 +42,28 @@ def test_the_same_pieces_in_less_time_than_slim():
 def test_virtual_stages_are_judged_as_such():
     for auto, slim in plans(2, pipeline_parallel_size=4, stages_per_rank=2):
         assert longest(auto, 4, 2) <= longest(slim, 4, 2)
+
+
+def test_a_sliding_window_makes_long_pieces_cheaper():
+    """Slices under a window have equal work by the pairs that it leaves."""
+    work = Work(replace(LLAMA2_7B_LAYER.shape, sliding_window=4096))
+    lengths = generator_a(2000, WINDOW, 1)
+    mesh = MeshSettings(pipeline_parallel_size=4)
+    for packing in ("slim", "auto"):
+        planner = Planner(
+            lengths, DataSettings(WINDOW, 4, packing=packing), work.total, mesh,
+            forward=work.forward,
+        )  # fmt: skip
+        plan = planner.next_step()
+        (replica,) = plan.replicas
+        loads = [
+            sum(work.total(part.tokens, part.context) for part in replica.slices_of(group))
+            for group in replica.forward
+        ]
+        assert sum(loads) == sum(work.total(piece.tokens) for piece in plan.pieces)
+        if packing == "slim":
+            assert len(loads) == 16
+            assert max(loads) <= 1.02 * sum(loads) / 16
 
 
 def test_no_slices_and_few_micro_batches_without_a_pipeline():
