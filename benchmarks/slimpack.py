@@ -62,7 +62,7 @@ from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.merging import merge_pieces
 from lightning_wlb.planning.packing.best_fit import pack as best_fit
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
-from lightning_wlb.planning.slicing import deal_pieces, share_packs, slice_pieces
+from lightning_wlb.planning.slicing import share_packs, slice_pieces
 from lightning_wlb.planning.slicing_milp import slice_pieces_milp
 from lightning_wlb.planning.units import units
 
@@ -268,12 +268,11 @@ def replicas(window: int, steps: int, seed: int, counts: Sequence[int]) -> dict[
         stream = stream_of(count, window, few, seed)
         ratios = []
         for pieces in steps_of(stream, count * window, few):
-            dealt = deal_pieces(pieces, replicas_count, TOTAL)
-            loads = [sum(TOTAL(piece.tokens) for piece in own) for own in dealt]
-            packs = share_packs(loads, 4 * count)
+            dealt = merge_pieces(pieces, replicas_count, TOTAL, 0)
+            packs = share_packs(dealt.loads, 4 * count)
             made = [
                 Step.of(replica_plan(slice_pieces(own, m, window, TOTAL), 0, shard))
-                for own, m in zip(dealt, packs, strict=True)
+                for own, m in zip(dealt.own, packs, strict=True)
             ]
             longest = max(step.simulate()[0] * step.work for step in made)
             ratios.append(longest * replicas_count / sum(step.work for step in made))

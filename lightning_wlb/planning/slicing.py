@@ -1,7 +1,8 @@
 """SlimPack: pieces cut into slices, so that many small micro-batches have equal work (§4.1).
 
-Phase 1 deals whole pieces to replicas, by work. Phase 2 fills the M MicroPacks of each replica one
-after another, each to the work that is left divided by the packs that are left:
+Phase 1 deals whole pieces to replicas, by work
+(:func:`~lightning_wlb.planning.merging.merge_pieces`). Phase 2 fills the M MicroPacks of each
+replica one after another, each to the work that is left divided by the packs that are left:
 
 * a piece with more work than a pack starts in a fresh pack and is cut where the target is reached
   ("slim"); its last slice leaves a gap;
@@ -39,7 +40,6 @@ simulator does.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -94,27 +94,6 @@ class PrefixWork:
     def position(self, work: int) -> int:
         """The most tokens whose prefix has at most ``work``."""
         return bisect_right(range(work // self.linear + 1), work, key=self) - 1
-
-
-def deal_pieces(
-    pieces: Sequence[Piece], replicas: int, work: Callable[[int], int]
-) -> list[list[Piece]]:
-    """Phase 1: whole pieces to replicas, most work first to the replica with the least so far.
-
-    The capacity that each replica should get is Σ work / replicas. Longest first is within 1/3 of
-    it at worst, and within 0.1 % where no piece is above it and short ones abound. Equal pieces
-    go by (document, origin), equal replicas by number.
-
-    Returns:
-        The pieces of each replica, in descending length.
-    """
-    dealt: list[list[Piece]] = [[] for _ in range(replicas)]
-    totals = [(0, replica) for replica in range(replicas)]
-    for piece in descending(pieces):
-        total, replica = totals[0]
-        dealt[replica].append(piece)
-        heapq.heapreplace(totals, (total + work(piece.tokens), replica))
-    return dealt
 
 
 def share_packs(loads: Sequence[int], packs: int, total: int | None = None) -> list[int]:

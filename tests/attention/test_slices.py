@@ -46,6 +46,10 @@ def check_keys(indices, arrangement, slices, held, window):
     ]
     for rank, of_rank in zip(ranks, indices, strict=True):
         assert all(run.start < run.stop for run in of_rank.runs)
+        # What whole pieces would send is not sent besides.
+        assert (of_rank.own.gathered, of_rank.own.send_counts, len(of_rank.own.send_index)) == (
+            0, (), 0,
+        )  # fmt: skip
         if len(ranks) == 1:  # in the order of the segments already, in the fewest runs
             keys = everything
             assert not any(

@@ -257,6 +257,16 @@ def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
     assert tokens == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
+def test_a_batch_says_which_window_it_was_made_for_where_keys_are_missing() -> None:
+    """By heads every rank has all keys, and attention with any window will do."""
+    store = store_of([40])
+    at = Coordinates(context_parallel_size=2)
+    for sharding, window in (("per_document", 9), ("heads", None)):
+        plan = one_micro_batch([Slice(0, 0, 0, 40)], at, sharding)
+        (micro_batch,) = make_step_batch(plan, store, at, {}, 0, False, 9).micro_batches
+        assert micro_batch.attention.sliding_window == window
+
+
 def test_wrong_places_are_answered() -> None:
     store = store_of([8])
     plan = one_micro_batch([Slice(0, 0, 0, 8)], Coordinates(), "per_document")

@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.plan import Piece, Slice, StepPlan
+from lightning_wlb.planning.merging import merge_pieces
 from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.planning.slicing import (
     PrefixWork,
     _shares,
-    deal_pieces,
     share_packs,
     slice_pieces,
 )
@@ -168,7 +168,7 @@ def test_a_long_piece_starts_in_a_fresh_pack():
 def test_every_plan_is_valid(lengths, packs, replicas, cap, grain, work):
     tile, least = grain
     pieces = pieces_of(lengths)
-    dealt = deal_pieces(pieces, replicas, work)
+    dealt = merge_pieces(pieces, replicas, work, 0).own
     made = [slice_pieces(own, packs, cap, work, tile=tile, least=least) for own in dealt]
     plan_of(pieces, made, cap).validate()
     for own, of_replica in zip(dealt, made, strict=True):
@@ -199,11 +199,6 @@ def test_deterministic_whatever_the_order():
     lengths = [5000, 100, 100, 7000, 100, 2000]
     pieces = pieces_of(lengths)
     assert slice_pieces(pieces, 5, 9000, WORK) == slice_pieces(pieces[::-1], 5, 9000, WORK)
-
-
-def test_phase_1_deals_by_work():
-    dealt = deal_pieces(pieces_of([10, 9, 8, 3, 2, 2]), 2, LINEAR)
-    assert [[piece.tokens for piece in own] for own in dealt] == [[10, 3, 2, 2], [9, 8]]
 
 
 def test_packs_of_a_replica_by_its_work():
