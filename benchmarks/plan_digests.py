@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, stdlib_lengths
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.planning import DataSettings, Planner
 
 RESULTS = Path(__file__).with_name("results") / "plan_digests.json"
 STEPS = 100
@@ -82,13 +83,8 @@ def digest(setting: Setting, steps: int) -> str:
     planner = Planner(
         np.asarray(lengths),
         DataSettings(window, setting.micro_batches, packing=setting.packing),
-        REFERENCE_WORK.total,
-        MeshSettings(
-            replicas=setting.data,
-            pipeline_parallel_size=setting.pipeline,
-            context_parallel_size=setting.context,
-        ),
-        forward=REFERENCE_WORK.forward,
+        REFERENCE_WORK,
+        Mesh(setting.data, setting.pipeline, setting.context),
     )
     sha = hashlib.sha256()
     done = 0

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.planning.packing.original import cut_stream
+from lightning_wlb.planning.arrivals import cut_stream
 from lightning_wlb.planning.workloads import documents_for, generator_a
 
 __all__ = ["documents_for", "generator_a", "stdlib_lengths", "window_pieces"]
@@ -30,7 +30,7 @@ STDLIB_FILE = Path(__file__).with_name("stdlib_lengths.json")
 LLAMA2_7B_LAYER = ModelShape(
     dim=4096, layers=1, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=0
 )
-REFERENCE_WORK = Work(LLAMA2_7B_LAYER)
+REFERENCE_WORK = Work.of(LLAMA2_7B_LAYER)
 
 CALIBRATION_DOCUMENTS = 300_000
 

@@ -18,6 +18,8 @@ the arithmetic peak of a device, and this model does not know it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
+from math import isqrt
 
 from lightning_wlb.arguments import whole
 
@@ -101,24 +103,83 @@ def attention_flops(shape: ModelShape, tokens: int, context: int = 0) -> int:
 
 
 @dataclass(frozen=True)
-class Work:
-    """FLOPs of a slice of ``tokens`` tokens that follow ``context`` tokens of the same piece.
+class PassWork:
+    """Work of a pass as data: so much for each token, so much for each key that a query sees.
 
-    W_l + W_a of WLB-LLM Equation 2, forward and backward apart. Recomputation under activation
-    checkpointing is not in it.
+    Calling it gives the work of a slice, an integer in the unit of the coefficients. The work of
+    the slices of a piece adds up to that of the piece.
+
+    Args:
+        per_token: at least 1.
+        per_pair: of a query and a key that it sees, at least 0.
+        window: most keys that a query sees, its own included; None: no bound.
+
+    Raises:
+        ValueError: a coefficient out of range.
     """
 
-    shape: ModelShape
+    per_token: int
+    per_pair: int
+    window: int | None = None
 
-    def forward(self, tokens: int, context: int = 0) -> int:
-        """FLOPs of the forward pass."""
-        return linear_flops(self.shape, tokens) + attention_flops(self.shape, tokens, context)
+    def __post_init__(self) -> None:
+        for name, least in (("per_token", 1), ("per_pair", 0)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        if self.window is not None:
+            object.__setattr__(self, "window", whole("window", self.window, 1))
 
-    def backward(self, tokens: int, context: int = 0) -> int:
-        """FLOPs of the backward pass: linear ×2, attention ×2.5 (exact, the latter is even)."""
-        attention = attention_flops(self.shape, tokens, context)
-        return 2 * linear_flops(self.shape, tokens) + 5 * attention // 2
+    def __call__(self, tokens: int, context: int = 0) -> int:
+        """Work of ``tokens`` tokens that follow ``context`` tokens of the same piece."""
+        pairs = causal_pairs(tokens, context, self.window)
+        return self.per_token * tokens + self.per_pair * pairs
 
-    def total(self, tokens: int, context: int = 0) -> int:
-        """FLOPs of forward and backward, which is what the packer balances."""
-        return self.forward(tokens, context) + self.backward(tokens, context)
+    def __add__(self, other: PassWork) -> PassWork:
+        """Both passes together."""
+        assert self.window == other.window, "passes of one model have one window"
+        return PassWork(
+            self.per_token + other.per_token, self.per_pair + other.per_pair, self.window
+        )
+
+    def tokens_within(self, work: int) -> int:
+        """The most first tokens of a piece that have at most ``work``; exact integers.
+
+        Within the window work is quadratic in tokens, and the answer is the root of a quadratic;
+        beyond it every token sees as many keys.
+        """
+        if self.window is not None and work >= (inside := self(self.window)):
+            return self.window + (work - inside) // (self.per_token + self.per_pair * self.window)
+        if self.per_pair == 0:
+            return work // self.per_token
+        linear = 2 * self.per_token + self.per_pair
+        root = isqrt(linear * linear + 8 * self.per_pair * work)
+        return (root - linear) // (2 * self.per_pair)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, forward and backward apart.
+
+    Recomputation under activation checkpointing is not in it.
+
+    Args:
+        forward: of the forward pass.
+        backward: of the backward pass.
+    """
+
+    forward: PassWork
+    backward: PassWork
+
+    @cached_property
+    def total(self) -> PassWork:
+        """Of both, which is what packings balance."""
+        return self.forward + self.backward
+
+    @staticmethod
+    def of(shape: ModelShape) -> Work:
+        """The FLOPs of a model. Backward is linear ×2, attention ×2.5 (exact, it is even)."""
+        linear = linear_flops(shape, 1)
+        pair = 4 * shape.layers * shape.heads * shape.head_dim
+        return Work(
+            PassWork(linear, pair, shape.sliding_window),
+            PassWork(2 * linear, 5 * pair // 2, shape.sliding_window),
+        )

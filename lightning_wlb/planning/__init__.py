@@ -1,6 +1,6 @@
 """Document lengths in, step plans out: pure, deterministic, without tensors."""
 
 from lightning_wlb.planning.planner import Planner
-from lightning_wlb.planning.settings import DataSettings, MeshSettings
+from lightning_wlb.planning.settings import DataSettings
 
-__all__ = ["DataSettings", "MeshSettings", "Planner"]
+__all__ = ["DataSettings", "Planner"]

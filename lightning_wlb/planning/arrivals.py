@@ -5,9 +5,6 @@ epoch))``. A global batch is the next documents until N·C tokens: the document 
 line belongs to it, and the surplus is taken off the following ones. Or, where the method cuts the
 stream, exactly N·C tokens, cut every C.
 
-The order is known, so a method may look ahead: what was peeked at is kept until it is drawn, and
-is no part of the state, which a resumed run finds again from the position.
-
 Cost: linear in the documents of the global batches drawn; once per epoch a permutation.
 """
 
@@ -19,18 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.packing.original import cut_stream
 
 
 class _Position(NamedTuple):
     position: int  # in the order: documents before it have arrived
     offset: int  # tokens of the document at `position` that a cut stream has taken
     surplus: int  # tokens that earlier global batches took beyond N·C
-
-
-class _Batch(NamedTuple):
-    pieces: list[tuple[int, int, int]]  # document, origin, stop
-    after: _Position
 
 
 class GlobalBatches:
@@ -67,25 +58,18 @@ class GlobalBatches:
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(self._order)
         self._at = _Position(0, 0, 0)
-        self._peeked: list[_Batch] = []
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the epoch's last global batch has been drawn."""
+        return self._at.position >= len(self._order)
 
     def draw(self) -> list[Piece] | None:
         """The pieces of the next global batch, which may be none; None after the epoch's last."""
-        if self._at.position >= len(self._order):
+        if self.exhausted:
             return None
-        pieces, self._at = self._peeked.pop(0) if self._peeked else self._after(self._at)
+        pieces, self._at = self._after(self._at)
         return [Piece(*piece, self.step) for piece in pieces]
-
-    def peek(self, batches: int) -> list[list[int]]:
-        """Tokens of the pieces of the next global batches; fewer at the epoch's end."""
-        while len(self._peeked) < batches:
-            last = self._peeked[-1].after if self._peeked else self._at
-            if last.position >= len(self._order):
-                break
-            self._peeked.append(self._after(last))
-        return [
-            [stop - origin for _, origin, stop in batch.pieces] for batch in self._peeked[:batches]
-        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, in plain integers."""
@@ -96,12 +80,13 @@ class GlobalBatches:
         self.start_epoch(state["epoch"])
         self._at = _Position(state["position"], state["offset"], state["surplus"])
 
-    def _after(self, at: _Position) -> _Batch:
+    def _after(self, at: _Position) -> tuple[list[tuple[int, int, int]], _Position]:
+        """The (document, origin, stop) of the global batch at a position, and where it ends."""
         if self._cuts_stream:
             cut, position, offset = cut_stream(
                 self._order, self._lengths, at.position, at.offset, self._tokens, self._window
             )
-            return _Batch(cut, _Position(position, offset, 0))
+            return cut, _Position(position, offset, 0)
         pieces: list[tuple[int, int, int]] = []
         tokens, position = at.surplus, at.position
         while tokens < self._tokens and position < len(self._order):
@@ -113,4 +98,40 @@ class GlobalBatches:
             )
             tokens += length
             position += 1
-        return _Batch(pieces, _Position(position, 0, max(tokens - self._tokens, 0)))
+        return pieces, _Position(position, 0, max(tokens - self._tokens, 0))
+
+
+def cut_stream(
+    documents: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    position: int,
+    offset: int,
+    tokens: int,
+    window: int,
+) -> tuple[list[tuple[int, int, int]], int, int]:
+    """The next ``tokens`` tokens of the concatenated documents, cut every ``window`` tokens.
+
+    Args:
+        documents: document numbers in the order of the epoch.
+        lengths: tokens of each document of the store, by document number.
+        position: index in ``documents`` where the stream stands.
+        offset: tokens of that document which are already taken.
+        tokens: how many tokens to take; a multiple of ``window``.
+        window: tokens of a window, C.
+
+    Returns:
+        Pieces (document, origin, stop) in stream order, and the new ``position`` and ``offset``.
+        Fewer than ``tokens`` only at the epoch's end.
+    """
+    pieces: list[tuple[int, int, int]] = []
+    taken = 0
+    while taken < tokens and position < len(documents):
+        document = int(documents[position])
+        length = int(lengths[document])
+        part = min(length - offset, window - taken % window)
+        pieces.append((document, offset, offset + part))
+        taken += part
+        offset += part
+        if offset == length:
+            position, offset = position + 1, 0
+    return pieces, position, offset

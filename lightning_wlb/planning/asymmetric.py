@@ -26,9 +26,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
+from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import MicroBatch, Piece, Slice, symmetric_backward
-from lightning_wlb.planning.filling import OPEN_GAPS
-from lightning_wlb.planning.slicing import LEAST_SLICE, TILE, PrefixWork, slice_pieces
+from lightning_wlb.planning.slicing import LEAST_SLICE, OPEN_GAPS, TILE, slice_pieces
 
 AHEAD = 128  # pieces: how far a gap's filler may be from its turn
 
@@ -37,8 +37,8 @@ def slice_pieces_asymmetric(
     pieces: Sequence[Piece],
     packs: int,
     cap: int,
-    forward: PrefixWork,
-    backward: PrefixWork,
+    forward: PassWork,
+    backward: PassWork,
     *,
     tile: int = TILE,
     least: int = LEAST_SLICE,
@@ -88,7 +88,7 @@ class _Backward:
         forward: Sequence[Sequence[Slice]],
         stops: dict[tuple[int, int], int],
         cap: int,
-        work: PrefixWork,
+        work: PassWork,
         tile: int,
         least: int,
     ) -> None:
@@ -160,7 +160,7 @@ class _Backward:
     def _cut(self, part: Slice, gap: int, room: int) -> int:
         """Where the end of the slice begins that fills the gap; its stop where it cannot be cut."""
         end = part.stop - part.origin
-        wanted = self._work.position(max(self._work(end) - gap, 0)) + self._tile // 2
+        wanted = self._work.tokens_within(max(self._work(end) - gap, 0)) + self._tile // 2
         earliest = max(part.context + self._least, end - room) + self._tile - 1
         start = part.origin + max(wanted, earliest) // self._tile * self._tile
         return start if start <= part.stop - self._least else part.stop

@@ -3,7 +3,7 @@
 The schedule's actions are simulated. Their durations are the exact work of their slices, spread
 evenly over the stages, and for every action an overhead: what a pass through a stage costs beside
 the arithmetic, and what smaller kernels lose. Without it the smallest micro-batches would always
-win. Plans that are not symmetric are judged as the executor runs them.
+win. Plans that are not symmetric are judged as the executor runs them, in units.
 
 A replica that shares nothing, with one stage per rank, runs through a recurrence that yields what
 the simulator would, without a graph of actions: 0.2 µs for each action in plain Python, so 0.1 ms
@@ -16,17 +16,19 @@ of small micro-batches, at a hundred times the cost.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
+from lightning_wlb.cost.flops import Work, causal_pairs
 from lightning_wlb.cost.memory import USABLE_PERCENT
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, ReplicaPlan
-from lightning_wlb.planning.merging import shared_work
+from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.planning.units import units
-from lightning_wlb.schedule.actions import FORWARD, RECOMPUTED, Action
+from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import (
     backward_order,
     backward_orders,
@@ -68,28 +70,24 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class PipelineJudge:
-    """Simulates replicas on one pipeline.
+    """Simulates replicas on one pipeline, by exact work.
 
     Args:
-        total: forward and backward work of a piece's first tokens, an integer.
-        forward: its forward work.
-        ranks: of the pipeline, P.
-        stages_per_rank: V.
-        overhead: of each action, in the unit of ``total``.
+        work: of the model.
+        mesh: for the ranks of its pipeline and their virtual stages.
+        overhead: of each action, in the unit of ``work``.
         limit: tokens that a rank may have open, counted once for each of its stages.
     """
 
     sees_sharding: ClassVar[bool] = False
 
-    total: Callable[[int], int]
-    forward: Callable[[int], int]
-    ranks: int
-    stages_per_rank: int = 1
+    work: Work
+    mesh: Mesh
     overhead: int = 0
     limit: int = sys.maxsize
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
-        """The step, in the time that a rank takes for ``total`` (as if it had all layers).
+        """The step, in the time that a rank takes for its work (as if it had all layers).
 
         Args:
             replicas: all of a step, or some that share no micro-batch with others; micro-batches
@@ -98,14 +96,13 @@ class PipelineJudge:
         Returns:
             The peak counts tokens of open micro-batches, once for each stage.
         """
-        replicas = [
-            replica if _runs_whole(replica) else units(replica, 1, 1) for replica in replicas
-        ]
+        replicas = [units(replica, 1, 1) for replica in replicas]
         passes = [self._passes(replica) for replica in replicas]
         meetings = meetings_of(replicas)
-        if self.stages_per_rank == 1 and meetings is None:
+        ranks, virtual = self.mesh.pipeline, self.mesh.virtual_stages
+        if virtual == 1 and meetings is None:
             alone = [
-                _run_alone(each, *backward_order(replica), self.ranks)
+                _run_alone(each, *backward_order(replica), ranks)
                 for each, replica in zip(passes, replicas, strict=True)
             ]
             return Verdict(
@@ -113,95 +110,59 @@ class PipelineJudge:
                 max((peak for _, peak in alone), default=0),
             )
         programs = [
-            [
-                packflow(
-                    rank,
-                    self.ranks,
-                    *order,
-                    self.stages_per_rank,
-                    len(replica.forward) if replica.recompute else None,
-                )
-                for rank in range(self.ranks)
-            ]
-            for replica, order in zip(replicas, backward_orders(replicas), strict=True)
+            [packflow(rank, ranks, *order, virtual) for rank in range(ranks)]
+            for order in backward_orders(replicas)
         ]
         steps = simulate_replicas(
             programs,
             lambda replica, action: passes[replica].of(action),
-            opened_bytes=lambda replica, action: passes[replica].opened(action),
-            freed_bytes=lambda replica, action: passes[replica].freed(action),
+            opened_bytes=lambda replica, action: passes[replica].tokens[action.micro_batch],
             shared=meetings,
         )
         return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
 
     def _passes(self, replica: ReplicaPlan) -> _Passes:
         forward, backward, tokens = [], [], []
-        each, overhead = self.stages_per_rank, self.overhead
+        each, overhead = self.mesh.virtual_stages, self.overhead
         for group in replica.forward:
-            total, first, count = self._work(replica, group)
+            first, second, count = self._work(replica, group)
             forward.append(first // each + overhead)
-            backward.append((total - first) // each + overhead)
+            backward.append(second // each + overhead)
             tokens.append(count)
-        if not replica.recompute:
-            return _Passes(forward, backward, tokens, tokens)
-        again = [self._work(replica, group) for group in replica.backward]
-        return _Passes(
-            forward,
-            [total // each + overhead for total, _, _ in again],
-            tokens,
-            [count for _, _, count in again],
-        )
+        return _Passes(forward, backward, tokens)
 
     def _work(self, replica: ReplicaPlan, group: MicroBatch) -> tuple[int, int, int]:
-        """Of a micro-batch on one of its replicas: all work, its forward, tokens."""
-        total = first = count = 0
+        """Of a micro-batch on one of its replicas: forward, backward, tokens."""
+        window = self.work.forward.window
+        tokens = pairs = 0
         for index in group.slices:
             _, origin, start, stop = replica.slices[index]
-            end = stop - origin
-            total += self.total(end)
-            first += self.forward(end)
-            if start > origin:
-                total -= self.total(start - origin)
-                first -= self.forward(start - origin)
-            count += stop - start
+            tokens += stop - start
+            pairs += causal_pairs(stop - start, start - origin, window)
+        first = self.work.forward.per_token * tokens + self.work.forward.per_pair * pairs
+        total = self.work.total.per_token * tokens + self.work.total.per_pair * pairs
         members = len(group.replicas)
         if members > 1:
             total, first = shared_work(total, members), shared_work(first, members)
-        return total, first, -(-count // members)
+        return first, total - first, -(-tokens // members)
 
 
 class _Passes(NamedTuple):
-    """Lengths and tokens of the passes of a replica, by number of the action's micro-batch.
+    """The micro-batches of a replica, by number.
 
     Attributes:
         forward: length of each forward on one stage.
-        backward: of each backward, with the forward that it runs again.
-        opens: tokens of each forward.
-        frees: tokens of each backward.
+        backward: of each backward.
+        tokens: of each micro-batch.
     """
 
     forward: list[int]
     backward: list[int]
-    opens: list[int]
-    frees: list[int]
+    tokens: list[int]
 
     def of(self, action: Action) -> int:
         passes = self.forward if action.kind == FORWARD else self.backward
         return passes[action.micro_batch]
-
-    def opened(self, action: Action) -> int:
-        return self.opens[action.micro_batch] if action.kind == FORWARD else 0
-
-    def freed(self, action: Action) -> int:
-        """What the simulator does not free by itself."""
-        return self.frees[action.micro_batch] if action.kind == RECOMPUTED else 0
-
-
-def _runs_whole(replica: ReplicaPlan) -> bool:
-    """Whether every backward runs at once: the plan is symmetric, or recomputes."""
-    return replica.recompute or {group.slices for group in replica.forward} == {
-        group.slices for group in replica.backward
-    }
 
 
 def _run_alone(
@@ -219,7 +180,7 @@ def _run_alone(
         needs: forwards that each backward needs, see ``packflow``.
         ranks: of the pipeline, P.
     """
-    forward, backward, opens, frees = passes
+    forward, backward, tokens = passes
     count = len(forward)
     if not count:
         return 0, 0
@@ -245,8 +206,8 @@ def _run_alone(
                 now = ready
             ready = clock[rank] = now + duration
     # The first rank runs the most forwards ahead.
-    opened = [0, *accumulate(opens)]
-    freed = [0, *accumulate(frees[place] for place in order)]
+    opened = [0, *accumulate(tokens)]
+    freed = [0, *accumulate(tokens[place] for place in order)]
     peak = max(opened[min(count, need + ranks - 1)] - freed[at] for at, need in enumerate(planned))
     return clock[0], peak
 

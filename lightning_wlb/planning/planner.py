@@ -22,17 +22,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, choose, layout
+from lightning_wlb.arguments import choice
+from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, choose, layout
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.packing.base import Groups, Mesh
-from lightning_wlb.planning.settings import DataSettings, MeshSettings
-
-__all__ = ["DataSettings", "MeshSettings", "Planner", "Targets"]
+from lightning_wlb.planning.packing.base import Groups, Placement
+from lightning_wlb.planning.settings import DataSettings
+from lightning_wlb.schedule.programs import SLICING_SCHEDULES
+from lightning_wlb.schedule.registry import SCHEDULES
 
 Targets = Callable[[int, int, int], int]
+
+_ONE_DEVICE = Mesh()
 
 
 class Planner:
@@ -41,52 +46,56 @@ class Planner:
     Args:
         lengths: tokens of each document of the store, by document number.
         data: settings that decide which pieces enter a step.
-        work: forward and backward cost of a piece from its tokens, an integer that grows with
-            them (``lightning_wlb.cost.flops.Work(shape).total``).
-        mesh: settings that decide where micro-batches run.
+        work: forward and backward work of the model on a slice.
+        mesh: the ranks that the steps are planned for.
+        sharding: of every micro-batch, a name in ``lightning_wlb.attention.sharding.NAMES``, or
+            ``"adaptive"``: for each micro-batch the one of least predicted attention latency.
+        schedule: of the pipeline, a name in ``lightning_wlb.schedule.registry.SCHEDULES``. With
+            one that runs no slices (GPipe) ``auto`` keeps every piece whole.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
         kernel_cost: of attention segments, forward and backward together, which the choice of
             an adaptive sharding goes by.
-        forward: cost of a piece's forward alone, in the unit of ``work``, which the order of
-            micro-batches in a pipeline goes by; None: a third of ``work``.
         judge: what methods that try several plans of a step choose by, such as
             ``planning.judge.PredictedJudge``; None: simulations of ``work``.
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``.
+            ``long_documents="error"``, or an unknown sharding or schedule.
     """
 
     def __init__(
         self,
         lengths: Sequence[int] | NDArray[Any],
         data: DataSettings,
-        work: Callable[[int], int],
-        mesh: MeshSettings | None = None,
+        work: Work,
+        mesh: Mesh = _ONE_DEVICE,
+        *,
+        sharding: str = ADAPTIVE,
+        schedule: str = "1f1b",
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
-        forward: Callable[[int], int] | None = None,
         judge: Judge | None = None,
     ) -> None:
         self._data = data
-        self._mesh = mesh or MeshSettings()
+        self._mesh = mesh
         self._work = work
+        self._sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
+        slices = choice("schedule", schedule, SCHEDULES) in SLICING_SCHEDULES
         self._kernel_cost = kernel_cost
-        self._judge = judge
+        self._place = Placement(mesh, self._sharded, judge, slices)
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
         self._lengths = self._store_lengths
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
-        rules = data.rules(self._lengths, work, forward)
-        self._packer = data.method(rules)
+        self._packer = data.packer(data.rules(self._lengths, work))
         self._arrivals = GlobalBatches(
             self._lengths,
             data.nominal_tokens,
             data.context_window,
-            data.method.cuts_stream,
+            data.packer.cuts_stream,
             data.seed,
             data.shuffle,
         )
@@ -179,14 +188,7 @@ class Planner:
 
     def _plan(self, groups: Groups, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
-        mesh = Mesh(
-            self._mesh.replicas,
-            self._mesh.pipeline_parallel_size,
-            self._mesh.stages_per_rank,
-            self._judge,
-            self._mesh.slices,
-        )
-        replicas = self._packer.replicas(groups, mesh, self._sharded)
+        replicas = self._packer.replicas(groups, self._place)
         pieces = tuple(sorted(piece for group in groups for piece in group))
         return StepPlan(
             step=self._step,
@@ -204,24 +206,22 @@ class Planner:
 
     def _sharded(self, slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
         """The sharding of a micro-batch that replicas share, and its rows per context rank."""
-        mesh = self._mesh
+        mesh, sharding = self._mesh, self._sharding
         lengths = [part.tokens for part in slices]
-        sizes = (mesh.context_parallel_size * replicas, mesh.tensor_parallel_size)
+        sizes = (mesh.context * replicas, mesh.tensor)
         contexts = [part.context for part in slices]
-        if mesh.sharding == ADAPTIVE or (
-            mesh.sharding == HEADS and (replicas > 1 or any(contexts))
-        ):
+        if sharding == ADAPTIVE or (sharding == HEADS and (replicas > 1 or any(contexts))):
             # Slices and shared micro-batches exchange keys, which HEADS does not spread evenly.
             name, chosen = choose(lengths, *sizes, self._kernel_cost, contexts=contexts)
             return name, chosen.rows
-        return mesh.sharding, layout(mesh.sharding, lengths, *sizes).rows
+        return sharding, layout(sharding, lengths, *sizes).rows
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         return max(min(stop, int(self._store_lengths[document]) - 1) - start, 0)
 
     def _fingerprint(self) -> dict[str, Any]:
         """The data settings, resolved, with what identifies the documents and the cost model."""
-        data = self._data
+        data, total = self._data, self._work.total
         return {
             "documents": len(self._store_lengths),
             "document_lengths": hashlib.sha256(
@@ -229,15 +229,14 @@ class Planner:
             ).hexdigest()[:16],
             "context_window": data.context_window,
             "micro_batches": data.micro_batches,
-            "packing": data.packing,
+            "packing": data.choice.method,
             "cap": data.token_cap,
             "thresholds": list(self._packer.thresholds),
             "long_documents": data.long_documents,
             "seed": data.seed,
             "shuffle": data.shuffle,
-            # The packer asks for nothing but work, so two values stand for the model's shape.
-            "work_of_1_and_context_window": [self._work(1), self._work(data.context_window)],
-            **{name: getattr(data, name) for name in data.method.reads if name != "thresholds"},
+            "work": [total.per_token, total.per_pair, total.window],
+            **data.choice.options.fingerprint,
         }
 
 

@@ -275,7 +275,7 @@ class Predictor:
             costs=tuple(map(tuple, step.costs)),
             work_ns=work,
             peak_bytes=self.peak_bytes(step),
-            flops=sum(Work(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
+            flops=sum(Work.of(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
             devices=self.latency.mesh.devices,
             peak_flops=self.latency.profile.peak_flops,
         )

@@ -1,6 +1,13 @@
-"""From the slices of each micro-batch to the plan of a replica.
+"""Which replica runs what: micro-batches dealt to replicas, and the plan of each replica.
 
-Cost: linear in slices, and one choice of sharding for each micro-batch.
+Packings that form micro-batches over all replicas at once (N is a global number) deal them as they
+are: :func:`round_robin`, :func:`heaviest_first`. A replica may get more of them than another and,
+where replicas outnumber micro-batches, none. Both keep the packing's order within a replica.
+Packings that slice deal pieces first (:mod:`~lightning_wlb.planning.dp_merge`) and make the
+micro-batches of each replica.
+
+Cost: O(n·log R) after a sort, for n micro-batches and R replicas; a plan is linear in its slices,
+with one choice of sharding for each micro-batch.
 """
 
 from __future__ import annotations
@@ -8,12 +15,53 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.planning.longest_first import deal
+
+Deal = Callable[[Sequence[int], int], list[list[int]]]
+"""Work of each micro-batch, number of replicas -> for each replica its micro-batches, ascending."""
 
 Shard = Callable[[Sequence[Slice], int], tuple[str, int]]
 """Slices of a micro-batch, replicas that share it -> sharding, rows per context-parallel rank."""
 
 Shared = tuple[Sequence[Slice], tuple[int, ...]]
 """Slices of a micro-batch, and the replicas that share it."""
+
+
+def round_robin(works: Sequence[int], replicas: int) -> list[list[int]]:
+    """Deal micro-batches in their order, one to each replica in turn; see :data:`Deal`."""
+    return [list(range(replica, len(works), replicas)) for replica in range(replicas)]
+
+
+def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
+    """Deal micro-batches by descending work, each to the replica with the least work so far.
+
+    Equal micro-batches go by index, equal replicas by number. See :data:`Deal`.
+    """
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
+    order = sorted(range(len(works)), key=lambda index: (-works[index], index))
+    receivers = deal([works[index] for index in order], [0] * replicas)
+    for index, replica in zip(order, receivers, strict=True):
+        dealt[replica].append(index)
+    return [sorted(indices) for indices in dealt]
+
+
+def deal_micro_batches(
+    micro_batches: Sequence[list[Piece]], replicas: int, work: Callable[[int], int], how: Deal
+) -> list[list[list[Piece]]]:
+    """Deal the micro-batches that are not empty, as they are.
+
+    Args:
+        micro_batches: pieces of each.
+        replicas: number of replicas.
+        work: cost of a piece from its tokens.
+        how: :func:`round_robin` or :func:`heaviest_first`.
+
+    Returns:
+        For each replica its micro-batches, in the order in which they were given.
+    """
+    filled = [pieces for pieces in micro_batches if pieces]
+    works = [sum(work(piece.tokens) for piece in pieces) for pieces in filled]
+    return [[filled[index] for index in indices] for indices in how(works, replicas)]
 
 
 def whole(piece: Piece) -> Slice:
@@ -42,6 +90,34 @@ def replica_plan(
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 
+def asymmetric_replica_plan(
+    forward: Sequence[Sequence[Slice]],
+    backward: Sequence[Sequence[Slice]],
+    replica: int,
+    shard: Shard,
+) -> ReplicaPlan:
+    """The plan of a replica whose backward micro-batches group the slices otherwise.
+
+    Args:
+        forward: the slices of each micro-batch, in forward order.
+        backward: the same slices, in micro-batches in backward order.
+        replica: its number.
+        shard: how a micro-batch is laid out.
+    """
+    slices = [part for pack in forward for part in pack]
+    number = {part: index for index, part in enumerate(slices)}
+
+    def made(packs: Sequence[Sequence[Slice]]) -> tuple[MicroBatch, ...]:
+        result = []
+        for pack in packs:
+            members = tuple(sorted(number[part] for part in pack))
+            sharding, rows = shard([slices[index] for index in members], 1)
+            result.append(MicroBatch(members, sharding, rows, (replica,)))
+        return tuple(result)
+
+    return ReplicaPlan(tuple(slices), made(forward), made(backward))
+
+
 def unsharded(slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
     """In place of a :data:`Shard`, where the plan is only simulated: choosing one takes longer."""
     return "per_sequence", 0
@@ -58,36 +134,4 @@ def sharded(replica: ReplicaPlan, shard: Shard) -> ReplicaPlan:
         replica.slices,
         tuple(made[group.slices] for group in replica.forward),
         tuple(made[group.slices] for group in replica.backward),
-        replica.recompute,
     )
-
-
-def asymmetric_replica_plan(
-    forward: Sequence[Sequence[Slice]],
-    backward: Sequence[Sequence[Slice]],
-    replica: int,
-    shard: Shard,
-    *,
-    recompute: bool = False,
-) -> ReplicaPlan:
-    """The plan of a replica whose backward micro-batches group the slices otherwise.
-
-    Args:
-        forward: the slices of each micro-batch, in forward order.
-        backward: the same slices, in micro-batches in backward order.
-        replica: its number.
-        shard: how a micro-batch is laid out.
-        recompute: whether backward runs the forward of its slices again.
-    """
-    slices = [part for pack in forward for part in pack]
-    number = {part: index for index, part in enumerate(slices)}
-
-    def groups(packs: Sequence[Sequence[Slice]]) -> tuple[MicroBatch, ...]:
-        made = []
-        for pack in packs:
-            members = tuple(sorted(number[part] for part in pack))
-            sharding, rows = shard([slices[index] for index in members], 1)
-            made.append(MicroBatch(members, sharding, rows, (replica,)))
-        return tuple(made)
-
-    return ReplicaPlan(tuple(slices), groups(forward), groups(backward), recompute)

@@ -1,7 +1,7 @@
 """SlimPack: pieces cut into slices, so that many small micro-batches have equal work (§4.1).
 
 Phase 1 deals whole pieces to replicas, by work
-(:func:`~lightning_wlb.planning.merging.merge_pieces`). Phase 2 fills the M MicroPacks of each
+(:func:`~lightning_wlb.planning.dp_merge.merge_pieces`). Phase 2 fills the M MicroPacks of each
 replica one after another, each to the work that is left divided by the packs that are left:
 
 * a piece with more work than a pack starts in a fresh pack and is cut where the target is reached
@@ -30,70 +30,28 @@ the work of the one before drain it sooner, because nothing else runs beside the
 simulated step on Generator A is 2.5 % shorter with M = 16 and P = 4, 1.19 to 1.16 times its work,
 and 3 % with M = 8. Searching all profiles of work found 0.3 % more.
 
-Cost: O(P·log P + M) for P pieces, and O(P·M) where the cap binds; for 260 pieces in 16 packs 0.4 ms
-in plain Python and 0.25 ms with numba, of which it takes 0.02 ms to fill the packs
-(:mod:`~lightning_wlb.planning.filling`): the rest is the sorting of pieces and the making of
-slices, one object each. Not for executors that keep no keys and values between micro-batches, nor
-for so many packs that their kernels no longer fill the device: the planner cannot see that, the
-simulator does.
+Cost: O(P·log P + M) searches for P pieces, and O(P·M) where the cap binds; taking a piece out of
+the sorted ones moves the others in memory, which no real P makes felt. 0.4 ms for 260 pieces in 16
+packs. Not for executors that keep no keys and values between micro-batches, nor for so many packs
+that their kernels no longer fill the device: the planner cannot see that, the simulator does.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece, Slice
-from lightning_wlb.planning.filling import UNBOUNDED, Rule, fill, prefix_work
+from lightning_wlb.planning.longest_first import longest_first
 
 TILE = 128  # tokens; the key tile of attention kernels
 LEAST_SLICE = 512  # tokens
+OPEN_GAPS = 400  # a gap below target / OPEN_GAPS stays open
 TAPER = (6, 5)  # a tapered pack's work to that of the one after it
 _SHARE = 1 << 20  # of a pack that is not tapered
-
-
-@dataclass(frozen=True)
-class PrefixWork:
-    """Work of the first x tokens of a piece, an integer.
-
-    ``linear``·x + ``pair``·x·(x + 1)/2, and beyond the ``window`` of most keys that a query sees
-    ``linear`` + ``pair``·``window`` for every further token.
-    """
-
-    linear: int
-    pair: int
-    window: int = UNBOUNDED
-
-    @classmethod
-    def of(cls, work: Callable[[int], int]) -> PrefixWork:
-        """The coefficients of a cost of this form (``cost.flops.Work.total``).
-
-        Raises:
-            ValueError: if the cost has another form.
-        """
-        pair = work(2) - 2 * work(1)
-        found = cls(work(1) - pair, pair)
-        if found(UNBOUNDED) != work(UNBOUNDED):
-            # The first x tokens that the window makes a difference for: one more than it.
-            window = bisect_left(range(UNBOUNDED), True, key=lambda x: found(x) != work(x)) - 1
-            found = replace(found, window=window)
-        if found.linear < 1 or pair < 0 or any(found(x) != work(x) for x in (3, 1000, 131_072)):
-            raise ValueError(
-                "work is not linear·tokens + pair·(pairs of a query and a key that it sees) with"
-                " linear > 0 and pair >= 0, so the work of a slice is not known. Balance on"
-                " lightning_wlb.cost.flops.Work, or use a packing that does not slice."
-            )
-        return found
-
-    def __call__(self, tokens: int) -> int:
-        """Work of the prefix of ``tokens`` tokens."""
-        return prefix_work(self.linear, self.pair, self.window, tokens)
-
-    def position(self, work: int) -> int:
-        """The most tokens whose prefix has at most ``work``."""
-        return bisect_right(range(work // self.linear + 1), work, key=self) - 1
 
 
 def share_packs(loads: Sequence[int], packs: int, total: int | None = None) -> list[int]:
@@ -114,7 +72,7 @@ def slice_pieces(
     pieces: Sequence[Piece],
     packs: int,
     cap: int,
-    work: PrefixWork,
+    work: PassWork,
     *,
     tile: int = TILE,
     least: int = LEAST_SLICE,
@@ -127,7 +85,7 @@ def slice_pieces(
         packs: M, MicroPacks to make, at least 1. More are made where M·cap is less than the
             tokens, fewer where slices would be shorter than ``least``.
         cap: most tokens of a MicroPack.
-        work: forward and backward work of a piece's prefix.
+        work: of forward and backward.
         tile: cut positions are multiples of it from the piece's origin.
         least: tokens of the shortest slice, but for whole pieces.
         taper: how many of the last MicroPacks each have 5/6 of the work of the one before; at
@@ -139,21 +97,13 @@ def slice_pieces(
     """
     if not pieces:
         return []
-    ascending = descending(pieces)[::-1]
-    lengths = [stop - origin for _, origin, stop, _ in ascending]
-    tokens = sum(lengths)
-    count = max(min(packs, tokens // least), -(-tokens // cap), 1)
-    rule = Rule(work.linear, work.pair, work.window, cap, tile, least)
-    made = fill(lengths, _shares(count, taper), rule)
-    slices = []
-    for number, start, stop in zip(made.pieces, made.starts, made.stops, strict=True):
-        document, origin, _, _ = ascending[number - 1]
-        slices.append(Slice(document, origin, origin + start, origin + stop))
-    return [slices[first:end] for first, end in pairwise([0, *made.ends]) if first < end]
+    filling = _Filling(pieces, cap, work, tile, least)
+    count = max(min(packs, filling.tokens // least), -(-filling.tokens // cap), 1)
+    return [pack for pack in filling.fill(pack_shares(count, taper)) if pack]
 
 
-def _shares(packs: int, taper: int) -> list[int]:
-    """Relative work of each pack."""
+def pack_shares(packs: int, taper: int) -> list[int]:
+    """Relative work of each pack, the last ones tapered."""
     last = min(taper, packs // 4)
     whole, part = TAPER
     return [_SHARE] * (packs - last) + [
@@ -161,9 +111,188 @@ def _shares(packs: int, taper: int) -> list[int]:
     ]
 
 
-def descending(pieces: Sequence[Piece]) -> list[Piece]:
-    """By descending length, equal ones by (document, origin)."""
-    order = sorted(pieces)
-    lengths = [stop - origin for _, origin, stop, _ in order]
-    # Equal lengths keep their order.
-    return [order[at] for at in sorted(range(len(order)), key=lengths.__getitem__, reverse=True)]
+class _Waiting:
+    """Pieces of which nothing is placed yet, ascending by length and so by work."""
+
+    def __init__(self, pieces: Sequence[Piece], work: PassWork) -> None:
+        self.pieces = longest_first(pieces)[::-1]
+        self.lengths = [piece.tokens for piece in self.pieces]
+        self.works = [work(tokens) for tokens in self.lengths]
+
+    def count_fitting(self, tokens: int, work: int) -> int:
+        """How many, the shortest ones, have at most so many tokens and so much work each."""
+        return min(bisect_right(self.lengths, tokens), bisect_right(self.works, work))
+
+    def take(self, index: int) -> None:
+        """The piece waits no longer."""
+        del self.pieces[index], self.lengths[index], self.works[index]
+
+
+class _Part(NamedTuple):
+    """What is left of a piece.
+
+    Attributes:
+        piece: all of it.
+        placed: tokens that are in packs already, from its origin.
+        index: of the piece among those that wait, if nothing is placed.
+    """
+
+    piece: Piece
+    placed: int
+    index: int = -1
+
+
+@dataclass
+class _Pack:
+    """The pack that is being filled.
+
+    Args:
+        room: tokens that still fit.
+        gap: work that is still missing; below 0 where it has more than its target.
+        slack: work that may be missing, or too much.
+        tight: whether it must take at least half of its cap in tokens.
+        open: index of the slice of a piece that was cut here; -1 if none was.
+    """
+
+    room: int
+    gap: int
+    slack: int
+    tight: bool
+    slices: list[Slice] = field(default_factory=list)
+    open: int = -1
+
+
+class _Filling:
+    """Fills the packs of one replica; the arguments are those of :func:`slice_pieces`."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], cap: int, work: PassWork, tile: int, least: int
+    ) -> None:
+        self.cap, self.work, self.tile, self.least = cap, work, tile, least
+        self.waiting = _Waiting(pieces, work)
+        self.cut: _Part | None = None  # the piece of which only a part is placed
+        # What no finished pack holds.
+        self.tokens = sum(self.waiting.lengths)
+        self.rest = sum(self.waiting.works)
+
+    def fill(self, shares: Sequence[int]) -> list[list[Slice]]:
+        """A pack for each relative share of the work."""
+        shares_left = sum(shares)
+        short = self.rest * max(shares) // shares_left  # a piece with more work fills a pack
+        packs = []
+        for number, share in enumerate(shares):
+            left = len(shares) - number
+            target = self.rest * share // shares_left
+            # What the packs after this one cannot hold, whatever its work.
+            owed = self.tokens - (left - 1) * self.cap
+            pack = _Pack(self.cap, target, target // OPEN_GAPS, tight=2 * owed > self.cap)
+            if pack.tight:
+                self._sample(pack, short, left)
+            self._fill_by_work(pack)
+            self._take_owed(pack, owed)
+            packs.append(pack.slices)
+            self.rest -= target - pack.gap
+            self.tokens -= self.cap - pack.room
+            shares_left -= share
+        return packs
+
+    def _sample(self, pack: _Pack, most_work: int, packs_left: int) -> None:
+        """Take every ``packs_left``-th short piece: some of all lengths."""
+        waiting = self.waiting
+        longest = bisect_right(waiting.works, most_work) - 1
+        for place, index in enumerate(range(longest, -1, -1), packs_left // 2):
+            fits = waiting.lengths[index] <= pack.room and waiting.works[index] <= pack.gap
+            if fits and place % packs_left == 0:
+                self._place(pack, self._waiting_part(index), waiting.lengths[index])
+
+    def _fill_by_work(self, pack: _Pack) -> None:
+        """Take whole pieces, and where none fits a part of one, until the pack has its work."""
+        waiting = self.waiting
+        while pack.gap > pack.slack and pack.room:
+            part = self.cut
+            if part is None:
+                if not waiting.pieces:
+                    return
+                exceeds = waiting.works[-1] > pack.gap + pack.slack
+                if exceeds and (pack.tight or not pack.slices):
+                    part = self._waiting_part(len(waiting.pieces) - 1)
+                elif self._pour(pack, pack.room, pack.gap, pack.slack, one=pack.tight):
+                    continue
+                else:
+                    fitting = waiting.count_fitting(pack.room, pack.gap + pack.slack)
+                    index = max(fitting, bisect_left(waiting.lengths, 2 * self.least))
+                    if index == len(waiting.pieces):
+                        return
+                    part = self._waiting_part(index)
+            stop = self._stop(pack, part)
+            if stop == 0:
+                return
+            self._place(pack, part, stop)
+            if self.cut is not None:
+                return
+
+    def _take_owed(self, pack: _Pack, owed: int) -> None:
+        """Take the tokens that the packs after this one cannot hold, whatever their work."""
+        while (missing := owed - (self.cap - pack.room)) > 0:
+            if not self._pour(pack, missing, self.rest, 0):
+                part = self.cut or self._waiting_part(0)
+                self._place(pack, part, min(part.placed + missing, part.piece.tokens))
+
+    def _pour(
+        self, pack: _Pack, room: int, gap: int, slack: int, *, one: bool = False
+    ) -> bool:
+        """Take whole pieces, at each turn the longest that fits; whether any was taken.
+
+        Args:
+            pack: that takes them.
+            room: most tokens of all that are taken.
+            gap: work to fill.
+            slack: work that may be missing, or too much.
+            one: whether to take one at most.
+        """
+        taken = False
+        while gap > slack and not (one and taken):
+            index = self.waiting.count_fitting(room, gap + slack) - 1
+            if index < 0:
+                break
+            tokens = self.waiting.lengths[index]
+            room, gap = room - tokens, gap - self.waiting.works[index]
+            self._place(pack, self._waiting_part(index), tokens)
+            taken = True
+        return taken
+
+    def _stop(self, pack: _Pack, part: _Part) -> int:
+        """Where the slice ends that fills the pack's gap; 0 where none can.
+
+        It is the rest of the piece if that fits, else a slice that ends on a tile and leaves at
+        least ``least`` tokens.
+        """
+        start, end = part.placed, part.piece.tokens
+        before = self.work(start)
+        if end - start <= pack.room and self.work(end) - before <= pack.gap + pack.slack:
+            return end
+        wanted = self.work.tokens_within(before + pack.gap) + self.tile // 2
+        stop = min(wanted, end - self.least, start + pack.room) // self.tile * self.tile
+        return stop if stop >= start + self.least else 0
+
+    def _waiting_part(self, index: int) -> _Part:
+        return _Part(self.waiting.pieces[index], 0, index)
+
+    def _place(self, pack: _Pack, part: _Part, stop: int) -> None:
+        """Put the piece's tokens from where it is placed up to ``stop`` into the pack."""
+        piece, start = part.piece, part.placed
+        if start == 0:
+            self.waiting.take(part.index)
+        made = Slice(piece.document, piece.origin, piece.origin + start, piece.origin + stop)
+        if start and pack.open >= 0:  # a piece has one slice in a pack
+            pack.slices[pack.open] = pack.slices[pack.open]._replace(stop=made.stop)
+        else:
+            if stop < piece.tokens:
+                pack.open = len(pack.slices)
+            pack.slices.append(made)
+        pack.room -= stop - start
+        pack.gap -= self.work(stop) - self.work(start)
+        if stop < piece.tokens:
+            self.cut = _Part(piece, stop)
+        elif start:
+            self.cut = None

@@ -165,7 +165,7 @@ def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], li
     whose own slices need a longer warm-up would come to its second shared forward before its
     first shared backward, another the other way round. So each shared backward needs the most
     forwards that any of its replicas plans before it. Shared micro-batches come first on all
-    their replicas (:mod:`~lightning_wlb.planning.merging`), so all then meet in one order, if each
+    their replicas (:mod:`~lightning_wlb.planning.dp_merge`), so all then meet in one order, if each
     rank has one stage: the groups of interleaved 1F1B depend on the number of micro-batches.
 
     Raises:

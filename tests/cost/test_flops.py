@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import (
     ModelShape,
+    PassWork,
     Work,
     attention_flops,
     causal_pairs,
@@ -52,7 +53,7 @@ def test_causal_pairs_count_the_mask(tokens: int, context: int, sliding_window: 
 
 @given(cuts=st.lists(st.integers(1, 1000), min_size=1, max_size=6))
 def test_slices_of_a_piece_cost_what_the_piece_costs(cuts: list[int]) -> None:
-    work = Work(SMALL)
+    work = Work.of(SMALL)
     context, forward, backward = 0, 0, 0
     for tokens in cuts:
         forward += work.forward(tokens, context)
@@ -71,7 +72,7 @@ def test_reference_constants_of_llama2_7b() -> None:
         # Exactly d·(d + 1)/49,408: the diagonal is the difference to d².
         assert attention * 49_408 == linear * tokens * (tokens + 1)
     # With linear ×3 and attention ×3.5: 49,408·3/3.5 = 42,349.7.
-    one_layer = Work(
+    one_layer = Work.of(
         ModelShape(
             dim=4096, layers=1, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=0
         )
@@ -82,13 +83,54 @@ def test_reference_constants_of_llama2_7b() -> None:
 
 
 def test_backward_is_twice_linear_and_two_and_a_half_times_attention() -> None:
-    work = Work(LLAMA2_7B)
+    work = Work.of(LLAMA2_7B)
     for tokens, context in ((1, 0), (3, 0), (7, 5), (131_072, 131_072)):
         linear = linear_flops(LLAMA2_7B, tokens)
         attention = attention_flops(LLAMA2_7B, tokens, context)
         assert work.forward(tokens, context) == linear + attention
         assert 2 * work.backward(tokens, context) == 4 * linear + 5 * attention
         assert isinstance(work.total(tokens, context), int)
+
+
+@given(
+    st.integers(1, 10**9),
+    st.integers(0, 10**9),
+    st.none() | st.integers(1, 10**6),
+    st.integers(0, 10**7),
+)
+def test_tokens_within_is_the_inverse_of_work(linear, pair, window, tokens) -> None:
+    work = PassWork(linear, pair, window)
+    assert work.tokens_within(work(tokens)) == tokens
+    assert work.tokens_within(work(tokens + 1) - 1) == tokens
+
+
+@given(
+    tokens=st.integers(0, 300_000),
+    context=st.integers(0, 300_000),
+    window=st.none() | st.integers(1, 300_000),
+)
+def test_work_as_data_is_the_work_of_the_shape(tokens, context, window) -> None:
+    shape = replace(SMALL, sliding_window=window)
+    expected = linear_flops(shape, tokens) + attention_flops(shape, tokens, context)
+    assert Work.of(shape).forward(tokens, context) == expected
+    total = Work.of(shape).total
+    assert total == PassWork(
+        3 * linear_flops(shape, 1), 14 * shape.layers * shape.heads * shape.head_dim, window
+    )
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "message"),
+    [
+        ((0, 1), "per_token=0, but it must be at least 1"),
+        ((1, -1), "per_pair=-1, but it must be at least 0"),
+        ((1, 1.5), "per_pair=1.5 is of type float"),
+        ((1, 1, 0), "window=0, but it must be at least 1"),
+    ],
+)
+def test_impossible_work_is_refused(coefficients, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        PassWork(*coefficients)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Slice, StepPlan
 from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
 from lightning_wlb.planning.replicas import asymmetric_replica_plan
-from lightning_wlb.planning.slicing import PrefixWork
 from lightning_wlb.planning.units import units
 from lightning_wlb.schedule.actions import check_schedule
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from tests.planning.test_slicing import LINEAR, LLAMA2_7B_LAYER, load, pieces_of
 
-FORWARD = PrefixWork.of(LLAMA2_7B_LAYER.forward)
-BACKWARD = PrefixWork.of(LLAMA2_7B_LAYER.backward)
+FORWARD, BACKWARD = LLAMA2_7B_LAYER.forward, LLAMA2_7B_LAYER.backward
 
 
 def plan_of(pieces, forward, backward, cap):
@@ -35,7 +34,7 @@ def test_both_passes_are_balanced():
 def test_backward_takes_a_piece_from_its_end():
     """Backward work doubles towards the end of the piece, so its packs are other slices."""
     forward, backward = slice_pieces_asymmetric(
-        pieces_of([3000]), 3, 3000, LINEAR, PrefixWork(1000, 1), tile=1, least=1
+        pieces_of([3000]), 3, 3000, LINEAR, PassWork(1000, 1), tile=1, least=1
     )
     assert [[part.start for part in pack] for pack in forward] == [[0], [1000, 1449], [2000, 2316]]
     assert [pack[0].stop for pack in backward] == [3000, 2316, 1449]
@@ -59,7 +58,7 @@ def test_the_same_packs_where_both_passes_cost_alike():
     st.integers(1, 10),
     st.integers(100, 3000),
     st.sampled_from([(1, 1), (8, 16), (128, 512)]),
-    st.sampled_from([(FORWARD, BACKWARD), (LINEAR, PrefixWork(1, 50))]),
+    st.sampled_from([(FORWARD, BACKWARD), (LINEAR, PassWork(1, 50))]),
 )
 def test_every_plan_is_valid_and_its_units_run(lengths, packs, cap, grain, works):
     tile, least = grain

@@ -3,27 +3,27 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.communication import Mesh
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import ModelShape, PassWork, Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
 from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan, unsharded
-from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
+from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.simulate import simulate
 
 
-def total(tokens: int) -> int:
-    return 3 * tokens * (tokens + 1)
+WORK = Work(PassWork(2, 2), PassWork(4, 4))
+total, forward = WORK.total, WORK.forward
 
 
-def forward(tokens: int) -> int:
-    return tokens * (tokens + 1)
+def judge_of(ranks: int, virtual_stages: int = 1, overhead: int = 0) -> PipelineJudge:
+    return PipelineJudge(WORK, Mesh(pipeline=ranks, virtual_stages=virtual_stages), overhead)
 
 
 def equal_packs(count: int):
@@ -33,26 +33,26 @@ def equal_packs(count: int):
 
 
 def test_equal_micro_batches_take_the_closed_form():
-    judge = PipelineJudge(total, forward, ranks=4, overhead=7)
+    judge = judge_of(4, overhead=7)
     verdict = judge([equal_packs(6)])
     assert verdict.time == (6 + 3) * (total(100) + 14)
     assert verdict.peak == 400
 
 
 def test_virtual_stages_divide_the_bubble():
-    judge = PipelineJudge(total, forward, ranks=4, stages_per_rank=2)
+    judge = judge_of(4, 2)
     assert judge([equal_packs(8)]).time == (2 * 8 + 3) * total(100) // 2
 
 
 def test_a_slice_costs_what_it_adds_to_its_prefix():
     parts = [[Slice(0, 5, 5, 45)], [Slice(0, 5, 45, 105)]]
     plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
-    judge = PipelineJudge(total, forward, ranks=1)
+    judge = judge_of(1)
     assert judge([plan]) == (total(100), 100)
 
 
 def test_an_overhead_makes_many_micro_batches_dear():
-    free, dear = (PipelineJudge(total, forward, ranks=2, overhead=o) for o in (0, 10**6))
+    free, dear = (judge_of(2, overhead=overhead) for overhead in (0, 10**6))
 
     def sliced(count):
         cuts = [100 * index // count for index in range(count + 1)]
@@ -73,10 +73,10 @@ def test_an_overhead_makes_many_micro_batches_dear():
 )
 def test_the_recurrence_is_what_the_simulator_finds(lengths, packs, ranks, taper, overhead):
     pieces = [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
-    work = PrefixWork(1, 1)
+    work = PassWork(1, 1)
     made = slice_pieces(pieces, packs, sum(lengths), work, tile=1, least=5, taper=taper)
     replica = replica_plan(made, 0, lambda slices, replicas: ("", 0))
-    judge = PipelineJudge(total, forward, ranks, overhead=overhead)
+    judge = judge_of(ranks, overhead=overhead)
     loads = [
         [
             sum(cost(part.stop) - (cost(part.start) if part.start else 0) for part in pack)
@@ -99,7 +99,7 @@ def test_the_recurrence_is_what_the_simulator_finds(lengths, packs, ranks, taper
 
 def test_nothing_takes_no_time():
     plan = replica_plan([], 0, lambda slices, replicas: ("", 0))
-    assert PipelineJudge(total, forward, ranks=3)([plan]) == (0, 0)
+    assert judge_of(3)([plan]) == (0, 0)
 
 
 def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():
@@ -109,7 +109,7 @@ def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():
         replica_plan([own], 0, lambda slices, replicas: ("", 0), shared),
         replica_plan([], 1, lambda slices, replicas: ("", 0), shared),
     ]
-    judge = PipelineJudge(total, forward, ranks=1)
+    judge = judge_of(1)
     assert judge(plans) == (total(100) * 110 // 200 + total(100), 100)
 
 
@@ -124,8 +124,8 @@ def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
         planner = Planner(
             [900, 500, 300] * 8,
             DataSettings(4096, 2, packing="auto"),
-            Work(shape).total,
-            MeshSettings(pipeline_parallel_size=2),
+            Work.of(shape),
+            Mesh(pipeline=2),
             judge=chosen,
         )
         plan = planner.next_step()
@@ -135,14 +135,12 @@ def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
     assert counts["profile"] < counts["work"]
 
 
-def test_units_and_recomputation_take_what_the_executor_runs():
+def test_units_take_what_the_executor_runs():
     """Slices of one piece of 100, forward [0, 50) [50, 100), backward [20, 100) [0, 20)."""
     a, b, c = (Slice(0, 0, start, stop) for start, stop in ((0, 20), (20, 50), (50, 100)))
     plan = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, unsharded)
-    again = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, unsharded, recompute=True)
-    for per_rank in (1, 2):
-        judge = PipelineJudge(total, forward, 1, per_rank, overhead=6)
-        # Three units; two forwards and two backwards.
-        assert judge([plan]).time == total(100) + per_rank * 6 * 6
-        assert judge([again]).time == total(100) + forward(100) + per_rank * 4 * 6
-        assert judge([plan]).peak == judge([again]).peak == 100 * per_rank
+    for virtual in (1, 2):
+        judge = judge_of(1, virtual, overhead=6)
+        # Three units, each forward and backward on every stage.
+        assert judge([plan]).time == total(100) + virtual * 6 * 6
+        assert judge([plan]).peak == 100 * virtual

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -16,24 +17,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_wlb.cost.flops import PassWork, Work
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
 
 SOLVED = ("fixed_ilp", "varlen_ilp")  # each step starts a solver
 METHODS = sorted(PACKINGS)
 
 
-def work(tokens: int) -> int:
-    return 100 * tokens + 7 * tokens * (tokens + 1) // 2
+WORK = Work(PassWork(33, 2), PassWork(67, 5))
 
 
-def forward(tokens: int) -> int:
-    return 33 * tokens + 2 * tokens * (tokens + 1) // 2
+def planner(lengths, data: DataSettings, mesh: Mesh | None = None) -> Planner:
+    return Planner(lengths, data, WORK, mesh or Mesh())
 
 
-def planner(lengths, data: DataSettings, mesh: MeshSettings | None = None) -> Planner:
-    return Planner(lengths, data, work, mesh or MeshSettings(), forward=forward)
+def packing(method: str, **options) -> dict:
+    """The method with those of the options that it has."""
+    known = {field.name for field in fields(PACKINGS[method].Options)}
+    return {"method": method} | {name: options[name] for name in known & set(options)}
 
 
 def epoch(planner: Planner, most: int = 3000) -> list[StepPlan]:
@@ -66,6 +70,7 @@ def check_epoch(lengths, plans: list[StepPlan], data: DataSettings) -> None:
 
 
 WINDOW = 64
+MAX_AGE = 12  # steps; the default of the methods that have one
 STREAMS = {
     "all at the cap": [WINDOW] * 40,
     "just above half the cap": [49] * 60,  # cap 96: two do not fit
@@ -85,20 +90,19 @@ STREAMS = {
 def test_adversarial_streams(method, name) -> None:
     lengths = STREAMS[name]
     count = 4
-    data = DataSettings(
-        WINDOW, count, packing=method, shuffle=False, packing_window=2, solver_nodes=5
-    )
-    mesh = MeshSettings(replicas=2, pipeline_parallel_size=3)
+    chosen = packing(method, packing_window=2, solver_nodes=5)
+    data = DataSettings(WINDOW, count, packing=chosen, shuffle=False)
+    mesh = Mesh(data=2, pipeline=3)
     if method in SOLVED and len(lengths) > 100:
         lengths = lengths[:100]
     plans = epoch(planner(lengths, data, mesh))
     check_epoch(lengths, plans, data)
     # A document of many global batches takes as many steps; everything else goes within its age.
     burst = math.ceil(max(lengths) / data.nominal_tokens)
-    age = data.max_age + data.packing_window + 2 * burst
+    age = MAX_AGE + chosen.get("packing_window", 1) + 2 * burst
     assert max(plan.max_delay for plan in plans) <= age
     # Not starved: a step has its share of tokens on average, but for what cannot be shared out.
-    assert len(plans) <= 3 * math.ceil(sum(lengths) / data.nominal_tokens) + data.max_age
+    assert len(plans) <= 3 * math.ceil(sum(lengths) / data.nominal_tokens) + MAX_AGE
 
 
 @st.composite
@@ -108,19 +112,17 @@ def cases(draw):
     data = DataSettings(
         context_window=window,
         micro_batches=draw(st.integers(1, 5)),
-        packing=method,
+        packing=packing(
+            method,
+            queues=draw(st.integers(0, 3)),
+            packing_window=draw(st.integers(1, 4)),
+            max_age=draw(st.integers(1, 12)),
+            asymmetric=draw(st.booleans()),
+        ),
         cap=draw(st.none() | st.integers(window, 2 * window + 1)),
-        queues=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 3)),
-        packing_window=draw(st.integers(1, 4)),
-        delay_budget=draw(st.sampled_from([0, 0.05, 0.25, 2.0])),
-        max_age=draw(st.integers(1, 12)),
-        nominal_replicas=draw(st.integers(1, 3)),
-        nominal_stages=draw(st.integers(1, 5)),
     )
-    mesh = MeshSettings(
-        replicas=draw(st.integers(1, 4)), pipeline_parallel_size=draw(st.integers(1, 5))
-    )
+    mesh = Mesh(data=draw(st.integers(1, 4)), pipeline=draw(st.integers(1, 5)))
     lengths = draw(st.lists(st.integers(1, 3 * window), min_size=1, max_size=60))
     return lengths, data, mesh
 
@@ -144,7 +146,7 @@ def test_conservation_determinism_and_resume(case, stop) -> None:
             continue
         # From this step on, also on another mesh: the same pieces, and on this one the same plans.
         resumed = planner(lengths, data, mesh)
-        moved = planner(lengths, data, MeshSettings(replicas=3))
+        moved = planner(lengths, data, Mesh(data=3))
         at = min(stop, len(plans))
         for other in (resumed, moved):
             other.load_state_dict(states[at])
@@ -159,7 +161,9 @@ def test_conservation_determinism_and_resume(case, stop) -> None:
 def test_resume_from_every_step(method) -> None:
     generator = np.random.default_rng(5)
     lengths = np.minimum(generator.lognormal(2.5, 1.2, 150).astype(int) + 1, 100).tolist()
-    data = DataSettings(WINDOW, 3, packing=method, packing_window=2, solver_nodes=3, max_age=5)
+    data = DataSettings(
+        WINDOW, 3, packing=packing(method, packing_window=2, solver_nodes=3, max_age=5)
+    )
     whole = planner(lengths, data)
     states = [json.loads(json.dumps(whole.state_dict()))]
     plans = []
@@ -179,9 +183,8 @@ def test_resume_from_every_step(method) -> None:
 def test_order_of_documents_that_do_not_wait(method) -> None:
     """Steps take documents in the epoch's order: none overtakes by more than may wait."""
     lengths = [20] * 60  # all alike, all below the share that waits
-    data = DataSettings(
-        200, 2, packing=method, shuffle=False, thresholds=(150,), packing_window=1, solver_nodes=3
-    )
+    chosen = packing(method, thresholds=(150,), packing_window=1, solver_nodes=3)
+    data = DataSettings(200, 2, packing=chosen, shuffle=False)
     plans = epoch(planner(lengths, data))
     for before, after in pairwise(plans):
         assert max(piece.document for piece in before.pieces) <= min(
@@ -193,8 +196,8 @@ def test_order_of_documents_that_do_not_wait(method) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_of_a_replica_are_counted_by_the_mesh(method) -> None:
     """More replicas than pieces: some have nothing to do, and nothing is doubled."""
-    data = DataSettings(WINDOW, 2, packing=method, solver_nodes=3)
-    mesh = MeshSettings(replicas=8, pipeline_parallel_size=2)
+    data = DataSettings(WINDOW, 2, packing=packing(method, solver_nodes=3))
+    mesh = Mesh(data=8, pipeline=2)
     plans = epoch(planner([50, 40, 3], data, mesh))
     check_epoch([50, 40, 3], plans, data)
     pieces = Counter(piece[:3] for plan in plans for piece in plan.pieces)

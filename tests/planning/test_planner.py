@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.attention.sharding import choose, layout
+from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
 
 
-def work(tokens: int) -> int:
-    return tokens * (tokens + 20)
+# Forward and backward of d tokens: d·(d + 20).
+work = Work(PassWork(6, 1), PassWork(13, 1))
 
 
 def pieces_of(plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -40,30 +42,39 @@ def data_settings(draw) -> DataSettings:
         st.none()
         | st.lists(st.integers(1, window), max_size=3, unique=True).map(lambda x: tuple(sorted(x)))
     )
+    # The integer programs start a process for each solve; test_packings.py has them.
+    method = draw(st.sampled_from(sorted(set(PACKINGS) - {"fixed_ilp", "varlen_ilp"})))
+    options = {
+        "wlb": {
+            "queues": draw(st.integers(0, 3)),
+            "thresholds": thresholds,
+            "max_age": draw(st.integers(1, 12)),
+        },
+        "fixed_greedy": {"packing_window": draw(st.integers(1, 3))},
+        "slim": {"micro_packs": draw(st.integers(1, 4)), "asymmetric": draw(st.booleans())},
+    }
     return DataSettings(
         context_window=window,
         micro_batches=draw(st.integers(1, 5)),
-        # The integer programs start a process for each solve; test_packings.py has them.
-        packing=draw(st.sampled_from(sorted(set(PACKINGS) - {"fixed_ilp", "varlen_ilp"}))),
+        packing={"method": method, **options.get(method, {})},
         cap=draw(st.none() | st.integers(window, 2 * window + 1)),
-        queues=draw(st.integers(0, 3)),
-        thresholds=thresholds,
         long_documents=draw(st.sampled_from(["split", "truncate"])),
         seed=draw(st.integers(0, 3)),
         shuffle=draw(st.booleans()),
-        packing_window=draw(st.integers(1, 3)),
-        delay_budget=draw(st.sampled_from([0, 0.25, 1.0])),
-        max_age=draw(st.integers(1, 12)),
     )
 
 
-meshes = st.builds(
-    MeshSettings,
-    replicas=st.integers(1, 6),
-    context_parallel_size=st.sampled_from([1, 2, 3]),
-    tensor_parallel_size=st.sampled_from([1, 2]),
-    sharding=st.sampled_from(["per_sequence", "per_document", "per_document_contiguous"]),
-    slices=st.booleans(),
+meshes = st.fixed_dictionaries(
+    {
+        "mesh": st.builds(
+            Mesh,
+            data=st.integers(1, 6),
+            context=st.sampled_from([1, 2, 3]),
+            tensor=st.sampled_from([1, 2]),
+        ),
+        "sharding": st.sampled_from(["per_sequence", "per_document", "per_document_contiguous"]),
+        "schedule": st.sampled_from(["1f1b", "gpipe"]),
+    }
 )
 store_lengths = st.lists(st.integers(1, 120), min_size=1, max_size=30)
 
@@ -72,7 +83,7 @@ store_lengths = st.lists(st.integers(1, 120), min_size=1, max_size=30)
 @given(lengths=store_lengths, data=data_settings(), mesh=meshes)
 def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
     """Promise 2, over three epochs, whatever is split, truncated, delayed, carried or drained."""
-    planner = Planner(lengths, data, work, mesh)
+    planner = Planner(lengths, data, work, **mesh)
     kept = lengths
     if data.long_documents == "truncate":
         kept = [min(length, data.context_window) for length in lengths]
@@ -94,9 +105,9 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
             assert len(groups) >= 1
             assert plan.micro_batches == data.micro_batches
             # Those make as many as it takes: they carry nothing, or fill the pipeline.
-            if data.packing not in ("slim", "auto", "tapered"):
+            if data.choice.method not in ("slim", "auto"):
                 assert len(groups) <= 2 * data.micro_batches
-            assert len(plan.replicas) == mesh.replicas
+            assert len(plan.replicas) == mesh["mesh"].data
             if draining and len(plan.pieces) > 1:
                 assert plan.tokens <= data.nominal_tokens == plan.nominal_tokens
             for piece in plan.pieces:
@@ -122,7 +133,7 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
 @settings(max_examples=75)
 @given(lengths=store_lengths, data=data_settings(), first=meshes, second=meshes)
 def test_what_enters_a_step_does_not_depend_on_the_mesh(lengths, data, first, second) -> None:
-    one, other = (Planner(lengths, data, work, mesh) for mesh in (first, second))
+    one, other = (Planner(lengths, data, work, **mesh) for mesh in (first, second))
     for _ in range(2):
         plans, others = epoch(one), epoch(other)
         assert [plan.pieces for plan in plans] == [plan.pieces for plan in others]
@@ -136,11 +147,11 @@ def test_what_enters_a_step_does_not_depend_on_the_mesh(lengths, data, first, se
 )
 def test_resume_is_exact(lengths, data, mesh, other, stop) -> None:
     """Promise 3, through JSON (plain types only), on the same mesh and on another one."""
-    whole = Planner(lengths, data, work, mesh)
+    whole = Planner(lengths, data, work, **mesh)
     for _ in range(stop):
         whole.next_step()
     state = json.loads(json.dumps(whole.state_dict()))
-    same, moved = Planner(lengths, data, work, mesh), Planner(lengths, data, work, other)
+    same, moved = (Planner(lengths, data, work, **each) for each in (mesh, other))
     same.next_step()  # a planner that has moved on is overwritten
     same.load_state_dict(state)
     moved.load_state_dict(state)
@@ -157,7 +168,7 @@ def test_resume_is_exact(lengths, data, mesh, other, stop) -> None:
 
 
 def test_state_does_not_change_with_later_steps() -> None:
-    planner = Planner([30, 5, 7, 30, 9] * 4, DataSettings(30, 2, "wlb", thresholds=(30,)), work)
+    planner = Planner([30, 5, 7, 30, 9] * 4, DataSettings(30, 2, {"method": "wlb", "thresholds": (30,)}), work)
     planner.next_step()
     state = planner.state_dict()
     before = json.dumps(state)
@@ -181,7 +192,7 @@ def test_global_batch_ends_with_the_document_that_crosses_the_line() -> None:
 
 def test_long_document_arrives_at_once_and_pays_with_later_batches() -> None:
     # 45 tokens are 5 pieces, 25 above N·C = 20: the second global batch is empty, the third 5 less.
-    data = DataSettings(10, 2, "wlb", queues=0, shuffle=False, cap=10)
+    data = DataSettings(10, 2, {"method": "wlb", "queues": 0}, shuffle=False, cap=10)
     plans = epoch(Planner([45, 9, 9, 9], data, work))
     assert [pieces_of(plan) for plan in plans] == [
         [(0, 0, 10), (0, 10, 20)],
@@ -196,7 +207,7 @@ def test_long_document_arrives_at_once_and_pays_with_later_batches() -> None:
 
 def test_original_cuts_the_stream_exactly() -> None:
     data = DataSettings(10, 2, packing="original", shuffle=False)
-    plans = epoch(Planner([25, 3, 8, 1], data, work, MeshSettings(replicas=2)))
+    plans = epoch(Planner([25, 3, 8, 1], data, work, Mesh(data=2)))
     assert [part.slices for part in plans[0].replicas] == [
         (Slice(0, 0, 0, 10),),
         (Slice(0, 10, 10, 20),),
@@ -210,7 +221,7 @@ def test_original_cuts_the_stream_exactly() -> None:
 
 
 def test_queues_wait_for_n_and_are_drained_oldest_first() -> None:
-    data = DataSettings(10, 3, "wlb", thresholds=(5, 8), shuffle=False, cap=20)
+    data = DataSettings(10, 3, {"method": "wlb", "thresholds": (5, 8)}, shuffle=False, cap=20)
     lengths = [9, 4, 4, 4, 4, 4, 4, 6, 9, 4, 4, 4, 4, 7, 3, 10]
     plans = epoch(Planner(lengths, data, work))
     assert [[piece.tokens for piece in plan.pieces] for plan in plans] == [
@@ -241,10 +252,9 @@ def test_epochs_differ_by_seed_and_number_and_shuffle_can_be_off() -> None:
 
 
 def test_rows_and_sharding_come_from_the_mesh() -> None:
-    mesh = MeshSettings(
-        replicas=2, context_parallel_size=2, tensor_parallel_size=4, sharding="per_document"
-    )
-    plan = Planner([9, 13, 30, 2], DataSettings(30, 2), work, mesh).next_step()
+    mesh = Mesh(data=2, context=2, tensor=4)
+    planner = Planner([9, 13, 30, 2], DataSettings(30, 2), work, mesh, sharding="per_document")
+    plan = planner.next_step()
     groups = [(part, group) for part in plan.replicas for group in part.forward]
     assert groups
     for part, group in groups:
@@ -258,9 +268,8 @@ def test_adaptive_sharding_is_resolved_for_each_micro_batch() -> None:
     """Each gets the sharding of least cost, and the cost that was given decides."""
     rng = np.random.default_rng(0)
     lengths = [*rng.integers(1, 2000, 60).tolist(), 8192, 8192]
-    data = DataSettings(8192, 4, packing="wlb", queues=0)
-    mesh = MeshSettings(context_parallel_size=4, tensor_parallel_size=2)
-    assert mesh.sharding == "adaptive"
+    data = DataSettings(8192, 4, packing={"method": "wlb", "queues": 0})
+    mesh = Mesh(context=4, tensor=2)
 
     def fewest_queries_in_a_segment(queries, keys):
         return queries * queries
@@ -280,9 +289,8 @@ def test_slices_are_not_split_by_heads() -> None:
     """Their earlier keys are on the ranks that computed them."""
     lengths = [4096, 900, 300, 200, 4096, 700]
     data = DataSettings(4096, 2, packing="slim")
-    mesh = MeshSettings(context_parallel_size=2, sharding="heads")
     by_context = {False: set(), True: set()}
-    for plan in epoch(Planner(lengths, data, work, mesh)):
+    for plan in epoch(Planner(lengths, data, work, Mesh(context=2), sharding="heads")):
         for group in plan.replicas[0].forward:
             slices = plan.replicas[0].slices_of(group)
             by_context[any(part.context for part in slices)].add(group.sharding)
@@ -350,7 +358,8 @@ LENGTHS = [9, 13, 30, 2]
         ("micro_batches", DataSettings(30, 3, "wlb", cap=40)),
         ("packing", DataSettings(30, 2, cap=40)),
         ("cap", DataSettings(30, 2, "wlb", cap=41)),
-        ("thresholds", DataSettings(30, 2, "wlb", cap=40, queues=1)),
+        ("thresholds", DataSettings(30, 2, {"method": "wlb", "queues": 1}, cap=40)),
+        ("max_age", DataSettings(30, 2, {"method": "wlb", "max_age": 3}, cap=40)),
         ("long_documents", DataSettings(30, 2, "wlb", cap=40, long_documents="truncate")),
         ("seed", DataSettings(30, 2, "wlb", cap=40, seed=1)),
         ("shuffle", DataSettings(30, 2, "wlb", cap=40, shuffle=False)),
@@ -363,14 +372,14 @@ def test_state_of_other_settings_is_refused(name, other) -> None:
 
 
 def test_state_of_other_documents_or_model_is_refused() -> None:
-    data = DataSettings(30, 2, "wlb", thresholds=(20,))
+    data = DataSettings(30, 2, {"method": "wlb", "thresholds": (20,)})
     state = Planner(LENGTHS, data, work).state_dict()
     with pytest.raises(ValueError, match="documents=4 in the saved state, 3 here"):
         Planner(LENGTHS[:3], data, work).load_state_dict(state)
     with pytest.raises(ValueError, match=r"data settings: document_lengths="):
         Planner(LENGTHS[::-1], data, work).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"data settings: work_of_1_and_context_window="):
-        Planner(LENGTHS, data, lambda tokens: tokens).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"data settings: work="):
+        Planner(LENGTHS, data, Work(PassWork(1, 0), PassWork(2, 0))).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -385,11 +394,12 @@ def test_state_of_other_documents_or_model_is_refused() -> None:
             r"Document 1 has 31 tokens, more than context_window=30.*'split'.* or 'truncate'",
         ),
         ([4], {}, {"sharding": "per_page"}, r"sharding='per_page' is not one of .*per_document"),
+        ([4], {}, {"schedule": "zb"}, r"schedule='zb' is not one of 1f1b"),
     ],
 )
 def test_bad_input_is_named(lengths, data, mesh, message) -> None:
     with pytest.raises(ValueError, match=message):
-        Planner(lengths, DataSettings(30, 2, **data), work, MeshSettings(**mesh))
+        Planner(lengths, DataSettings(30, 2, **data), work, **mesh)
 
 
 def test_document_of_exactly_the_window_is_no_error() -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from lightning_wlb.planning.settings import DataSettings, MeshSettings
+from lightning_wlb.planning.packing import PACKINGS, PackingChoice
+from lightning_wlb.planning.packing.ilp import IlpOptions
+from lightning_wlb.planning.packing.slim import SlimOptions
+from lightning_wlb.planning.packing.wlb import WlbOptions
+from lightning_wlb.planning.settings import DataSettings
 
 
 def test_cap_follows_the_packing() -> None:
@@ -15,11 +22,32 @@ def test_cap_follows_the_packing() -> None:
     assert DataSettings(8192, 4).nominal_tokens == 32768
 
 
-def test_the_default_packing_needs_no_more_memory_than_a_window_and_no_delay() -> None:
+def test_the_default_packing_needs_no_more_memory_than_a_window() -> None:
     settings = DataSettings(8192, 4)
-    assert settings.packing == "auto"
+    assert settings.choice.method == "auto"
     assert settings.token_cap == 8192
-    assert settings.nominal_replicas == 1
+
+
+def test_a_packing_by_name_is_its_defaults() -> None:
+    for method, packer in PACKINGS.items():
+        assert DataSettings(8, 1, packing=method).choice == PackingChoice(method, packer.Options())
+        assert DataSettings(8, 1, packing={"method": method}) == DataSettings(8, 1, packing=method)
+
+
+def test_options_belong_to_their_method() -> None:
+    asked = {"method": "wlb", "queues": np.int64(3), "max_age": 5}
+    settings = DataSettings(8192, 4, packing=asked)
+    assert settings.choice.options == WlbOptions(queues=3, max_age=5)
+    assert settings.choice.options.fingerprint == {"max_age": 5}
+    assert type(settings.choice.options.queues) is int
+    listed = DataSettings(8192, 4, packing={"method": "wlb", "thresholds": [100, 900]})
+    assert listed.choice.options.thresholds == (100, 900)
+    # Settings that are changed keep the options.
+    assert replace(settings, shuffle=False).choice == settings.choice
+    slim = DataSettings(8192, 4, packing={"method": "slim", "asymmetric": True})
+    assert slim.choice.options == SlimOptions(micro_packs=4, asymmetric=True)
+    solved = DataSettings(8192, 4, packing={"method": "fixed_ilp", "solver": "highs"})
+    assert solved.choice.options == IlpOptions(solver="highs")
 
 
 @pytest.mark.parametrize(
@@ -27,27 +55,39 @@ def test_the_default_packing_needs_no_more_memory_than_a_window_and_no_delay() -
     [
         ({"context_window": 0}, "context_window=0, but it must be at least 1"),
         ({"micro_batches": 0}, "micro_batches=0, but it must be at least 1"),
-        ({"queues": -1}, "queues=-1, but it must be at least 0"),
         ({"seed": -1}, "seed=-1, but it must be at least 0"),
         ({"max_tokens": 0}, "max_tokens=0, but it must be at least 1"),
         ({"cap": 99}, r"cap=99 is below context_window=100.* Raise the cap"),
         ({"packing": "tetris"}, r"packing='tetris' is not one of .*original, .*wlb"),
+        ({"packing": 7}, r"packing=7 is not one of .*original"),
+        ({"packing": {"queues": 3}}, r"names no method.* {'method': 'wlb', 'queues': 3}"),
+        ({"packing": {"method": "tetris"}}, r"packing='tetris' is not one of"),
+        (
+            {"packing": {"method": "wlb", "queue": 3}},
+            "packing 'wlb' has no option 'queue'. It takes queues, thresholds, max_age",
+        ),
+        (
+            {"packing": {"method": "original", "queues": 3}},
+            "packing 'original' has no option 'queues'. It takes none",
+        ),
+        ({"packing": {"method": "wlb", "queues": -1}}, "queues=-1, but it must be at least 0"),
+        ({"packing": {"method": "wlb", "max_age": 0}}, "max_age=0, but it must be at least 1"),
+        ({"packing": {"method": "slim", "micro_packs": 0}}, "micro_packs=0"),
+        ({"packing": {"method": "slim", "asymmetric": "no"}}, "asymmetric='no'"),
+        ({"packing": {"method": "fixed_greedy", "packing_window": 0}}, "packing_window=0"),
+        ({"packing": {"method": "varlen_ilp", "solver": "x"}}, "solver='x' is not one of cbc"),
+        ({"packing": {"method": "varlen_ilp", "solver_nodes": 0}}, "solver_nodes=0"),
         ({"long_documents": "drop"}, r"long_documents='drop'.* split, truncate, error"),
-        ({"thresholds": (50, 20)}, r"thresholds=\(50, 20\).* increase strictly"),
-        ({"thresholds": (50, 101)}, r"thresholds=\(50, 101\).* window of 100 tokens"),
+        (
+            {"packing": {"method": "wlb", "thresholds": (50, 20)}},
+            r"thresholds=\(50, 20\).* increase strictly",
+        ),
+        (
+            {"packing": {"method": "wlb", "thresholds": (50, 101)}},
+            r"thresholds=\(50, 101\).* window of 100 tokens",
+        ),
     ],
 )
 def test_bad_data_settings(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         DataSettings(**{"context_window": 100, "micro_batches": 2, **changes})
-
-
-@pytest.mark.parametrize("name", ["replicas", "context_parallel_size", "tensor_parallel_size"])
-def test_bad_mesh_settings(name) -> None:
-    with pytest.raises(ValueError, match=f"{name}=0, but it must be at least 1"):
-        MeshSettings(**{name: 0})
-
-
-def test_a_flag_is_a_flag() -> None:
-    with pytest.raises(ValueError, match="slices='no'"):
-        MeshSettings(slices="no")  # type: ignore[arg-type]

@@ -2,20 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import ModelShape, PassWork, Work
 from lightning_wlb.plan import Piece, Slice, StepPlan
-from lightning_wlb.planning.merging import merge_pieces
+from lightning_wlb.planning.dp_merge import merge_pieces
 from lightning_wlb.planning.replicas import replica_plan
-from lightning_wlb.planning.slicing import (
-    PrefixWork,
-    _shares,
-    share_packs,
-    slice_pieces,
-)
+from lightning_wlb.planning.slicing import pack_shares, share_packs, slice_pieces
 
-LLAMA2_7B_LAYER = Work(ModelShape(4096, 1, 32, 32, 128, 11008, 0))
-WORK = PrefixWork.of(LLAMA2_7B_LAYER.total)
-LINEAR = PrefixWork(1, 0)
+SHAPE = ModelShape(4096, 1, 32, 32, 128, 11008, 0)
+LLAMA2_7B_LAYER = Work.of(SHAPE)
+WORK = LLAMA2_7B_LAYER.total
+LINEAR = PassWork(1, 0)
 
 
 def pieces_of(lengths):
@@ -42,29 +38,8 @@ def plan_of(pieces, packs_of_replicas, cap):
     )
 
 
-def test_the_work_of_a_slice_is_that_of_its_prefixes():
-    for start, stop in [(0, 1), (5, 7), (512, 131_072)]:
-        assert WORK(stop) - WORK(start) == LLAMA2_7B_LAYER.total(stop - start, start)
-
-
-@given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 10**7))
-def test_position_is_the_inverse_of_work(linear, pair, window, tokens):
-    work = PrefixWork(linear, pair, window)
-    assert work.position(work(tokens)) == tokens
-    assert work.position(work(tokens + 1) - 1) == tokens
-
-
-@given(st.integers(1, 300_000), st.integers(0, 10**6))
-def test_the_work_of_a_sliding_window(window, tokens):
-    cost = Work(ModelShape(64, 2, 4, 2, 16, 256, 0, sliding_window=window))
-    work = PrefixWork.of(cost.total)
-    assert work(tokens) == cost.total(tokens)
-    assert work.window == window or work.pair == 0
-
-
 def test_slices_under_a_sliding_window_have_equal_work():
-    cost = Work(ModelShape(64, 1, 4, 4, 16, 256, 0, sliding_window=1000))
-    work = PrefixWork.of(cost.total)
+    work = Work.of(ModelShape(64, 1, 4, 4, 16, 256, 0, sliding_window=1000)).total
     packs = slice_pieces(pieces_of([60_000, 9_000, 3_000]), 9, 72_000, work)
     loads = [load(pack, work) for pack in packs]
     assert len(packs) == 9
@@ -74,21 +49,24 @@ def test_slices_under_a_sliding_window_have_equal_work():
 @pytest.mark.parametrize("stages", [2, 8, 16, 64])
 def test_taper_of_deep_pipelines(stages):
     """Large work is counted as finely as the shares of many tapered packs ask for."""
-    model = Work(ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256))
-    work = PrefixWork.of(model.total)
+    work = Work.of(ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256)).total
     pieces = pieces_of([131_072] * 6 + [40_000] * 12 + [4_000] * 150 + [700] * 400)
     packs = slice_pieces(pieces, 96, 131_072, work, taper=stages - 1)
-    shares = _shares(96, stages - 1)
+    shares = pack_shares(96, stages - 1)
     target = sum(work(piece.tokens) for piece in pieces) / sum(shares)
     loads = [load(pack, work) for pack in packs]
     assert max(loads) <= 1.03 * target * shares[0]
     assert min(loads[: 96 - min(stages - 1, 24)]) >= 0.97 * target * shares[0]
 
 
-def test_a_cost_of_another_form_is_refused():
-    with pytest.raises(ValueError, match="use a packing that does not slice"):
-        PrefixWork.of(lambda tokens: tokens**3)
-    assert PrefixWork.of(lambda tokens: 7 * tokens) == PrefixWork(7, 0)
+def test_long_piece_over_packs_and_its_gap():
+    """Without attention: document 2 takes two packs; the others share the gap of the third."""
+    packs = slice_pieces(pieces_of([200, 700, 2600]), 3, 4000, LINEAR, tile=100, least=200)
+    assert packs == [
+        [Slice(2, 0, 0, 1200)],
+        [Slice(2, 0, 1200, 2400)],
+        [Slice(2, 0, 2400, 2600), Slice(1, 0, 0, 700), Slice(0, 0, 0, 200)],
+    ]
 
 
 def test_slim_mix_and_pack():
@@ -163,7 +141,7 @@ def test_a_long_piece_starts_in_a_fresh_pack():
     st.integers(1, 4),
     st.integers(100, 3000),
     st.sampled_from([(1, 1), (8, 16), (128, 512)]),
-    st.sampled_from([WORK, LINEAR, PrefixWork(1, 50)]),
+    st.sampled_from([WORK, LINEAR, PassWork(1, 50)]),
 )
 def test_every_plan_is_valid(lengths, packs, replicas, cap, grain, work):
     tile, least = grain

@@ -2,12 +2,12 @@
 
 import pytest
 
-from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
-from lightning_wlb.planning.slicing_milp import slice_pieces_milp
+from lightning_wlb.cost.flops import PassWork
+from lightning_wlb.planning.slicing import slice_pieces
+from tests.planning.slicing_milp import slice_pieces_milp
 from tests.planning.test_slicing import LINEAR, WORK, load, pieces_of, plan_of
 
-pytest.importorskip("pulp")
-STEEP = PrefixWork(1000, 2)  # attention equals the rest at 1000 tokens
+STEEP = PassWork(1000, 2)  # attention equals the rest at 1000 tokens
 
 
 def largest(packs, work):

@@ -2,21 +2,24 @@
 
 A packing method says how the documents of an epoch are cut into pieces, which of them may wait,
 how the pieces of a step are grouped into micro-batches, and how these are dealt to replicas
-(:class:`~lightning_wlb.planning.packing.base.Packer`).
+(:class:`~lightning_wlb.planning.packing.base.Packer`). Options of its own are the fields of its
+``Packer.Options``, a dataclass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_wlb.arguments import choice
 from lightning_wlb.planning.packing.auto import AutoPacker
-from lightning_wlb.planning.packing.balanced import BalancedPacker
-from lightning_wlb.planning.packing.base import Packer
+from lightning_wlb.planning.packing.base import Packer, PackingOptions
 from lightning_wlb.planning.packing.best_fit import BestFitPacker
-from lightning_wlb.planning.packing.fixed_greedy import FixedGreedyPacker
-from lightning_wlb.planning.packing.fixed_ilp import FixedIlpPacker
+from lightning_wlb.planning.packing.fixed import FixedGreedyPacker
+from lightning_wlb.planning.packing.ilp import FixedIlpPacker, VarlenIlpPacker
 from lightning_wlb.planning.packing.original import OriginalPacker
 from lightning_wlb.planning.packing.slim import SlimPacker
-from lightning_wlb.planning.packing.tapered import TaperedPacker
-from lightning_wlb.planning.packing.varlen_ilp import VarlenIlpPacker
 from lightning_wlb.planning.packing.wlb import WlbPacker
 
 PACKINGS: dict[str, type[Packer]] = {
@@ -26,8 +29,56 @@ PACKINGS: dict[str, type[Packer]] = {
     "varlen_ilp": VarlenIlpPacker,
     "wlb": WlbPacker,
     "best_fit": BestFitPacker,
-    "balanced": BalancedPacker,
-    "tapered": TaperedPacker,
     "slim": SlimPacker,
     "auto": AutoPacker,
 }
+
+
+@dataclass(frozen=True)
+class PackingChoice:
+    """A packing method with its options.
+
+    Args:
+        method: a name in :data:`PACKINGS`.
+        options: an instance of the method's ``Options``.
+    """
+
+    method: str
+    options: PackingOptions
+
+    @staticmethod
+    def of(given: str | Mapping[str, Any] | PackingChoice) -> PackingChoice:
+        """What a user asks for.
+
+        Args:
+            given: a method's name, or ``{"method": name, option: value, ...}``.
+
+        Raises:
+            ValueError: an unknown method, or an option that it has not or that is out of range;
+                the message lists those that are known.
+        """
+        if isinstance(given, PackingChoice):
+            return given
+        if isinstance(given, Mapping):
+            options = dict(given)
+            if "method" not in options:
+                raise ValueError(
+                    f"packing={options!r} names no method. Write it as in"
+                    " {'method': 'wlb', 'queues': 3}, or give the name alone: 'wlb'."
+                )
+            method = options.pop("method")
+        else:
+            method, options = given, {}
+        choice("packing", method, PACKINGS)
+        made = PACKINGS[method].Options
+        known = [field.name for field in fields(made)]
+        for name in options:
+            if name not in known:
+                takes = f"It takes {', '.join(known)}." if known else "It takes none."
+                raise ValueError(f"packing {method!r} has no option {name!r}. {takes}")
+        return PackingChoice(method, made(**options))
+
+    @property
+    def packer(self) -> type[Packer]:
+        """The method."""
+        return PACKINGS[self.method]

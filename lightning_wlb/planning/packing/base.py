@@ -16,20 +16,44 @@ Cost: that of the method; the base adds a sort of the waiting pieces in drain st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
-from lightning_wlb.planning.costs import PieceCosts
 from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.release import oldest_first
+from lightning_wlb.planning.outlier_queues import oldest_first
 from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 
 Groups = list[list[Piece]]
+"""Pieces by micro-batch."""
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """PackingOptions of one packing method; a method with any has a dataclass of its own.
+
+    Raises:
+        ValueError: an option out of range, with the remedy.
+    """
+
+    decide_data: ClassVar[tuple[str, ...]] = ()
+    """PackingOptions that change which pieces enter a step: a run resumes with the same ones only."""
+
+    def check(self, window: int) -> None:
+        """Refuse options that do not go with the context window, in tokens."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The options that a resumed run must share, in plain types."""
+        given = asdict(self)
+        return {name: given[name] for name in self.decide_data}
 
 
 @dataclass(frozen=True)
@@ -41,32 +65,16 @@ class Rules:
         window: C, tokens of the longest piece.
         micro_batches: N, micro-batches of a global batch over all replicas.
         cap: most tokens of a micro-batch.
-        work: exact cost of a piece from its tokens, forward and backward.
-        forward: its forward alone, if the planner was told it; else the same.
-        costs: both scaled to 41 bits.
-        queues, thresholds, packing_window, delay_budget, max_age, nominal_replicas,
-            nominal_stages, solver, solver_nodes, micro_packs, asymmetric: see
-            :class:`~lightning_wlb.planning.settings.DataSettings`.
+        work: of the model, forward and backward.
+        options: of the method, an instance of its :attr:`Packer.Options`.
     """
 
     lengths: NDArray[np.int64]
     window: int
     micro_batches: int
     cap: int
-    work: Callable[[int], int]
-    forward: Callable[[int], int]
-    costs: PieceCosts
-    queues: int
-    thresholds: tuple[int, ...] | None
-    packing_window: int
-    delay_budget: float
-    max_age: int
-    nominal_replicas: int
-    nominal_stages: int
-    solver: str
-    solver_nodes: int
-    micro_packs: int
-    asymmetric: bool
+    work: Work
+    options: Any
 
     @property
     def nominal_tokens(self) -> int:
@@ -74,20 +82,18 @@ class Rules:
         return self.micro_batches * self.window
 
 
-class Mesh(NamedTuple):
-    """The part of the mesh that arranging depends on.
+class Placement(NamedTuple):
+    """What the pieces of a step are arranged for.
 
     Attributes:
-        replicas: data-parallel replicas.
-        stages: depth of the pipeline.
-        stages_per_rank: 1, or the virtual stages of each of its ranks.
+        mesh: the ranks.
+        shard: how a micro-batch is laid out on its context-parallel ranks.
         judge: what methods that try several plans choose by; None: exact work, see there.
         slices: whether the pipeline's schedule runs slices of pieces.
     """
 
-    replicas: int
-    stages: int
-    stages_per_rank: int = 1
+    mesh: Mesh
+    shard: Shard
     judge: Judge | None = None
     slices: bool = True
 
@@ -97,12 +103,6 @@ class Arrivals(Protocol):
 
     def draw(self) -> list[Piece] | None:
         """The pieces of the next global batch, which now have arrived; None after the last."""
-
-    def peek(self, batches: int) -> list[list[int]]:
-        """Tokens of the pieces of the next global batches, which stay undrawn.
-
-        Fewer than ``batches`` at the epoch's end.
-        """
 
 
 class Released(NamedTuple):
@@ -124,13 +124,15 @@ class Packer:
         rules: what the method is told.
     """
 
+    Options: ClassVar[type[PackingOptions]] = PackingOptions
+    """Dataclass of the method's own options."""
     cuts_stream: ClassVar[bool] = False
     """Whether the concatenated documents are cut at every C tokens, so that a global batch has
     exactly N windows. Else documents stay whole up to C."""
     cap_percent: ClassVar[int] = 150
     """The cap where the user gives none, in percent of C."""
-    reads: ClassVar[tuple[str, ...]] = ()
-    """Data settings beyond the common ones that change what enters a step."""
+    max_age: int = sys.maxsize
+    """Steps after which a carried piece opens further micro-batches rather than wait again."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -153,35 +155,32 @@ class Packer:
     def next_step(self, arrivals: Arrivals, step: int) -> Released:
         """What enters optimiser step ``step``."""
         while (batch := arrivals.draw()) is not None:
-            admitted = self.admit(batch, arrivals, step)
-            admitted = self.carried + admitted  # what `admit` has left there
+            admitted = self.carried + self.admit(batch, step)
             if admitted:
                 self.carried = []
                 return Released(self._group(admitted, step, self.rules.micro_batches), False)
         admitted, self.carried = oldest_first(self.empty(), self.rules.nominal_tokens)
         return Released(self._group(admitted, step, self.rules.micro_batches), True)
 
-    def admit(self, batch: list[Piece], arrivals: Arrivals, step: int) -> list[Piece]:
-        """Let a global batch arrive; the pieces that may enter the step, carried ones left out.
-
-        Carried pieces enter too, unless this takes them out of :attr:`carried`.
-        """
+    def admit(self, batch: list[Piece], step: int) -> list[Piece]:
+        """Let a global batch arrive; the pieces of it, and of those that wait, that may enter."""
         return batch
 
     def empty(self) -> list[Piece]:
         """Give up everything that waits, after the epoch's last arrival."""
-        held, self.carried = self.held, []
+        held = self.held
+        self.reset()
         return held
 
     def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
         """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit."""
         raise NotImplementedError
 
-    def replicas(self, groups: Groups, mesh: Mesh, shard: Shard) -> list[ReplicaPlan]:
+    def replicas(self, groups: Groups, place: Placement) -> list[ReplicaPlan]:
         """The plan of each replica; of :meth:`arrange` unless the method slices pieces."""
         return [
-            replica_plan([[whole(piece) for piece in group] for group in arranged], number, shard)
-            for number, arranged in enumerate(self.arrange(groups, mesh))
+            replica_plan([[whole(piece) for piece in group] for group in own], number, place.shard)
+            for number, own in enumerate(self.arrange(groups, place.mesh))
         ]
 
     def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
@@ -207,16 +206,11 @@ class Packer:
             return []
         most = 2 * bins
         groups, carried = self.group(pieces, bins)
-        while bins < most and any(step - piece.arrival >= self.rules.max_age for piece in carried):
+        while bins < most and any(step - piece.arrival >= self.max_age for piece in carried):
             bins += 1
             groups, carried = self.group(pieces, bins)
         self.carried = carried + self.carried
         return groups
-
-
-def longest_first(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces by descending tokens, equal ones by (document, origin)."""
-    return sorted(pieces, key=lambda piece: (-piece.tokens, piece.document, piece.origin))
 
 
 def check_fits(pieces: Sequence[Piece], cap: int) -> None:

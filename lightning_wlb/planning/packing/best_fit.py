@@ -17,9 +17,11 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import ClassVar
 
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.dispatch import deal_groups, round_robin
-from lightning_wlb.planning.packing.base import Groups, Mesh, Packer, check_fits, longest_first
+from lightning_wlb.planning.longest_first import longest_first
+from lightning_wlb.planning.packing.base import Groups, Packer, check_fits
+from lightning_wlb.planning.replicas import deal_micro_batches, round_robin
 
 
 class BestFitPacker(Packer):
@@ -35,7 +37,7 @@ class BestFitPacker(Packer):
 
     def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
         """One micro-batch to each replica in turn."""
-        return deal_groups(groups, mesh.replicas, self.rules.work, round_robin)
+        return deal_micro_batches(groups, mesh.data, self.rules.work.total, round_robin)
 
 
 def pack(pieces: Sequence[Piece], cap: int) -> Groups:

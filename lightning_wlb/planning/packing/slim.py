@@ -3,70 +3,89 @@
 Nothing waits: every global batch is a step. Its pieces are dealt to the replicas by work, and each
 replica's are cut into MicroPacks (:mod:`~lightning_wlb.planning.slicing`), ``micro_packs`` times N
 over all replicas. A piece with more work than a replica's capacity is shared by several
-(:mod:`~lightning_wlb.planning.merging`). On Generator A with four pipeline stages and N = 4 the
+(:mod:`~lightning_wlb.planning.dp_merge`). On Generator A with four pipeline stages and N = 4 the
 simulated step is as long as 1.19 times its work (1.76 for ``wlb``, 2.04 for ``original``), without
 delay.
 
-The price: keys and values of cut pieces are kept until their last slice has run backward, and
-micro-batches are smaller, which a device may run less efficiently.
+With ``asymmetric=True`` the packs of the backward pass are cut apart from those of the forward pass
+(:mod:`~lightning_wlb.planning.asymmetric`). It is SlimPack's idea and never was faster in the
+simulations of this project: without computing anything twice such a plan runs in many small units.
+
+The price of slices: keys and values of cut pieces are kept until their last slice has run backward,
+and micro-batches are smaller, which a device may run less efficiently.
 
 Cost: see :mod:`~lightning_wlb.planning.slicing`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_wlb.arguments import flag, whole
 from lightning_wlb.plan import Piece, ReplicaPlan
-from lightning_wlb.planning.merging import Merged, merge_pieces, shared_work
-from lightning_wlb.planning.packing.base import Groups, Mesh, Packer, Rules
-from lightning_wlb.planning.replicas import Shard, Shared, replica_plan
-from lightning_wlb.planning.slicing import PrefixWork, share_packs, slice_pieces
+from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
+from lightning_wlb.planning.dp_merge import merge_pieces, own_work, slice_shared
+from lightning_wlb.planning.packing.base import Groups, PackingOptions, Packer, Placement
+from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
+from lightning_wlb.planning.slicing import share_packs, slice_pieces
+
+
+@dataclass(frozen=True)
+class SlimOptions(PackingOptions):
+    """PackingOptions of ``slim``. They do not change what enters a step.
+
+    Args:
+        micro_packs: micro-batches that are made of a global batch, as a multiple of N. More fill
+            the pipeline better, and make kernels smaller.
+        asymmetric: whether the micro-batches of backward are cut apart from those of forward, for
+            balance of each pass. Replicas then share no pieces.
+    """
+
+    micro_packs: int = 4
+    asymmetric: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "micro_packs", whole("micro_packs", self.micro_packs, 1))
+        object.__setattr__(self, "asymmetric", flag("asymmetric", self.asymmetric))
 
 
 class SlimPacker(Packer):
     """Slices, without delay."""
 
+    Options: ClassVar[type[PackingOptions]] = SlimOptions
     cap_percent: ClassVar[int] = 100
-
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules)
-        self._prefix_work = PrefixWork.of(rules.work)
 
     def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
         """All of them: there are no micro-batches before the mesh is known."""
         return [pieces], []
 
-    def replicas(self, groups: Groups, mesh: Mesh, shard: Shard) -> list[ReplicaPlan]:
+    def replicas(self, groups: Groups, place: Placement) -> list[ReplicaPlan]:
         """Pieces dealt to replicas by work, and the MicroPacks of each."""
+        rules, mesh, work = self.rules, place.mesh, self.rules.work
+        options: SlimOptions = rules.options
         pieces = [piece for group in groups for piece in group]
-        # A piece above a replica's capacity is shared; virtual stages cannot.
-        per_capacity = 1 if mesh.stages_per_rank == 1 else 0
-        merged = merge_pieces(pieces, mesh.replicas, self._prefix_work, per_capacity)
-        packs = self.rules.micro_packs * self.rules.micro_batches
-        counts = share_packs(own_work(merged, self._prefix_work), packs, sum(merged.loads))
-        shared = slice_shared(merged, packs, self.rules.cap, self._prefix_work)
+        # A piece above a replica's capacity is shared, unless the schedule cannot run that.
+        shares = mesh.virtual_stages == 1 and not options.asymmetric
+        merged = merge_pieces(pieces, mesh.data, work.total, int(shares))
+        packs = options.micro_packs * rules.micro_batches
+        counts = share_packs(own_work(merged, work.total), packs, sum(merged.loads))
+        if options.asymmetric:
+            return [
+                asymmetric_replica_plan(
+                    *slice_pieces_asymmetric(own, count, rules.cap, work.forward, work.backward),
+                    number,
+                    place.shard,
+                )
+                for number, (own, count) in enumerate(zip(merged.own, counts, strict=True))
+            ]
+        shared = slice_shared(merged, packs, rules.cap, work.total)
         return [
             replica_plan(
-                slice_pieces(own, count, self.rules.cap, self._prefix_work),
+                slice_pieces(own, count, rules.cap, work.total),
                 number,
-                shard,
+                place.shard,
                 [each for each in shared if number in each[1]],
             )
             for number, (own, count) in enumerate(zip(merged.own, counts, strict=True))
         ]
-
-
-def own_work(merged: Merged, work: PrefixWork) -> list[int]:
-    """Work of each replica's own pieces."""
-    return [sum(work(piece.tokens) for piece in pieces) for pieces in merged.own]
-
-
-def slice_shared(merged: Merged, packs: int, cap: int, work: PrefixWork) -> list[Shared]:
-    """The shared pieces in MicroPacks that take as long as each of ``packs`` over all replicas."""
-    shared: list[Shared] = []
-    for piece, members in merged.shared:
-        part = shared_work(work(piece.tokens), len(members))
-        (count,) = share_packs([part], packs, sum(merged.loads))
-        shared += [(pack, members) for pack in slice_pieces([piece], count, cap, work)]
-    return shared

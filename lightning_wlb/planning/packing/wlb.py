@@ -1,14 +1,14 @@
-"""Variable-length packing by work: the greedy of WLB-LLM Algorithm 1 (lines 16-28).
+"""WLB-LLM's variable-length packing by work, with outlier queues (Algorithm 1).
 
-Pieces go in descending length to the micro-batch with the least work; where that would pass the
-cap, to the micro-batch with the fewest tokens; where that would pass it too, the piece is carried
-to the next step. Short pieces come last and even out what the long ones left, so micro-batches
-end with equal work and unequal length.
+Long pieces wait in the outlier queues (:mod:`~lightning_wlb.planning.outlier_queues`) until there
+is one for each micro-batch; the others, and what the queues let through, are packed by work under
+the cap (:func:`~lightning_wlb.planning.longest_first.deal_capped`). What does not fit is carried to
+the next step.
 
 Departures from the listing as printed (docs/design.md, "Where we left the papers"): a piece may
-fill a micro-batch exactly (``<=`` for L_max, or a document of length L_max would wait for ever),
-the carried pieces are those of this step only, and ages are bounded: a queue lets a piece through
-that has waited ``max_age`` steps (rare on Generator A, where most wait less than 10).
+fill a micro-batch exactly, the carried pieces are those of this step only, and ages are bounded: a
+queue lets a piece through that has waited ``max_age`` steps (rare on Generator A, where most wait
+less than 10).
 
 Cost: O(P·log P + P·log N) for P pieces in N micro-batches; 0.6 ms for 300 pieces. Not for a cap
 of C: without room above the window it can not add short documents beside long ones, and the
@@ -17,39 +17,77 @@ carried list grows until the epoch's drain.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lightning_wlb.arguments import whole, wholes
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.dispatch import deal_groups, longest_first
+from lightning_wlb.planning.longest_first import deal_capped
+from lightning_wlb.planning.outlier_queues import (
+    check_thresholds,
+    overdue,
+    release,
+    thresholds_from_lengths,
+)
 from lightning_wlb.planning.packing.base import (
-    Arrivals,
     Groups,
-    Mesh,
+    PackingOptions,
     Packer,
     Rules,
     as_lists,
     as_pieces,
     check_fits,
 )
-from lightning_wlb.planning.packing.base import longest_first as by_length
-from lightning_wlb.planning.release import overdue, release, thresholds_from_lengths
+from lightning_wlb.planning.replicas import deal_micro_batches, heaviest_first
+
+
+@dataclass(frozen=True)
+class WlbOptions(PackingOptions):
+    """PackingOptions of ``wlb``.
+
+    Args:
+        queues: number of outlier queues whose thresholds are set from the length distribution;
+            0 for no delay.
+        thresholds: least tokens of each outlier queue, strictly increasing; overrides ``queues``.
+        max_age: steps after which a piece waits no longer (unless more than 2·N micro-batches
+            would be needed: one document of many global batches).
+    """
+
+    # The thresholds are in the fingerprint as they are resolved.
+    decide_data: ClassVar[tuple[str, ...]] = ("max_age",)
+
+    queues: int = 2
+    thresholds: tuple[int, ...] | None = None
+    max_age: int = 12
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "queues", whole("queues", self.queues, 0))
+        object.__setattr__(self, "max_age", whole("max_age", self.max_age, 1))
+        if self.thresholds is not None:
+            object.__setattr__(self, "thresholds", wholes("thresholds", self.thresholds))
+
+    def check(self, window: int) -> None:
+        """Refuse thresholds that do not increase up to the window."""
+        if self.thresholds is not None:
+            check_thresholds(self.thresholds, window)
 
 
 class WlbPacker(Packer):
-    """Outlier queues before the greedy, longest-first dealing of micro-batches after it."""
+    """Outlier queues before the greedy, heaviest-first dealing of micro-batches after it."""
 
-    reads: ClassVar[tuple[str, ...]] = ("thresholds", "max_age")
+    Options: ClassVar[type[PackingOptions]] = WlbOptions
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
-        if rules.thresholds is None:
+        options: WlbOptions = rules.options
+        self.max_age = options.max_age
+        if options.thresholds is None:
             self._thresholds = thresholds_from_lengths(
-                rules.lengths, rules.window, rules.queues, rules.work
+                rules.lengths, rules.window, options.queues, rules.work.total
             )
         else:
-            self._thresholds = rules.thresholds
+            self._thresholds = options.thresholds
         self._queues: list[list[Piece]] = [[] for _ in self._thresholds]
 
     @property
@@ -67,25 +105,20 @@ class WlbPacker(Packer):
         super().reset()
         self._queues = [[] for _ in self._thresholds]
 
-    def empty(self) -> list[Piece]:
-        """Give up the queues and what was carried."""
-        held = self.held
-        self.reset()
-        return held
-
-    def admit(self, batch: list[Piece], arrivals: Arrivals, step: int) -> list[Piece]:
+    def admit(self, batch: list[Piece], step: int) -> list[Piece]:
         """What the queues let through."""
         released, queues = release(batch, self._queues, self._thresholds, self.rules.micro_batches)
-        late, self._queues = overdue(queues, step - self.rules.max_age)
+        late, self._queues = overdue(queues, step - self.max_age)
         return released + late
 
     def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
         """Algorithm 1, lines 16-28."""
-        return pack(pieces, bins, self.rules.cap, self.rules.work)
+        check_fits(pieces, self.rules.cap)
+        return deal_capped(pieces, bins, self.rules.cap, self.rules.work.total)
 
     def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
         """Whole micro-batches, by descending work, to the replica with the least so far."""
-        return deal_groups(groups, mesh.replicas, self.rules.work, longest_first)
+        return deal_micro_batches(groups, mesh.data, self.rules.work.total, heaviest_first)
 
     def state_dict(self) -> dict[str, Any]:
         """Carried pieces and queues."""
@@ -95,51 +128,3 @@ class WlbPacker(Packer):
         """Continue where :meth:`state_dict` was taken."""
         super().load_state_dict(state)
         self._queues = [as_pieces(queue) for queue in state["queues"]]
-
-
-def pack(
-    pieces: Sequence[Piece], bins: int, cap: int, work: Callable[[int], int]
-) -> tuple[list[list[Piece]], list[Piece]]:
-    """Deal pieces to micro-batches of nearly equal work.
-
-    Args:
-        pieces: what may enter the step.
-        bins: number of micro-batches, N.
-        cap: most tokens of a micro-batch, L_max.
-        work: cost of a piece from its tokens, an integer.
-
-    Returns:
-        ``bins`` groups, each with its pieces in the order in which they were added (some may be
-        empty), and the pieces that did not fit. Equal lengths go by (document, origin), equal
-        bins by number.
-
-    Raises:
-        ValueError: a piece is longer than ``cap``.
-    """
-    check_fits(pieces, cap)
-    order = by_length(pieces)
-    groups: list[list[Piece]] = [[] for _ in range(bins)]
-    carried: list[Piece] = []
-    loads = [0] * bins
-    tokens = [0] * bins
-    # A heap entry is stale once its bin has grown; it is dropped when it comes to the top.
-    by_load = [(0, index) for index in range(bins)]
-    by_tokens = [(0, index) for index in range(bins)]
-    for piece in order:
-        while by_load[0][0] != loads[by_load[0][1]]:
-            heapq.heappop(by_load)
-        while by_tokens[0][0] != tokens[by_tokens[0][1]]:
-            heapq.heappop(by_tokens)
-        length = piece.tokens
-        chosen = by_load[0][1]
-        if tokens[chosen] + length > cap:
-            chosen = by_tokens[0][1]
-            if tokens[chosen] + length > cap:
-                carried.append(piece)
-                continue
-        groups[chosen].append(piece)
-        loads[chosen] += work(length)
-        tokens[chosen] += length
-        heapq.heappush(by_load, (loads[chosen], chosen))
-        heapq.heappush(by_tokens, (tokens[chosen], chosen))
-    return groups, carried

@@ -1,16 +1,17 @@
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.workloads import generator_a
 from tests.planning.test_slicing import LLAMA2_7B_LAYER
 
 WINDOW = 131_072
 
 
-def plans(steps, replicas=1, **settings):
+def plans(steps, replicas=1, cap=None, **options):
     planner = Planner(
         generator_a(4000, WINDOW, 1),
-        DataSettings(WINDOW, 4, packing="slim", **settings),
-        LLAMA2_7B_LAYER.total,
-        MeshSettings(replicas=replicas),
+        DataSettings(WINDOW, 4, packing={"method": "slim", **options}, cap=cap),
+        LLAMA2_7B_LAYER,
+        Mesh(data=replicas),
     )
     return [planner.next_step() for _ in range(steps)]
 
@@ -49,8 +50,8 @@ def above_the_capacity(**mesh):
     planner = Planner(
         [WINDOW, *[2000] * 60],
         DataSettings(WINDOW, 2, packing="slim", shuffle=False),
-        LLAMA2_7B_LAYER.total,
-        MeshSettings(replicas=2, **mesh),
+        LLAMA2_7B_LAYER,
+        Mesh(data=2, **mesh),
     )
     return planner.next_step()
 
@@ -68,6 +69,27 @@ def test_a_piece_above_the_capacity_is_shared_in_slices():
 
 def test_virtual_stages_cannot_share():
     """The piece stays on one replica, which has more micro-batches nearly as large."""
-    first, second = loads(above_the_capacity(stages_per_rank=2))
+    first, second = loads(above_the_capacity(virtual_stages=2))
     assert (len(first), len(second)) == (6, 2)
     assert max(first) < 1.5 * max(second)  # in as many micro-batches each, 4.3
+
+
+def test_asymmetric_packs_balance_each_pass_and_share_nothing():
+    """Backward groups the slices otherwise; either pass alone is more even than symmetric packs."""
+    (symmetric,) = plans(1, replicas=2)
+    (plan,) = plans(1, replicas=2, asymmetric=True)
+    assert plan.pieces == symmetric.pieces
+    for number, replica in enumerate(plan.replicas):
+        assert {group.replicas for group in replica.forward} == {(number,)}
+        assert {group.slices for group in replica.forward} != {
+            group.slices for group in replica.backward
+        }
+        for groups, work in (
+            (replica.forward, LLAMA2_7B_LAYER.forward),
+            (replica.backward, LLAMA2_7B_LAYER.backward),
+        ):
+            own = [
+                sum(work(part.tokens, part.context) for part in replica.slices_of(group))
+                for group in groups
+            ]
+            assert max(own) * len(own) < 1.02 * sum(own)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.packing.wlb import pack
+from lightning_wlb.planning.longest_first import deal_capped
+from lightning_wlb.planning.packing.base import check_fits
 
 
 def quadratic(tokens: int) -> int:
@@ -27,30 +28,30 @@ def tokens_of(groups) -> list[list[int]]:
 def test_hand_worked_case() -> None:
     # Work of 50, 30, 20, 10: 3500, 1500, 800, 300. After 50 | 30 30 20: 3500 | 3800. The first 10
     # goes to 3500, the second to the lower number of 3800 | 3800, the third to 3800 beside 4100.
-    groups, carried = pack(pieces_of([10, 50, 30, 10, 20, 30, 10]), 2, 100, quadratic)
+    groups, carried = deal_capped(pieces_of([10, 50, 30, 10, 20, 30, 10]), 2, 100, quadratic)
     assert tokens_of(groups) == [[50, 10, 10], [30, 30, 20, 10]]
     assert carried == []
 
 
 def test_full_bin_of_least_work_gives_way_to_the_shortest() -> None:
     # Work of 40 is 2400, of three 14s 1428 in 42 tokens: a 6 goes there first, then beside the 40.
-    groups, carried = pack(pieces_of([40, 14, 14, 14, 6, 6]), 2, 45, quadratic)
+    groups, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 45, quadratic)
     assert tokens_of(groups) == [[40], [14, 14, 14]]
     assert [piece.document for piece in carried] == [4, 5]
-    groups, carried = pack(pieces_of([40, 14, 14, 14, 6, 6]), 2, 46, quadratic)
+    groups, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 46, quadratic)
     assert tokens_of(groups) == [[40, 6], [14, 14, 14]]
     assert [piece.document for piece in carried] == [5]
 
 
 def test_piece_of_the_cap_is_admitted() -> None:
-    groups, carried = pack(pieces_of([100, 100]), 2, 100, quadratic)
+    groups, carried = deal_capped(pieces_of([100, 100]), 2, 100, quadratic)
     assert tokens_of(groups) == [[100], [100]]
     assert carried == []
 
 
 def test_piece_above_the_cap_is_named() -> None:
     with pytest.raises(ValueError, match=r"\[5, 106\) of document 7 has 101 tokens.* cap of 100"):
-        pack([Piece(1, 0, 3, 0), Piece(7, 5, 106, 0)], 2, 100, quadratic)
+        check_fits([Piece(1, 0, 3, 0), Piece(7, 5, 106, 0)], 100)
 
 
 def listing(lengths, bins: int, cap: int) -> tuple[list[list[int]], list[int]]:
@@ -85,7 +86,7 @@ def listing(lengths, bins: int, cap: int) -> tuple[list[list[int]], list[int]]:
 def test_equals_the_listing_in_any_order_of_arrival(lengths, bins, cap, order) -> None:
     pieces = pieces_of(lengths)
     order.shuffle(pieces)
-    groups, carried = pack(pieces, bins, cap, quadratic)
+    groups, carried = deal_capped(pieces, bins, cap, quadratic)
     expected_groups, expected_carried = listing(lengths, bins, cap)
     assert [[piece.document for piece in group] for group in groups] == expected_groups
     assert [piece.document for piece in carried] == expected_carried
@@ -96,6 +97,6 @@ def test_packs_300_pieces_in_milliseconds() -> None:
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
-        pack(pieces, 16, 100_000, quadratic)
+        deal_capped(pieces, 16, 100_000, quadratic)
         best = min(best, time.perf_counter() - begin)
     assert best < 0.005  # 0.6 ms on an idle core; the rest is for a busy machine

@@ -16,12 +16,14 @@ of a context-parallel group: the keys of the shared pieces then cost more than t
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.slicing import descending
+from lightning_wlb.planning.longest_first import deal, longest_first
+from lightning_wlb.planning.replicas import Shared
+from lightning_wlb.planning.slicing import share_packs, slice_pieces
 
 OVERHEAD_PERCENT = 10  # more work, in all, for a piece that replicas share
 
@@ -62,7 +64,7 @@ def merge_pieces(
     Returns:
         Equal pieces go by (document, origin), equal replicas and sets by number.
     """
-    order = descending(pieces)
+    order = longest_first(pieces)
     works = [work(piece.tokens) for piece in order]
     total = sum(works)
     sizes = [_size(each, total, replicas, per_capacity, overhead_percent) for each in works]
@@ -78,20 +80,30 @@ def merge_pieces(
             loads[replica] += part
         shared.append((piece, tuple(members)))
     own: list[list[Piece]] = [[] for _ in range(replicas)]
-    heap = [(load, replica) for replica, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for size, piece, piece_work in zip(sizes, order, works, strict=True):
-        if size == 1:
-            load, replica = heap[0]
-            own[replica].append(piece)
-            loads[replica] = load + piece_work
-            heapq.heapreplace(heap, (loads[replica], replica))
+    alone = [at for at, size in enumerate(sizes) if size == 1]
+    for at, replica in zip(alone, deal([works[at] for at in alone], loads), strict=True):
+        own[replica].append(order[at])
     return Merged(shared, own, loads)
 
 
 def shared_work(work: int, members: int, overhead_percent: int = OVERHEAD_PERCENT) -> int:
     """What each of the replicas that share a piece has to do for it."""
     return work * (100 + overhead_percent) // (100 * members)
+
+
+def own_work(merged: Merged, work: Callable[[int], int]) -> list[int]:
+    """Work of each replica's own pieces."""
+    return [sum(work(piece.tokens) for piece in pieces) for pieces in merged.own]
+
+
+def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[Shared]:
+    """The shared pieces in MicroPacks that take as long as each of ``packs`` over all replicas."""
+    shared: list[Shared] = []
+    for piece, members in merged.shared:
+        part = shared_work(work(piece.tokens), len(members))
+        (count,) = share_packs([part], packs, sum(merged.loads))
+        shared += [(pack, members) for pack in slice_pieces([piece], count, cap, work)]
+    return shared
 
 
 def _size(

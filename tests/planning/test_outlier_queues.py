@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.release import (
+from lightning_wlb.planning.outlier_queues import (
     check_thresholds,
     oldest_first,
     release,

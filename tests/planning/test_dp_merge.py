@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.merging import merge_pieces
+from lightning_wlb.planning.dp_merge import merge_pieces
 from tests.planning.test_slicing import LINEAR, pieces_of
 
 

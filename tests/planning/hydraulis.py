@@ -6,8 +6,8 @@ largest such bound is least: an integer program, here the definition. Algorithm 
 one in random order, each where the largest bound grows least, and keeps the best of many trials.
 
 All pipelines have the same parallel scheme here, so that any piece can run on any of them. The
-bound is that of equal or badly ordered micro-batches; :func:`~.dispatch.deal_by_time` reckons with
-half the stall and needs no trials.
+bound is that of equal or badly ordered micro-batches. What the package deals by is work alone
+(:mod:`~lightning_wlb.planning.dp_merge`), since slices leave a pipeline little to wait for.
 
 Cost: Algorithm 1 takes O(trials · n · R) for n pieces and R pipelines, 0.1 s for 3,000 pieces, 16
 pipelines and one trial. The integer program is for a few dozen pieces.
@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-
-from lightning_wlb.planning.packing.solver import require
+import pulp
 
 TRIALS = 100  # of the paper's experiments
 
@@ -97,12 +96,8 @@ def deal_exactly(
         For each replica the indices of its pieces, ascending, and whether they are proven best.
 
     Raises:
-        ModuleNotFoundError: PuLP is not installed.
         RuntimeError: no dealing was found within the nodes.
     """
-    require("cbc")
-    import pulp
-
     unit = max(sum(costs) / replicas, 1.0)
     model = pulp.LpProblem("dispatch", pulp.LpMinimize)
     slowest = pulp.LpVariable("slowest", lowBound=0)

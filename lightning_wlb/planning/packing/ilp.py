@@ -1,0 +1,255 @@
+"""Packing as an integer linear program, through PuLP: WLB-LLM Equations 1 and 2.
+
+Binary x_ij puts piece i into micro-batch j; the largest weight of a micro-batch is minimised under
+a bound on its tokens. The solver gets a limit on branch-and-bound nodes and one thread, never a
+limit on time, so that every rank of a run, and the run that resumes it, get the same answer. It
+starts from a greedy answer, which stands where the solver finds nothing better. Both methods pack
+W global batches together (:mod:`.fixed`).
+
+* ``fixed_ilp`` (Equation 1, "Fixed-Len Solver"): the attention work, the sum of d², of the heaviest
+  micro-batch of C tokens. Every micro-batch is exactly full, so whole pieces fit only in few ways;
+  the stream's own cuts are one, from which the solver starts. The answer of ``fixed_greedy``, which
+  may cut pieces, stands where it is better.
+* ``varlen_ilp`` (Equation 2): the work, forward and backward, of the heaviest micro-batch under the
+  token cap. It starts from the greedy answer of ``wlb`` without queues, which also stands where
+  pieces do not all fit and some have to be carried.
+
+The optimum itself is known to be hard to prove: the gap is reported against the bound max(largest
+weight, mean weight of a micro-batch).
+
+Cost: seconds to minutes for a window of a few global batches. Not for training: it shows how far
+the greedy methods are from the optimum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from lightning_wlb.arguments import choice, whole
+from lightning_wlb.plan import Piece
+from lightning_wlb.planning.longest_first import deal_capped
+from lightning_wlb.planning.packing.base import Groups, PackingOptions, Rules, check_fits
+from lightning_wlb.planning.packing.fixed import WindowedOptions, WindowedPacker, pack_greedily
+
+log = logging.getLogger(__name__)
+
+Solver = Literal["cbc", "highs"]
+
+
+@dataclass(frozen=True)
+class IlpOptions(WindowedOptions):
+    """PackingOptions of ``fixed_ilp`` and ``varlen_ilp``.
+
+    Args:
+        packing_window: W, global batches that are packed together.
+        solver: ``"cbc"`` (comes with PuLP) or ``"highs"`` (needs highspy).
+        solver_nodes: most branch-and-bound nodes of a solve.
+        max_age: steps after which a carried piece opens further micro-batches rather than wait.
+    """
+
+    decide_data: ClassVar[tuple[str, ...]] = (
+        "packing_window", "solver", "solver_nodes", "max_age",
+    )  # fmt: skip
+
+    solver: Solver = "cbc"
+    solver_nodes: int = 100
+    max_age: int = 12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice("solver", self.solver, get_args(Solver))
+        for name in ("solver_nodes", "max_age"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1))
+
+
+class _IlpPacker(WindowedPacker):
+    """What both methods share.
+
+    Raises:
+        ModuleNotFoundError: the solver is not installed.
+    """
+
+    Options: ClassVar[type[PackingOptions]] = IlpOptions
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self.max_age = rules.options.max_age
+        require(rules.options.solver)
+
+    def _solved(
+        self, pieces: list[Piece], problem: Problem, start: list[int], greedy: Groups, heaviest: int
+    ) -> Groups:
+        """The solver's packing if it is lighter than the greedy one, of weight ``heaviest``."""
+        options: IlpOptions = self.rules.options
+        answer = solve(problem, options.solver, options.solver_nodes, start)
+        found = None if answer is None else heaviest_of(problem, answer)
+        report(type(self).__name__, problem, found, heaviest)
+        if answer is None or found is None or found >= heaviest:
+            return greedy
+        groups: Groups = [[] for _ in range(problem.bins)]
+        for piece, index in zip(pieces, answer, strict=True):
+            groups[index].append(piece)
+        return groups
+
+
+class FixedIlpPacker(_IlpPacker):
+    """Equation 1 over the windows of W global batches."""
+
+    cuts_stream: ClassVar[bool] = True
+    cap_percent: ClassVar[int] = 100
+
+    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+        """Micro-batches of at most C tokens; nothing is carried."""
+        window = self.rules.window
+        greedy = pack_greedily(pieces, bins, window)
+        heaviest = max(sum(piece.tokens**2 for piece in group) for group in greedy)
+        problem = Problem(
+            [piece.tokens**2 for piece in pieces], [piece.tokens for piece in pieces], bins, window
+        )
+        start, taken = [], 0
+        for piece in pieces:
+            start.append(taken // window)
+            taken += piece.tokens
+        return self._solved(pieces, problem, start, greedy, heaviest), []
+
+
+class VarlenIlpPacker(_IlpPacker):
+    """Equation 2 over the windows of W global batches."""
+
+    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+        """Micro-batches of at most the cap; carried is what the greedy answer carries."""
+        cap, work = self.rules.cap, self.rules.work.total
+        check_fits(pieces, cap)
+        greedy, carried = deal_capped(pieces, bins, cap, work)
+        if carried:
+            return greedy, carried
+        heaviest = max(sum(work(piece.tokens) for piece in group) for group in greedy)
+        home = {piece: index for index, group in enumerate(greedy) for piece in group}
+        problem = Problem(
+            [work(piece.tokens) for piece in pieces], [piece.tokens for piece in pieces], bins, cap
+        )
+        start = [home[piece] for piece in pieces]
+        return self._solved(pieces, problem, start, greedy, heaviest), []
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Pieces to put into equal bins.
+
+    Args:
+        weights: to balance, at least 0.
+        sizes: tokens.
+        bins: how many.
+        limit: most tokens of a bin.
+    """
+
+    weights: Sequence[int]
+    sizes: Sequence[int]
+    bins: int
+    limit: int
+
+    @property
+    def bound(self) -> int:
+        """No packing has a lighter heaviest bin."""
+        return max(max(self.weights, default=0), -(-sum(self.weights) // self.bins))
+
+
+def require(solver: str) -> None:
+    """Check that a solver can be called.
+
+    Raises:
+        ModuleNotFoundError: naming the missing package and how to install it.
+    """
+    if solver == "highs" and importlib.util.find_spec("highspy") is None:
+        raise ModuleNotFoundError(
+            "solver='highs' needs highspy, which is not installed. Install it with"
+            " `pip install highspy`, or leave the solver to 'cbc', which comes with PuLP.",
+            name="highspy",
+        )
+
+
+def solve(
+    problem: Problem, solver: str, nodes: int, start: Sequence[int] | None
+) -> list[int] | None:
+    """The bin of each item in the best packing found.
+
+    Args:
+        problem: what to pack.
+        solver: ``"cbc"`` or ``"highs"``.
+        nodes: most branch-and-bound nodes.
+        start: the bin of each item in a known packing; None: there is none.
+
+    Returns:
+        None where the solver found no packing within its nodes.
+    """
+    import pulp
+
+    items, bins = range(len(problem.weights)), range(problem.bins)
+    # Weights near 1: solvers work in floating point with absolute tolerances.
+    unit = max(sum(problem.weights) / problem.bins, 1.0)
+    model = pulp.LpProblem("packing", pulp.LpMinimize)
+    heaviest = pulp.LpVariable("heaviest", lowBound=problem.bound / unit)
+    chosen = [[pulp.LpVariable(f"x_{i}_{j}", cat=pulp.LpBinary) for j in bins] for i in items]
+    model += heaviest
+    for i in items:
+        model += pulp.lpSum(chosen[i]) == 1
+    for j in bins:
+        model += pulp.lpSum(chosen[i][j] * (problem.weights[i] / unit) for i in items) <= heaviest
+        model += pulp.lpSum(chosen[i][j] * problem.sizes[i] for i in items) <= problem.limit
+    if start is not None:
+        loads = [0] * problem.bins
+        for i in items:
+            loads[start[i]] += problem.weights[i]
+            for j in bins:
+                chosen[i][j].setInitialValue(int(start[i] == j))
+        heaviest.setInitialValue(max(loads) / unit)
+    # PuLP's HiGHS has read the values, but knows no name for the status "node limit reached".
+    with contextlib.suppress(KeyError):
+        model.solve(_command(pulp, solver, nodes, start is not None))
+    answer = []
+    for i in items:
+        # A solution may be integral up to a tolerance only; anything else is no solution.
+        values = [variable.value() or 0.0 for variable in chosen[i]]
+        if abs(max(values) - 1) > 1e-4 or abs(sum(values) - 1) > 1e-4:
+            return None
+        answer.append(values.index(max(values)))
+    filled = [0] * problem.bins
+    for i in items:
+        filled[answer[i]] += problem.sizes[i]
+    return answer if max(filled, default=0) <= problem.limit else None
+
+
+def heaviest_of(problem: Problem, answer: Sequence[int]) -> int:
+    """Weight of the heaviest bin of a packing."""
+    loads = [0] * problem.bins
+    for weight, index in zip(problem.weights, answer, strict=True):
+        loads[index] += weight
+    return max(loads)
+
+
+def report(method: str, problem: Problem, found: int | None, greedy: int) -> None:
+    """Log what the solver found, the greedy answer, and the gap to the bound."""
+    best = greedy if found is None else min(found, greedy)
+    log.info(
+        "%s: %d pieces in %d micro-batches, %s; at most %.2f %% above the optimum.",
+        method,
+        len(problem.weights),
+        problem.bins,
+        "the solver found nothing, the greedy answer stands"
+        if found is None
+        else f"the solver's heaviest is {found / greedy:.4f} of the greedy answer's",
+        100 * (best / max(problem.bound, 1) - 1),
+    )
+
+
+def _command(pulp: Any, solver: str, nodes: int, warm: bool) -> Any:
+    if solver == "cbc":
+        return pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes, warmStart=warm)
+    return pulp.HiGHS(
+        msg=False, threads=1, warmStart=warm, mip_max_nodes=nodes, parallel="off", random_seed=0
+    )
