@@ -44,10 +44,10 @@ from lightning_wlb.attention.sharding import (
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning.predict import Predictor

@@ -49,10 +49,10 @@ from lightning_wlb.attention.sharding import (
     rank_indices,
 )
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import measure
 

@@ -16,8 +16,8 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
@@ -114,9 +114,7 @@ def train(
         logging.getLogger(name).setLevel(logging.ERROR)
     recorder = Recorder(counted)
     trainer = L.Trainer(
-        strategy=WLBStrategy(
-            mesh.data, mesh.pipeline, mesh.context, mesh.tensor, schedule=schedule
-        ),
+        strategy=WLBStrategy(*mesh.shape, schedule=schedule),
         accelerator="cpu",
         devices=mesh.devices,
         callbacks=[recorder],
@@ -145,7 +143,7 @@ def replayed(
     """
     measured: dict[tuple[int, Action], int] = {}
     for rank, of_rank in enumerate(timings):
-        replica = rank // (mesh.pipeline * mesh.context * mesh.tensor)
+        replica = mesh.coordinate(rank).data
         for text, seconds in of_rank:
             key = replica, Action.parse(text)
             measured[key] = max(measured.get(key, 0), round(seconds * 1e9))

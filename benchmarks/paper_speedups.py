@@ -30,10 +30,10 @@ from rich.table import Table
 
 from benchmarks.workloads import documents_for, generator_a, window_pieces
 from lightning_wlb.cli.forecast import Forecast, plan_steps
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings

@@ -35,10 +35,10 @@ from rich.table import Table
 
 from benchmarks.measured import RankStep, replayed, train
 from benchmarks.paper_speedups import without_communication
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.predict import Predictor

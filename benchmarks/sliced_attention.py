@@ -25,7 +25,8 @@ import torch
 import lightning_wlb as wlb
 from lightning_wlb.attention.sharding import layout
 from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.mesh import Rank
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
@@ -63,18 +64,16 @@ def batch_of(documents: int, tokens: int, slices: int) -> StepBatch:
         nominal_tokens=documents * tokens,
     ).validate()
     store = wlb.InMemoryDocuments(texts, vocab_size=VOCABULARY)
-    return make_step_batch(plan, store, Coordinates(), {}, 0, False)
+    return make_step_batch(plan, store, Rank(), {}, 0, False)
 
 
 def seconds(model: Transformer, batch: StepBatch) -> float:
     """Processor time of one step."""
     pipeline = Pipeline(
-        rank=0,
-        ranks=(0,),
+        at=Rank(),
         stages=(range(len(model.layers)),),
         schedule="1f1b",
         groups={},
-        tensor_parallel_size=1,
         hidden_size=model.config.dim,
         dtype=torch.float32,
         device=torch.device("cpu"),

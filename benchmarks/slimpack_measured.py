@@ -35,10 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measured import RankStep, replayed, train
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import DocumentSubset
 from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.ranks import run_ranks

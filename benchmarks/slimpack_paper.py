@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
@@ -111,15 +111,14 @@ class Case:
 
     def run(self, steps: int, seed: int, per_rank: int) -> dict[str, Any]:
         """Both methods' predictions with so many stages per pipeline rank."""
-        mesh, shape = MESHES[self.model], SHAPES[self.model]
+        mesh = replace(MESHES[self.model], virtual_stages=per_rank)
+        shape = SHAPES[self.model]
         mean = float(self.corpus.lengths(100_000, self.window, 0).mean())
         count = max(round(self.samples * mean / self.window), 1)
         lengths = self.corpus.lengths(
             int(1.5 * (steps + 1) * count * self.window / mean), self.window, seed
         )
-        stages = tuple(
-            model_stages(shape, mesh.pipeline * per_rank, mean_context_of(lengths, self.window))
-        )
+        stages = tuple(model_stages(shape, mesh.stages, mean_context_of(lengths, self.window)))
         schedule = "1f1b" if per_rank == 1 else "interleaved"
 
         def predictor(profile: Profile, mode: Checkpointing) -> Predictor:
@@ -127,13 +126,13 @@ class Case:
 
         modes: Sequence[Checkpointing] = get_args(Checkpointing)
         usable = self.profile.memory_bytes * USABLE_PERCENT // 100
-        plain: list[StepPlan] = self._plans("best_fit", count, lengths, steps, per_rank, None)
+        plain: list[StepPlan] = self._plans("best_fit", count, lengths, steps, mesh, None)
         for mode in modes:
             model = predictor(self.profile, mode)
             made = [model.predict(plan) for plan in plain]
             if max(each.peak_bytes for each in made) <= usable:
                 break
-        plans = self._plans("auto", count, lengths, steps, per_rank, model)
+        plans = self._plans("auto", count, lengths, steps, mesh, model)
         unlinked = predictor(free(self.profile), mode)
         result: dict[str, Any] = {
             "N": count,
@@ -151,10 +150,10 @@ class Case:
         count: int,
         lengths: np.ndarray,
         steps: int,
-        per_rank: int,
+        mesh: Mesh,
         model: Predictor | None,
     ) -> list[StepPlan]:
-        mesh, work = MESHES[self.model], Work(SHAPES[self.model])
+        work = Work(SHAPES[self.model])
         planner = Planner(
             lengths,
             DataSettings(self.window, count, packing=packing, cap=self.window, shuffle=False),
@@ -164,7 +163,7 @@ class Case:
                 mesh.context,
                 mesh.tensor,
                 pipeline_parallel_size=mesh.pipeline,
-                stages_per_rank=per_rank,
+                stages_per_rank=mesh.virtual_stages,
             ),
             forward=work.forward,
             judge=None if model is None else PredictedJudge(model),
@@ -183,7 +182,7 @@ def summary(plans: Sequence[StepPlan], model: Predictor, unlinked: Predictor) ->
     """Time per token, and the shares of a rank's time; memory, micro-batches and cuts."""
     total = tokens = work = warm_up = imbalance = communication = peak = 0.0
     micro_batches = cuts = merged = 0
-    ranks, per_rank = model.latency.mesh.pipeline, len(model.stages) // model.latency.mesh.pipeline
+    ranks, per_rank = model.latency.mesh.pipeline, model.latency.mesh.virtual_stages
     for plan in plans:
         step, bare = model.predict(plan), unlinked.predict(plan)
         replicas = len(plan.replicas)

@@ -1,12 +1,146 @@
-"""Placeholder while merging."""
+"""The mesh of ranks, data × pipeline × context × tensor, and where one of them stands in it.
 
-from dataclasses import dataclass
+A run makes one :class:`Mesh` and, on every rank, one :class:`Rank`, and passes them unchanged to
+data, planning, cost model, strategy and profiling.
+
+Rank order: data outermost, tensor innermost, so that tensor parallelism, which talks most, stays
+within a node and data parallelism, which talks once a step, crosses nodes (WLB-LLM §6.1).
+
+Cost: integer arithmetic; :meth:`Mesh.groups` and :meth:`Rank.group` enumerate the ranks, so not
+for every message.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.arguments import whole
+
+AXES = ("data", "pipeline", "context", "tensor")
 
 
 @dataclass(frozen=True)
 class Mesh:
+    """Ranks along each axis, and stages of a pipeline rank.
+
+    Args:
+        data: replicas that train on different documents.
+        pipeline: ranks that share the layers of a replica.
+        context: ranks that share the tokens of a micro-batch.
+        tensor: ranks that share each weight.
+        virtual_stages: stages of each pipeline rank: stage s is on rank ``s % pipeline``.
+
+    Raises:
+        ValueError: a size that is no whole number of at least 1.
+    """
+
     data: int = 1
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
     virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = whole(f"mesh: {field.name}", getattr(self, field.name), 1)
+            object.__setattr__(self, field.name, size)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes of the axes, in the order of :data:`AXES`."""
+        return self.data, self.pipeline, self.context, self.tensor
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline, virtual ones counted."""
+        return self.pipeline * self.virtual_stages
+
+    def rank_of(self, data: int, pipeline: int, context: int, tensor: int) -> int:
+        """Global rank at a coordinate: the inverse of :meth:`coordinate`."""
+        return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
+
+    def coordinate(self, rank: int) -> Rank:
+        """Where a global rank stands.
+
+        Raises:
+            ValueError: the mesh has no such rank.
+        """
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        data, pipeline = divmod(rest, self.pipeline)
+        return Rank(self, data, pipeline, context, tensor)
+
+    def groups(self, *axes: str) -> npt.NDArray[np.int64]:
+        """Global ranks of each group that the axes span: int64 [groups, ranks of a group]."""
+        inner = [AXES.index(axis) for axis in axes]
+        outer = [number for number in range(len(AXES)) if number not in inner]
+        size = math.prod(self.shape[number] for number in inner)
+        ranks = np.arange(self.devices).reshape(self.shape)
+        return ranks.transpose(outer + inner).reshape(-1, size)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+
+
+ONE_DEVICE = Mesh()
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where one rank stands in the mesh.
+
+    Args:
+        mesh: it is one of this mesh's.
+        data: its replica, in ``[0, mesh.data)``.
+        pipeline: its place in the pipeline; so for the other two axes.
+        context: its place among the ranks that share a micro-batch's tokens.
+        tensor: its place among the ranks that share each weight.
+
+    Raises:
+        ValueError: a place that the mesh does not have.
+    """
+
+    mesh: Mesh = ONE_DEVICE
+    data: int = 0
+    pipeline: int = 0
+    context: int = 0
+    tensor: int = 0
+
+    def __post_init__(self) -> None:
+        for axis, size in zip(AXES, self.mesh.shape, strict=True):
+            place = whole(axis, getattr(self, axis))
+            if not 0 <= place < size:
+                raise ValueError(
+                    f"{axis}={place} is not in [0, {size}): give a place on the mesh {self.mesh}."
+                )
+            object.__setattr__(self, axis, place)
+
+    @property
+    def index(self) -> int:
+        """The global rank."""
+        return self.mesh.rank_of(self.data, self.pipeline, self.context, self.tensor)
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether the rank holds the embedding and needs tokens."""
+        return self.pipeline == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether the rank holds the head, needs labels and computes the loss."""
+        return self.pipeline == self.mesh.pipeline - 1
+
+    def group(self, *axes: str) -> tuple[int, ...]:
+        """Global ranks of the group that the axes span and that this rank is in."""
+        groups = self.mesh.groups(*axes)
+        (own,) = groups[(groups == self.index).any(axis=1)].tolist()
+        return tuple(own)

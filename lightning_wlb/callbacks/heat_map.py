@@ -30,7 +30,7 @@ from lightning_wlb.callbacks.imbalance import (
     micro_batch_seconds,
     pipeline_level,
 )
-from lightning_wlb.strategy.mesh import AXES, MeshSizes
+from lightning_wlb.mesh import AXES, Mesh
 
 KEPT_STEPS = 64
 """Last steps from which the one of median imbalance is shown."""
@@ -43,13 +43,13 @@ class HeatMap:
     """Collects steps and draws them.
 
     Args:
-        sizes: of the mesh.
+        mesh: that the steps run on.
     """
 
-    def __init__(self, sizes: MeshSizes) -> None:
-        self.sizes = sizes
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.steps = 0
-        self._sum = np.zeros((sizes.world_size, 0))
+        self._sum = np.zeros((mesh.devices, 0))
         self._even = 0.0
         self._kept: deque[tuple[float, int, np.ndarray]] = deque(maxlen=KEPT_STEPS)
 
@@ -78,7 +78,7 @@ class HeatMap:
         order = np.argsort(-work, axis=1, kind="stable")
         cells = np.take_along_axis(cells, order[:, None], axis=2)
         cells = cells[np.argsort(-work.sum(axis=1), kind="stable")].reshape(-1, work.shape[1])
-        even = cells.sum() / (self.sizes.world_size * slots / self.sizes.data)
+        even = cells.sum() / (self.mesh.devices * slots / self.mesh.data)
         missing = cells.shape[1] - self._sum.shape[1]
         self._sum = np.pad(self._sum, ((0, 0), (0, max(missing, 0))))
         self._sum[:, : cells.shape[1]] += cells
@@ -139,28 +139,24 @@ class HeatMap:
         figure.savefig(path, format="png")
 
     def _rank_labels(self) -> list[str]:
-        axes = [axis for axis in range(4) if self._size(axis) > 1]
-        labels = []
-        for rank in range(self.sizes.world_size):
-            at = self.sizes.coordinate(rank)
-            place = ", ".join(f"{AXES[axis]} {at[axis]}" for axis in axes)
-            labels.append(f"rank {rank}\n{place}" if place else f"rank {rank}")
-        return labels
+        ranks = range(self.mesh.devices)
+        return [f"rank {rank}\n{self._place(rank, AXES)}".rstrip() for rank in ranks]
 
     def _place_labels(self) -> list[str]:
         """Like :meth:`_rank_labels` for rows whose replicas are sorted by their work."""
-        axes = [axis for axis in range(1, 4) if self._size(axis) > 1]
         labels = []
-        for rank in range(self.sizes.world_size):
-            at = self.sizes.coordinate(rank)
-            lines = [", ".join(f"{AXES[axis]} {at[axis]}" for axis in axes)]
-            if self.sizes.data > 1:
-                lines.insert(0, _place_name(at[0], self.sizes.data))
+        for rank in range(self.mesh.devices):
+            lines = [self._place(rank, AXES[1:])]
+            if self.mesh.data > 1:
+                lines.insert(0, _place_name(self.mesh.coordinate(rank).data, self.mesh.data))
             labels.append("\n".join(filter(None, lines)) or "rank 0")
         return labels
 
-    def _size(self, axis: int) -> int:
-        return int(getattr(self.sizes, AXES[axis]))
+    def _place(self, rank: int, axes: tuple[str, ...]) -> str:
+        """``context 1, tensor 0``: where a rank stands on those of the axes that have several."""
+        at = self.mesh.coordinate(rank)
+        several = (axis for axis in axes if getattr(self.mesh, axis) > 1)
+        return ", ".join(f"{axis} {getattr(at, axis)}" for axis in several)
 
 
 def _place_name(place: int, replicas: int) -> str:

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.timeline import Timing
-from lightning_wlb.strategy.mesh import MeshSizes
 
 COMPUTE, ATTENTION = 0, 1
 """Last axis of a timings array: what was timed."""
@@ -76,11 +76,9 @@ def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
     return seconds
 
 
-def on_mesh(seconds: np.ndarray, sizes: MeshSizes) -> np.ndarray:
+def on_mesh(seconds: np.ndarray, mesh: Mesh) -> np.ndarray:
     """[ranks, ...] in order of global rank -> [data, pipeline, context, tensor, ...]."""
-    return seconds.reshape(
-        (sizes.data, sizes.pipeline, sizes.context, sizes.tensor, *seconds.shape[1:])
-    )
+    return seconds.reshape(*mesh.shape, *seconds.shape[1:])
 
 
 def slots(plan: StepPlan) -> int:

@@ -37,11 +37,11 @@ from lightning_wlb.callbacks.records import Records, StepRecord
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.mesh import AXES, ONE_DEVICE, Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.units import units
 from lightning_wlb.strategy.collectives import gather_from_all_ranks
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.mesh import AXES, MeshSizes
 
 
 class ImbalanceMonitor(L.Callback):
@@ -91,7 +91,7 @@ class ImbalanceMonitor(L.Callback):
         self.heat_map_path: Path | None = None
         self._records: Records | None = None
         self._drawing: HeatMap | None = None
-        self._sizes = MeshSizes()
+        self._mesh = ONE_DEVICE
         self._begin = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -106,15 +106,15 @@ class ImbalanceMonitor(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to measure; a run before this one is forgotten."""
         _executor(trainer).measure()
-        self._sizes = trainer.strategy.sizes  # type: ignore[attr-defined]
-        self._records = Records(self._sizes.world_size, _peak_flops(trainer), self.warm_up_steps)
-        self._drawing = HeatMap(self._sizes) if self.heat_map and trainer.is_global_zero else None
+        self._mesh = trainer.strategy.mesh  # type: ignore[attr-defined]
+        self._records = Records(self._mesh.devices, _peak_flops(trainer), self.warm_up_steps)
+        self._drawing = HeatMap(self._mesh) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
         self._predictions = None
         if self.profile is not None:
             assert isinstance(pl_module, LanguageModule)
             pipeline = _executor(trainer).pipeline
-            self._predictions = Predictions(self.profile, pl_module, self._sizes, pipeline)
+            self._predictions = Predictions(self.profile, pl_module, pipeline)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -137,7 +137,7 @@ class ImbalanceMonitor(L.Callback):
         counts = [
             max(len(executed.forward), len(executed.backward))
             for executed in (
-                units(replica, self._sizes.context, self._sizes.tensor) for replica in plan.replicas
+                units(replica, self._mesh.context, self._mesh.tensor) for replica in plan.replicas
             )
         ]
         mine = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
@@ -147,7 +147,7 @@ class ImbalanceMonitor(L.Callback):
             mine,
             trainer.strategy.root_device,
         )
-        seconds = imbalance.on_mesh(everyone, self._sizes)
+        seconds = imbalance.on_mesh(everyone, self._mesh)
         slots = imbalance.slots(plan)
         # Of an asymmetric plan, units ran in place of micro-batches; or, where it recomputes,
         # others in backward than in forward.
@@ -230,10 +230,10 @@ class ImbalanceMonitor(L.Callback):
         if self._drawing is not None and self._drawing.steps:
             asked = self.heat_map
             path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
-            self._drawing.draw(path, f"Compute per rank and micro-batch, {_mesh_name(self._sizes)}")
+            self._drawing.draw(path, f"Compute per rank and micro-batch, {_mesh_name(self._mesh)}")
             self.heat_map_path = path.absolute()
         console = Console()
-        console.print(summary_table(self.summary(), _mesh_name(self._sizes)))
+        console.print(summary_table(self.summary(), _mesh_name(self._mesh)))
         if self.heat_map_path is not None:
             console.print(f"Heat map: {self.heat_map_path}", soft_wrap=True, highlight=False)
 
@@ -330,9 +330,9 @@ def summary_table(summary: dict[str, float], mesh: str) -> Table:
     return table
 
 
-def _mesh_name(sizes: MeshSizes) -> str:
+def _mesh_name(mesh: Mesh) -> str:
     """``data 2 × context 4``: the axes that there are."""
-    several = [f"{axis} {getattr(sizes, axis)}" for axis in AXES if getattr(sizes, axis) > 1]
+    several = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True) if size > 1]
     return " × ".join(several) or "one device"
 
 

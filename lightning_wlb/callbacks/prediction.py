@@ -20,7 +20,6 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.predict import Predictor
-from lightning_wlb.strategy.mesh import MeshSizes
 from lightning_wlb.strategy.pipeline import Pipeline
 
 TOLERANCE = 0.2
@@ -48,26 +47,20 @@ class Predictions:
     Args:
         profile: name of a shipped profile, path of one, or a profile.
         module: for the model's shape and its activation checkpointing.
-        sizes: of the mesh.
-        pipeline: for the stages and the schedule.
+        pipeline: for the mesh, the stages and the schedule.
 
     Raises:
         ValueError: a profile that does not fit the mesh, the model or its dtype.
     """
 
     def __init__(
-        self,
-        profile: str | Path | Profile,
-        module: LanguageModule,
-        sizes: MeshSizes,
-        pipeline: Pipeline,
+        self, profile: str | Path | Profile, module: LanguageModule, pipeline: Pipeline
     ) -> None:
         self.profile = profile if isinstance(profile, Profile) else Profile.load(profile)
         dtype = str(pipeline.dtype).removeprefix("torch.")
         self.profile.check(device_type=pipeline.device.type, dtype=dtype)
-        latency = LatencyModel(
-            self.profile, module.model_shape, sizes, module.activation_checkpointing, dtype
-        )
+        mesh, checkpointing = pipeline.at.mesh, module.activation_checkpointing
+        latency = LatencyModel(self.profile, module.model_shape, mesh, checkpointing, dtype)
         self._predictor = Predictor(latency, pipeline.stages, pipeline.schedule)
 
     def predict(self, plan: StepPlan, slots: int) -> Predicted:

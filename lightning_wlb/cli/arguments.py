@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig, preset_names
 
 _SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")

@@ -255,7 +255,7 @@ def _report(
         "context_window": arguments.context_window,
         "micro_batches": arguments.micro_batches,
         "schedule": request.schedule,
-        "virtual_stages": request.stages // request.mesh.pipeline,
+        "virtual_stages": request.mesh.virtual_stages,
         "activation_checkpointing": mode,
         "longest_micro_batch": longest,
         "seed": arguments.seed,

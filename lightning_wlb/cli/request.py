@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_wlb.arguments import whole
@@ -12,11 +12,11 @@ from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 from lightning_wlb.cli.arguments import mesh_of, model_config, names_of
 from lightning_wlb.cli.forecast import Forecast, plan_steps
 from lightning_wlb.cli.lengths import Lengths, load_lengths
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.planning import DataSettings, MeshSettings
 from lightning_wlb.planning.judge import PredictedJudge
@@ -44,7 +44,6 @@ class Request:
     mesh: Mesh
     profile: Profile
     rest_dtype: str
-    stages: int
     schedule: str
     steps: int
     candidates: tuple[tuple[str, str], ...]
@@ -103,10 +102,9 @@ class Request:
         return Request(
             lengths=lengths,
             config=config,
-            mesh=mesh,
+            mesh=replace(mesh, virtual_stages=virtual),
             profile=profile,
             rest_dtype=rest,
-            stages=virtual * mesh.pipeline,
             schedule=arguments.schedule,
             steps=arguments.steps,
             candidates=(baseline, *(each for each in candidates if each != baseline)),
@@ -117,10 +115,10 @@ class Request:
         """The predictor with one kind of activation checkpointing, on this or another mesh."""
         mesh = mesh or self.mesh
         window = self.settings(BASELINE).context_window
-        stages = self.stages // self.mesh.pipeline * mesh.pipeline
+        context = mean_context_of(self.lengths, window)
         return Predictor(
             LatencyModel(self.profile, self.config.shape, mesh, mode),
-            tuple(model_stages(self.config.shape, stages, mean_context_of(self.lengths, window))),
+            tuple(model_stages(self.config.shape, mesh.stages, context)),
             self.schedule,
             self.rest_dtype,
         )
@@ -150,7 +148,7 @@ class Request:
                     self.mesh.tensor,
                     sharding,
                     self.mesh.pipeline,
-                    self.stages // self.mesh.pipeline,
+                    self.mesh.virtual_stages,
                     self.schedule in SLICING_SCHEDULES,
                 ),
                 self.steps,
@@ -212,14 +210,14 @@ class Request:
         for factor in range(1, 9):
             for pipeline in range(factor + 1):
                 for context in range(factor + 1 - pipeline):
-                    mesh = Mesh(
-                        self.mesh.data,
-                        self.mesh.pipeline << pipeline,
-                        self.mesh.context << context,
-                        self.mesh.tensor << (factor - pipeline - context),
+                    mesh = replace(
+                        self.mesh,
+                        pipeline=self.mesh.pipeline << pipeline,
+                        context=self.mesh.context << context,
+                        tensor=self.mesh.tensor << (factor - pipeline - context),
                     )
                     if self._fits(mesh, cap):
-                        found.append(f"{mesh.data},{mesh.pipeline},{mesh.context},{mesh.tensor}")
+                        found.append(",".join(map(str, mesh.shape)))
             if found:
                 return (
                     f"With full activation checkpointing, meshes of {mesh.devices} devices that"

@@ -16,56 +16,13 @@ oversubscribed networks, where the bandwidth depends on who else sends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from lightning_wlb.arguments import whole
 from lightning_wlb.cost.profile import Link, Profile
-
-AXES = ("data", "pipeline", "context", "tensor")
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Ranks along each axis, data outermost.
-
-    Raises:
-        ValueError: a size below 1.
-    """
-
-    data: int = 1
-    pipeline: int = 1
-    context: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            size = whole(f"mesh: {field.name}", getattr(self, field.name), 1)
-            object.__setattr__(self, field.name, size)
-
-    @property
-    def devices(self) -> int:
-        """Number of ranks."""
-        return self.data * self.pipeline * self.context * self.tensor
-
-    def groups(self, *axes: str) -> npt.NDArray[np.int64]:
-        """Ranks of each group that the axes span: int64 [groups, ranks of a group]."""
-        ranks = np.arange(self.devices).reshape([getattr(self, axis) for axis in AXES])
-        inner = [AXES.index(axis) for axis in axes]
-        outer = [number for number in range(len(AXES)) if number not in inner]
-        size = int(np.prod([ranks.shape[number] for number in inner]))
-        return ranks.transpose(outer + inner).reshape(-1, size)
-
-    def __str__(self) -> str:
-        return f"data {self.data} × pipeline {self.pipeline} × context {self.context}" + (
-            f" × tensor {self.tensor}"
-        )
-
-
-ONE_DEVICE = Mesh()
+from lightning_wlb.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.cost.communication import ONE_DEVICE, Communication, Mesh
+from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import ModelShape, head_flops, layer_linear_flops
 from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
+from lightning_wlb.mesh import ONE_DEVICE, Mesh
 
 Checkpointing = Literal["none", "selective", "full"]
 Integers = npt.NDArray[np.int64]

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_wlb.cost.communication import ONE_DEVICE, Mesh
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import DTYPE_BYTES, Checkpointing
+from lightning_wlb.mesh import ONE_DEVICE, Mesh
 
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill."""

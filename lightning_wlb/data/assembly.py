@@ -29,8 +29,9 @@ from lightning_wlb.attention.kv_cache import RowsAt, SliceMetadata
 from lightning_wlb.attention.sharding import Layout, RankIndices, head_indices, rank_indices
 from lightning_wlb.attention.slices import SlicedIndices, SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
-from lightning_wlb.data.batch import IGNORE, Coordinates, MicroBatchTensors, StepBatch
+from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import MicroBatch, Slice, StepPlan
 from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, units
 
@@ -38,7 +39,7 @@ from lightning_wlb.planning.units import backward_layout, forward_layout, forwar
 def make_step_batch(
     plan: StepPlan,
     store: DocumentStore,
-    at: Coordinates,
+    at: Rank,
     state: dict[str, Any],
     next_digest: int,
     last: bool,
@@ -47,9 +48,9 @@ def make_step_batch(
     """The tensors that the rank at ``at`` needs to run ``plan``.
 
     Args:
-        plan: a valid plan for ``at.replicas`` replicas.
+        plan: a valid plan for ``at.mesh.data`` replicas.
         store: where the documents are; read only for this rank's own rows.
-        at: this rank's place.
+        at: where this rank stands.
         state: the planner's state after this step.
         next_digest: digest of the following step's plan, 0 if there is none in this epoch.
         last: whether the run's bound on tokens is reached with this step.
@@ -58,25 +59,25 @@ def make_step_batch(
     Raises:
         ValueError: the plan is for another number of replicas.
     """
-    if len(plan.replicas) != at.replicas:
+    if len(plan.replicas) != at.mesh.data:
         raise ValueError(
             f"step {plan.step} is planned for {len(plan.replicas)} replicas, but the mesh has"
-            f" {at.replicas}. Plan with MeshSettings(replicas={at.replicas})."
+            f" {at.mesh.data}. Plan for Mesh(data={at.mesh.data})."
         )
-    sizes = at.context_parallel_size, at.tensor_parallel_size
-    shares = any(len(group.replicas) > 1 for group in plan.replicas[at.replica].forward)
+    sizes = at.mesh.context, at.mesh.tensor
+    shares = any(len(group.replicas) > 1 for group in plan.replicas[at.data].forward)
     executed = tuple(
-        units(each, *sizes) if shares or number == at.replica else each
+        units(each, *sizes) if shares or number == at.data else each
         for number, each in enumerate(plan.replicas)
     )
-    replica = executed[at.replica]
+    replica = executed[at.data]
     members = [replica.slices_of(group) for group in replica.forward]
     layouts = [forward_layout(replica, group, *sizes) for group in replica.forward]
     sliced = SlicedReplica(layouts, members, sliding_window)
 
     def rank_in(group: MicroBatch) -> int:
         # Merged replicas put their context-parallel groups one after another.
-        return at.context_parallel_size * group.replicas.index(at.replica) + at.context_rank
+        return at.mesh.context * group.replicas.index(at.data) + at.context
 
     def tensors(
         number: int,
@@ -102,14 +103,14 @@ def make_step_batch(
     if replica.recompute:
         for number, parts in enumerate(forward_parts(replica)):
             group = replica.backward[number]
-            arrangement = backward_layout(layouts, parts, at.tensor_parallel_size)
+            arrangement = backward_layout(layouts, parts, at.mesh.tensor)
             made = tensors(
                 number, group, arrangement, partial(sliced.indices_again, arrangement, parts)
             )
             homes = sliced.homes(arrangement, parts, rank_in(group))
             recomputed.append(replace(made, homes=tuple(map(RowsAt.of, homes))))
     return StepBatch(
-        plan, at.replica, executed, micro_batches, state, next_digest, last, recomputed=recomputed
+        plan, at.data, executed, micro_batches, state, next_digest, last, recomputed=recomputed
     )
 
 
@@ -121,7 +122,7 @@ def _micro_batch(
     parts: SlicedIndices | None,
     replicas: int,
     store: DocumentStore,
-    at: Coordinates,
+    at: Rank,
     sliding_window: int | None,
 ) -> MicroBatchTensors:
     rows = arrangement.rows

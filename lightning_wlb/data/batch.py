@@ -1,4 +1,4 @@
-"""What one rank is given for one step: its place, and the tensors of its micro-batches.
+"""What one rank is given for one step: its plan, and the tensors of its micro-batches.
 
 :class:`StepBatch` is what the loader hands to ``training_step``: made by
 :func:`~lightning_wlb.data.assembly.make_step_batch`, sent by value from a loader worker, pinned
@@ -24,49 +24,6 @@ IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
 
 _Fields = TypeVar("_Fields", "MicroBatchTensors", AttentionMetadata)
-
-
-@dataclass(frozen=True)
-class Coordinates:
-    """Where a rank stands in the mesh, as far as its data is concerned.
-
-    Tensor-parallel ranks get the same batch; pipeline ranks differ only in whether they need
-    tokens and labels.
-
-    Args:
-        replica: data-parallel replica, in ``[0, replicas)``.
-        context_rank: rank in the context-parallel group, in ``[0, context_parallel_size)``.
-        context_parallel_size: ranks that share a micro-batch's tokens.
-        tensor_parallel_size: every rank's rows are padded to a multiple of it.
-        replicas: number of data-parallel replicas.
-        first_stage: whether the rank holds the embedding and needs tokens.
-        last_stage: whether the rank holds the head and needs labels.
-        pipeline_parallel_size: ranks of the pipeline, which micro-batches are planned for.
-        stages_per_rank: virtual stages of each of them.
-        slices: whether the pipeline's schedule runs slices of pieces.
-
-    Raises:
-        ValueError: a rank outside its group.
-    """
-
-    replica: int = 0
-    context_rank: int = 0
-    context_parallel_size: int = 1
-    tensor_parallel_size: int = 1
-    replicas: int = 1
-    first_stage: bool = True
-    last_stage: bool = True
-    pipeline_parallel_size: int = 1
-    stages_per_rank: int = 1
-    slices: bool = True
-
-    def __post_init__(self) -> None:
-        for name, rank, size in (
-            ("replica", self.replica, self.replicas),
-            ("context_rank", self.context_rank, self.context_parallel_size),
-        ):
-            if not 0 <= rank < size:
-                raise ValueError(f"{name}={rank} is not in [0, {size}): check {self}.")
 
 
 @dataclass

@@ -31,7 +31,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.opening import check_documents, hold_out, is_documents, open_documents
-from lightning_wlb.data.placement import place_of, predictor_of, shape_of
+from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.planner import DataSettings, Planner
@@ -329,18 +329,18 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
                 " shape: call trainer.fit(model, datamodule)."
             )
-        shape, at = shape_of(trainer, self.model_shape, store), place_of(trainer)
+        shape, at = shape_of(trainer, self.model_shape, store), rank_of(trainer)
         work = Work(shape)
-        if self.sharding == HEADS and at.context_parallel_size > 1:
-            sizes = at.context_parallel_size, at.tensor_parallel_size
-            check_heads(shape.heads, shape.kv_heads, *sizes)
-        predictor = predictor_of(trainer, self.profile, shape, at)
+        if self.sharding == HEADS and at.mesh.context > 1:
+            check_heads(shape.heads, shape.kv_heads, at.mesh.context, at.mesh.tensor)
+        predictor = predictor_of(trainer, self.profile, shape, at.mesh)
         return StepDataset(
             store,
             settings,
             work.total,
             at,
             self.sharding,
+            getattr(trainer.strategy, "schedule", "1f1b"),
             forward=work.forward,
             kernel_cost=(
                 partial(reference_kernel_cost, sliding_window=shape.sliding_window)

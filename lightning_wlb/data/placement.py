@@ -8,12 +8,11 @@ from __future__ import annotations
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.batch import Coordinates
 from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning.predict import Predictor
 
 
@@ -43,17 +42,17 @@ def shape_of(trainer: L.Trainer, given: ModelShape | None, store: DocumentStore)
     return shape
 
 
-def place_of(trainer: L.Trainer) -> Coordinates:
+def rank_of(trainer: L.Trainer) -> Rank:
     """Where this rank stands in the strategy's mesh.
 
     Raises:
         MisconfigurationException: several ranks under a strategy that does not say.
     """
-    coordinates = getattr(trainer.strategy, "coordinates", None)
-    if isinstance(coordinates, Coordinates):
-        return coordinates
+    rank = getattr(trainer.strategy, "rank", None)
+    if isinstance(rank, Rank):
+        return rank
     if trainer.world_size == 1:
-        return Coordinates()
+        return Rank()
     raise MisconfigurationException(
         f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel without"
         " strategy='wlb' would train every rank on the same documents; use strategy='wlb'."
@@ -61,17 +60,11 @@ def place_of(trainer: L.Trainer) -> Coordinates:
 
 
 def predictor_of(
-    trainer: L.Trainer, profile: Profile | None, shape: ModelShape, at: Coordinates
+    trainer: L.Trainer, profile: Profile | None, shape: ModelShape, mesh: Mesh
 ) -> Predictor | None:
     """What the profile predicts of this model on this mesh; None without a profile."""
     if profile is None:
         return None
-    mesh = Mesh(
-        at.replicas,
-        at.pipeline_parallel_size,
-        at.context_parallel_size,
-        at.tensor_parallel_size,
-    )
     mode: Checkpointing = getattr(trainer.lightning_module, "activation_checkpointing", "none")
     latency = LatencyModel(profile, shape, mesh, mode)
     pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)

@@ -36,10 +36,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.mesh import Rank
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
+from lightning_wlb.schedule.programs import SLICING_SCHEDULES
 
 BATCHES_AHEAD = 4
 """Batches that a loader worker keeps ready. More than torch's 2, because methods that pack several
@@ -53,9 +55,10 @@ class StepDataset(IterableDataset[StepBatch]):
         store: the documents.
         data: which documents enter a step.
         work: forward and backward work of a piece of so many tokens, for the packer.
-        at: this rank's place in the mesh.
+        at: where this rank stands in the mesh.
         sharding: how micro-batches are spread over the context-parallel group: a name, or
             ``"adaptive"``.
+        schedule: name of the pipeline's schedule.
         state: where to begin (a batch's ``state``); None: the first step of the first epoch.
             Set it between iterations to begin elsewhere.
         forward: the forward part of ``work``; None: a third of it.
@@ -69,8 +72,9 @@ class StepDataset(IterableDataset[StepBatch]):
         store: DocumentStore,
         data: DataSettings,
         work: Callable[[int], int],
-        at: Coordinates | None = None,
+        at: Rank | None = None,
         sharding: str = ADAPTIVE,
+        schedule: str = "1f1b",
         state: dict[str, Any] | None = None,
         forward: Callable[[int], int] | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
@@ -84,24 +88,26 @@ class StepDataset(IterableDataset[StepBatch]):
         self.kernel_cost = kernel_cost
         self.judge = judge
         self.sliding_window = sliding_window
-        self.at = at or Coordinates()
+        self.at = at or Rank()
         self.sharding = sharding
+        self.schedule = schedule
         self.state = state
 
     def planner(self) -> Planner:
         """A planner that stands at :attr:`state`."""
+        mesh = self.at.mesh
         planner = Planner(
             self.store.lengths,
             self.data,
             self.work,
             MeshSettings(
-                replicas=self.at.replicas,
-                context_parallel_size=self.at.context_parallel_size,
-                tensor_parallel_size=self.at.tensor_parallel_size,
+                replicas=mesh.data,
+                context_parallel_size=mesh.context,
+                tensor_parallel_size=mesh.tensor,
                 sharding=self.sharding,
-                pipeline_parallel_size=self.at.pipeline_parallel_size,
-                stages_per_rank=self.at.stages_per_rank,
-                slices=self.at.slices,
+                pipeline_parallel_size=mesh.pipeline,
+                stages_per_rank=mesh.virtual_stages,
+                slices=self.schedule in SLICING_SCHEDULES,
             ),
             targets=self.store.targets,
             forward=self.forward,

@@ -106,13 +106,13 @@ class Predictor:
 
     Args:
         latency: of the model on the mesh.
-        stages: layers of each stage, virtual ones in order; as many per rank for every rank.
+        stages: layers of each stage, virtual ones in order.
         schedule: name in ``lightning_wlb.schedule.registry.SCHEDULES``.
         rest_dtype: of parameters and optimizer state at rest.
 
     Raises:
-        ValueError: stages that do not divide among the pipeline's ranks, or a schedule that
-            cannot run so many per rank.
+        ValueError: another number of stages than the mesh has, or a schedule that cannot run so
+            many per rank.
     """
 
     latency: LatencyModel
@@ -121,10 +121,11 @@ class Predictor:
     rest_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        ranks = self.latency.mesh.pipeline
-        if not self.stages or len(self.stages) % ranks:
+        mesh = self.latency.mesh
+        if len(self.stages) != mesh.stages:
             raise ValueError(
-                f"{len(self.stages)} stages cannot be dealt evenly to pipeline={ranks} ranks."
+                f"{len(self.stages)} stages for pipeline={mesh.pipeline} ranks with"
+                f" virtual_stages={mesh.virtual_stages} each: give {mesh.stages}."
             )
         self._programs(0)
 
@@ -179,13 +180,11 @@ class Predictor:
 
         The schedule decides how many are open at once on each rank.
         """
-        ranks, total = self.latency.mesh.pipeline, len(self.stages)
         limits = []
         for rank, program in enumerate(self._programs(micro_batches)):
             most = _most_open(program)
-            stages_of_rank = total // ranks
             # Open stage passes, in units of all the rank's stages together.
-            units = -(-most // stages_of_rank)
+            units = -(-most // self.latency.mesh.virtual_stages)
             limits.append(
                 self.memory.longest_micro_batch(
                     self.rank_parts[rank],
@@ -386,12 +385,11 @@ class Predictor:
         ]
 
     def _programs(self, micro_batches: int) -> list[list[Action]]:
-        ranks = self.latency.mesh.pipeline
-        return make_programs(self.schedule, ranks, micro_batches, len(self.stages) // ranks)
+        mesh = self.latency.mesh
+        return make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
 
     def _programs_of(self, replicas: Sequence[ReplicaPlan]) -> list[list[list[Action]]]:
-        ranks = self.latency.mesh.pipeline
-        per_rank = len(self.stages) // ranks
+        ranks, per_rank = self.latency.mesh.pipeline, self.latency.mesh.virtual_stages
         return [
             [
                 program_of(self.schedule, rank, ranks, per_rank, replicas, number)

@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.schedule.actions import FORWARD, Channel
 from lightning_wlb.strategy.merged import MergedGroups
-from lightning_wlb.strategy.mesh import MeshSizes, data_context, set_timeout
+from lightning_wlb.strategy.mesh import data_context, device_mesh, set_timeout
 from lightning_wlb.strategy.pipeline import pipeline_groups
 
 
@@ -47,40 +49,35 @@ class Communicators:
 
 
 # Those of the current default process group. Another one would leave them dead.
-_made: dict[tuple[MeshSizes, str, bool], Communicators] = {}
+_made: dict[tuple[Mesh, str], Communicators] = {}
 _world: dist.ProcessGroup | None = None
 
 
-def communicators(
-    sizes: MeshSizes, rank: int, device: torch.device, ring: bool, timeout: timedelta | None
-) -> Communicators:
+def communicators(at: Rank, device: torch.device, timeout: timedelta | None) -> Communicators:
     """The communicators of a mesh, made at the first call; collective over all ranks.
 
     Args:
-        sizes: of the mesh.
-        rank: this global rank.
+        at: where this rank stands in it.
         device: of this rank.
-        ring: whether pipeline messages also go from the last rank to the first and back.
         timeout: how long an operation may wait; None: torch's default, or what it was before.
     """
     global _world
     if _world is not dist.group.WORLD:
         _made.clear()
         _world = dist.group.WORLD
-    key = (sizes, device.type, ring)
+    key = (at.mesh, device.type)
     if key not in _made:
-        mesh = sizes.device_mesh(device.type, timeout)
-        channels = pipeline_groups(sizes, rank, ring, timeout)
-        _connect(sizes, rank, device, mesh, channels)
-        _made[key] = Communicators(mesh, channels, MergedGroups(sizes, rank, timeout))
+        mesh = device_mesh(at.mesh, device.type, timeout)
+        channels = pipeline_groups(at, timeout)
+        _connect(at, device, mesh, channels)
+        _made[key] = Communicators(mesh, channels, MergedGroups(at, timeout))
     elif timeout is not None:
         _made[key].set_timeout(timeout)
     return _made[key]
 
 
 def _connect(
-    sizes: MeshSizes,
-    rank: int,
+    at: Rank,
     device: torch.device,
     mesh: DeviceMesh,
     channels: Mapping[Channel, dist.ProcessGroup],
@@ -94,18 +91,17 @@ def _connect(
     would wait for each other, whatever the schedule proves of messages. So one message goes down
     each channel first, each rank receiving before it sends.
     """
-    if sizes.pipeline == 1:
+    if at.mesh.pipeline == 1:
         return
     token = torch.zeros(1, device=device)
     dist.all_reduce(token, group=mesh["pipeline"].get_group())
-    data, place, context, tensor = sizes.coordinate(rank)
-    last = sizes.pipeline - 1
+    ranks = at.group("pipeline")
     for channel, group in channels.items():
-        hops = [(last, 0)] if channel.closes_ring else [(at, at + 1) for at in range(last)]
+        hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
         if channel.kind != FORWARD:
             hops = [(end, begin) for begin, end in reversed(hops)]
         for sender, receiver in hops:
-            if place == sender:
-                dist.send(token, sizes.rank(data, receiver, context, tensor), group)
-            elif place == receiver:
-                dist.recv(token, sizes.rank(data, sender, context, tensor), group)
+            if at.index == sender:
+                dist.send(token, receiver, group)
+            elif at.index == receiver:
+                dist.recv(token, sender, group)

@@ -37,21 +37,12 @@ class Executor:
         model: the stage's model, sharded by :func:`fully_sharded.shard`.
         pipeline: where the rank stands.
         merged: makes the communicators of micro-batches that several replicas share.
-        counts_loss: whether this rank's loss enters the total. True for one rank of each
-            tensor-parallel group: the others compute the same loss.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        pipeline: Pipeline,
-        merged: MergedGroups,
-        counts_loss: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, pipeline: Pipeline, merged: MergedGroups) -> None:
         self.model = model
         self.pipeline = pipeline
         self.merged = merged
-        self.counts_loss = counts_loss
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
@@ -113,7 +104,7 @@ class Executor:
                 place: [action for action in program if action.kind == FORWARD]
                 for place, program in programs.items()
             }
-        place, places = self.pipeline.rank, len(self.pipeline.ranks)
+        place, places = self.pipeline.at.pipeline, self.pipeline.at.mesh.pipeline
         messages = Messages(
             self.pipeline, receipts(programs, place, places, len(self.pipeline.stages))
         )
@@ -141,7 +132,9 @@ class Executor:
 
     def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
         """Sum the loss over ranks; the next plan's digest and a notice travel along."""
-        mine = loss if self.pipeline.last and self.counts_loss else torch.zeros_like(loss)
+        # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
+        at = self.pipeline.at
+        mine = loss if at.last_stage and at.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
         everyone = self._all_gather([int(bits), batch.next_digest, self.notice])
         self._check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")

@@ -16,23 +16,22 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.collectives import own_group
-from lightning_wlb.strategy.mesh import MeshSizes, set_timeout
+from lightning_wlb.strategy.mesh import set_timeout
 
 
 class MergedGroups:
     """Communicators of one rank, by the number of replicas that share a micro-batch.
 
     Args:
-        sizes: of the mesh.
-        rank: this global rank.
+        at: where the rank stands.
         timeout: how long a collective may wait for a rank.
     """
 
-    def __init__(self, sizes: MeshSizes, rank: int, timeout: timedelta | None) -> None:
-        self._sizes = sizes
-        self._rank = rank
+    def __init__(self, at: Rank, timeout: timedelta | None) -> None:
+        self._at = at
         self._timeout = timeout
         self._groups: dict[int, dist.ProcessGroup] = {}
 
@@ -50,22 +49,15 @@ class MergedGroups:
         """
         counts = {len(group.replicas) for replica in plan.replicas for group in replica.forward}
         for count in sorted(counts - {1} - set(self._groups)):
-            group = own_group(self._sets(count), self._rank, self._timeout)
+            group = own_group(self._sets(count), self._at.index, self._timeout)
             if group is not None:
                 self._groups[count] = group
         return self._groups
 
     def _sets(self, count: int) -> list[list[int]]:
         """Global ranks of every aligned set of ``count`` replicas, on every stage."""
-        sizes = self._sizes
-        return [
-            [
-                sizes.rank(data, place, context, tensor)
-                for data in range(first, first + count)
-                for context in range(sizes.context)
-            ]
-            # A set that is not whole cannot be asked for.
-            for first in range(0, sizes.data - count + 1, count)
-            for place in range(sizes.pipeline)
-            for tensor in range(sizes.tensor)
-        ]
+        mesh = self._at.mesh
+        whole = mesh.data // count * count  # a set that is not whole cannot be asked for
+        ranks = mesh.groups("data", "context").reshape(-1, mesh.data, mesh.context)
+        sets: list[list[int]] = ranks[:, :whole].reshape(-1, count * mesh.context).tolist()
+        return sets

@@ -1,12 +1,11 @@
-"""The data × pipeline × context × tensor mesh as one checked dataclass.
+"""The mesh of a run: sizes asked for become a :class:`~lightning_wlb.mesh.Mesh`, and a DeviceMesh.
 
-Rank order: data outermost, tensor innermost, so that tensor parallelism, which talks most, stays
-within a node and data parallelism, which talks once a step, crosses nodes (WLB-LLM §6.1).
+See :mod:`lightning_wlb.mesh` for the order of the ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.cost.communication import AXES, Mesh
+from lightning_wlb.mesh import AXES, Mesh
 
 Size = int | Literal["auto"]
 
@@ -42,88 +41,65 @@ def _whole_size(axis: str, size: Any) -> int:
         ) from None
 
 
-@dataclass(frozen=True)
-class MeshSizes(Mesh):
-    """Ranks along each axis, and the processes that they are. Their product is the world size."""
+def resolve_mesh(
+    world_size: int,
+    data: Size = "auto",
+    pipeline: Size = 1,
+    context: Size = 1,
+    tensor: Size = 1,
+    *,
+    virtual_stages: int = 1,
+) -> Mesh:
+    """Fill in ``"auto"``: the first such axis, in mesh order, takes the ranks that are left.
 
-    @staticmethod
-    def resolve(
-        world_size: int,
-        data: Size = "auto",
-        pipeline: Size = 1,
-        context: Size = 1,
-        tensor: Size = 1,
-    ) -> MeshSizes:
-        """Fill in ``"auto"``: the first such axis, in mesh order, takes the ranks that are left.
+    Any further ``"auto"`` is 1.
 
-        Any further ``"auto"`` is 1.
-
-        Raises:
-            MisconfigurationException: if a size is not a positive whole number or the product of
-                the sizes is not the world size.
-        """
-        asked = dict(zip(AXES, checked_sizes(data, pipeline, context, tensor), strict=True))
-        fixed = 1
-        for size in asked.values():
-            fixed *= 1 if size == "auto" else size
-        sizes: dict[str, int] = {}
-        rest = world_size // fixed
-        for axis, size in asked.items():
-            if size == "auto":
-                sizes[axis], rest = max(rest, 1), 1
-            else:
-                sizes[axis] = size
-        result = MeshSizes(**sizes)
-        if result.world_size != world_size:
-            shown = " × ".join(f"{axis} {size}" for axis, size in asked.items())
-            raise MisconfigurationException(
-                f"The mesh {shown} needs a multiple of {fixed} ranks"
-                f"{'' if 'auto' in asked.values() else ' and exactly that many'}, but the Trainer"
-                f" runs {world_size} (devices × num_nodes). Change devices or num_nodes, or the"
-                " *_parallel_size arguments of WLBStrategy, so that their product is the number"
-                ' of ranks; one of them may be "auto".'
-            )
-        return result
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.devices
-
-    def coordinate(self, rank: int) -> tuple[int, int, int, int]:
-        """(data, pipeline, context, tensor) coordinate of a global rank."""
-        rank, tensor = divmod(rank, self.tensor)
-        rank, context = divmod(rank, self.context)
-        data, pipeline = divmod(rank, self.pipeline)
-        return data, pipeline, context, tensor
-
-    def rank(self, data: int, pipeline: int, context: int, tensor: int) -> int:
-        """Global rank at a coordinate: the inverse of :meth:`coordinate`."""
-        return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
-
-    def device_mesh(self, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-        """The four-axis DeviceMesh; collective over all ranks.
-
-        Args:
-            device_type: ``"cuda"`` or ``"cpu"``.
-            timeout: how long an operation on any of its axes may wait; None: torch's default.
-        """
-        mesh = init_device_mesh(
-            device_type,
-            (self.data, self.pipeline, self.context, self.tensor),
-            mesh_dim_names=AXES,
+    Raises:
+        MisconfigurationException: if a size is not a positive whole number or the product of
+            the sizes is not the world size.
+    """
+    asked = dict(zip(AXES, checked_sizes(data, pipeline, context, tensor), strict=True))
+    fixed = math.prod(size for size in asked.values() if size != "auto")
+    sizes: dict[str, int] = {}
+    rest = world_size // fixed
+    for axis, size in asked.items():
+        if size == "auto":
+            sizes[axis], rest = max(rest, 1), 1
+        else:
+            sizes[axis] = size
+    mesh = Mesh(**sizes, virtual_stages=virtual_stages)
+    if mesh.devices != world_size:
+        shown = " × ".join(f"{axis} {size}" for axis, size in asked.items())
+        raise MisconfigurationException(
+            f"The mesh {shown} needs a multiple of {fixed} ranks"
+            f"{'' if 'auto' in asked.values() else ' and exactly that many'}, but the Trainer"
+            f" runs {world_size} (devices × num_nodes). Change devices or num_nodes, or the"
+            " *_parallel_size arguments of WLBStrategy, so that their product is the number"
+            ' of ranks; one of them may be "auto".'
         )
-        flat = data_context(mesh)
-        if timeout is not None:
-            # torch gives the axes its own default, whatever the default group was given.
-            set_timeout(timeout, *mesh.get_all_groups(), flat.get_group())
-        return mesh
+    return mesh
+
+
+def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
+    """The four-axis DeviceMesh; collective over all ranks.
+
+    Args:
+        mesh: its sizes.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        timeout: how long an operation on any of its axes may wait; None: torch's default.
+    """
+    made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
+    flat = data_context(made)
+    if timeout is not None:
+        # torch gives the axes its own default, whatever the default group was given.
+        set_timeout(timeout, *made.get_all_groups(), flat.get_group())
+    return made
 
 
 def data_context(mesh: DeviceMesh) -> DeviceMesh:
     """The data and context axes as one, over which FSDP shards: gradients are summed over both.
 
-    Collective at its first call for a mesh, which :meth:`MeshSizes.device_mesh` makes.
+    Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
     return mesh["data", "context"]._flatten("data_context")
 

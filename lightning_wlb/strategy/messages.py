@@ -50,7 +50,7 @@ class Messages:
         """Send what ``action`` has made to the rank of the neighbouring ``stage``; contiguous."""
         place = stage % len(self._pipeline.ranks)
         receiver = action._replace(stage=stage)
-        if place == self._pipeline.rank:
+        if place == self._pipeline.at.pipeline:
             self._local[receiver] = tensor
             return
         work = dist.isend(
@@ -64,7 +64,7 @@ class Messages:
         """What ``action`` needs, from the rank of the neighbouring ``stage``."""
         pipeline = self._pipeline
         place = stage % len(pipeline.ranks)
-        if place == pipeline.rank:
+        if place == pipeline.at.pipeline:
             return self._local.pop(action)
         buffer = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
         work = dist.irecv(buffer, pipeline.ranks[place], self._group(action), tag=self._tag(action))

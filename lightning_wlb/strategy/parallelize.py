@@ -41,7 +41,7 @@ def parallelize(
         model: has ``embed``, ``layers`` (a ModuleDict keyed by global layer number), ``head``,
             ``set_parallel_groups(context, tensor)``, and for tensor parallelism
             ``tensor_parallel_plan()``.
-        mesh: from :meth:`~lightning_wlb.strategy.mesh.MeshSizes.device_mesh`.
+        mesh: from :func:`~lightning_wlb.strategy.mesh.device_mesh`.
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
         initialise: fills every parameter of the module with its first value.
         device: where the parameters live.

@@ -22,10 +22,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_wlb.data.batch import Coordinates
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.strategy.checks import check_process_group
 from lightning_wlb.strategy.communicators import Communicators, communicators
-from lightning_wlb.strategy.mesh import MeshSizes, Size, checked_sizes
+from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
 
 
 class MeshStrategy(ParallelStrategy):
@@ -36,6 +36,7 @@ class MeshStrategy(ParallelStrategy):
         pipeline_parallel_size: ranks of a pipeline.
         context_parallel_size: ranks that share a micro-batch's tokens.
         tensor_parallel_size: ranks that share each weight.
+        virtual_stages: stages of each pipeline rank.
         process_group_backend: None for the device's own.
         timeout: how long a collective may wait for a rank.
 
@@ -49,6 +50,7 @@ class MeshStrategy(ParallelStrategy):
         pipeline_parallel_size: Size,
         context_parallel_size: Size,
         tensor_parallel_size: Size,
+        virtual_stages: int,
         process_group_backend: str | None,
         timeout: timedelta | None,
     ) -> None:
@@ -59,10 +61,11 @@ class MeshStrategy(ParallelStrategy):
             context_parallel_size,
             tensor_parallel_size,
         )
+        self._virtual_stages = virtual_stages
         check_process_group(process_group_backend, timeout)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
-        self._sizes: MeshSizes | None = None
+        self._rank: Rank | None = None
         self._communicators: Communicators | None = None
         self.num_nodes = 1
 
@@ -79,26 +82,16 @@ class MeshStrategy(ParallelStrategy):
         return self._communicators
 
     @property
-    def sizes(self) -> MeshSizes:
-        """Ranks along each axis, resolved."""
-        if self._sizes is None:
-            raise RuntimeError("The mesh sizes are known once the processes have been launched.")
-        return self._sizes
+    def mesh(self) -> Mesh:
+        """Ranks along each axis, resolved, and stages of a pipeline rank."""
+        return self.rank.mesh
 
     @property
-    def coordinates(self) -> Coordinates:
-        """Where this rank stands, as far as its data is concerned."""
-        data, pipeline, context, _ = self.sizes.coordinate(self.global_rank)
-        return Coordinates(
-            replica=data,
-            replicas=self.sizes.data,
-            context_rank=context,
-            context_parallel_size=self.sizes.context,
-            tensor_parallel_size=self.sizes.tensor,
-            first_stage=pipeline == 0,
-            last_stage=pipeline == self.sizes.pipeline - 1,
-            pipeline_parallel_size=self.sizes.pipeline,
-        )
+    def rank(self) -> Rank:
+        """Where this rank stands in the mesh."""
+        if self._rank is None:
+            raise RuntimeError("The mesh sizes are known once the processes have been launched.")
+        return self._rank
 
     @property
     def root_device(self) -> torch.device:
@@ -114,8 +107,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For loaders that are not the data module's own: a sampler over the replicas."""
-        at = self.coordinates
-        return {"num_replicas": at.replicas, "rank": at.replica}
+        return {"num_replicas": self.mesh.data, "rank": self.rank.data}
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -140,7 +132,8 @@ class MeshStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         # Before any process waits for another: a wrong size is answered at once, on every rank.
-        self._sizes = MeshSizes.resolve(self.world_size, *self._asked)
+        mesh = resolve_mesh(self.world_size, *self._asked, virtual_stages=self._virtual_stages)
+        self._rank = mesh.coordinate(self.global_rank)
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
@@ -155,11 +148,8 @@ class MeshStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        ring = self.coordinates.stages_per_rank > 1
-        self._communicators = communicators(
-            self._sizes, self.global_rank, self.root_device, ring, self._timeout
-        )
-        rank_zero_info(f"WLBStrategy: mesh {self._sizes}")
+        self._communicators = communicators(self._rank, self.root_device, self._timeout)
+        rank_zero_info(f"WLBStrategy: mesh {mesh}")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -148,7 +148,7 @@ class Step:
         """
         assert micro_batch.homes is not None
         pipeline = self.pipeline
-        size = pipeline.tensor_parallel_size
+        size = pipeline.at.mesh.tensor
         shape = micro_batch.rows, pipeline.hidden_size
         rows = torch.zeros(shape, dtype=pipeline.dtype, device=pipeline.device)
         for home in micro_batch.homes:
@@ -167,7 +167,7 @@ class Step:
         return nullcontext() if self.stopwatch is None else self.stopwatch.action(action)
 
     def _shape(self, micro_batch: MicroBatchTensors) -> tuple[int, int]:
-        return micro_batch.rows // self.pipeline.tensor_parallel_size, self.pipeline.hidden_size
+        return micro_batch.rows // self.pipeline.at.mesh.tensor, self.pipeline.hidden_size
 
     def _send(
         self, action: Action, stage: int, tensor: Tensor, micro_batch: MicroBatchTensors

@@ -15,7 +15,6 @@ optimisation: both are refused at set-up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,11 +32,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice, whole
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.predict import model_stages
-from lightning_wlb.schedule.programs import SLICING_SCHEDULES
 from lightning_wlb.schedule.registry import SCHEDULES, make_program
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
@@ -92,33 +90,25 @@ class WLBStrategy(MeshStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        schedule = choice("schedule", schedule, SCHEDULES)
+        if virtual_pipeline_size is None:
+            virtual_pipeline_size = 2 if schedule == "interleaved" else 1
+        virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
+        make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # whether the two go together
         super().__init__(
             data_parallel_size,
             pipeline_parallel_size,
             context_parallel_size,
             tensor_parallel_size,
+            virtual_pipeline_size,
             process_group_backend,
             timeout,
         )
-        self.schedule = choice("schedule", schedule, SCHEDULES)
-        if virtual_pipeline_size is None:
-            virtual_pipeline_size = 2 if schedule == "interleaved" else 1
-        virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
-        make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # whether the two go together
-        self.virtual_pipeline_size = virtual_pipeline_size
+        self.schedule = schedule
         self._ties: list[Tie] = []
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """Where this rank stands, as far as its data is concerned."""
-        return replace(
-            super().coordinates,
-            stages_per_rank=self.virtual_pipeline_size,
-            slices=self.schedule in SLICING_SCHEDULES,
-        )
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
@@ -189,17 +179,17 @@ class WLBStrategy(MeshStrategy):
 
     def _split_for(self) -> str:
         return (
-            f"the mesh {self.sizes}, schedule {self.schedule!r} with {self.virtual_pipeline_size}"
+            f"the mesh {self.mesh}, schedule {self.schedule!r} with {self.mesh.virtual_stages}"
             f" stages per rank, precision {self.precision_plugin.precision!r}"
         )
 
     def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
         model = checked_model(module)
-        shape, sizes = module.model_shape, self.sizes
-        check_tensor_parallel(shape, sizes.tensor)
+        shape, mesh = module.model_shape, self.mesh
+        check_tensor_parallel(shape, mesh.tensor)
         # What a layer costs per token depends on how much a token attends to.
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
-        stages = model_stages(shape, sizes.pipeline * self.virtual_pipeline_size, attended)
+        stages = model_stages(shape, mesh.stages, attended)
         precision = self.precision_plugin
         self._ties = parallelize(
             model,
@@ -210,25 +200,19 @@ class WLBStrategy(MeshStrategy):
             dtype=precision.parameter_dtype,
             policy=precision.policy,
         )
-        data, place, context, tensor = sizes.coordinate(self.global_rank)
         self.executor = Executor(
             model,
             Pipeline(
-                rank=place,
-                ranks=tuple(
-                    sizes.rank(data, other, context, tensor) for other in range(sizes.pipeline)
-                ),
+                at=self.rank,
                 stages=tuple(stages),
                 schedule=self.schedule,
                 groups=self.communicators.channels,
-                tensor_parallel_size=sizes.tensor,
                 hidden_size=shape.dim,
                 dtype=precision.compute_dtype,
                 device=self.root_device,
-                tensor_group=(self.device_mesh["tensor"].get_group() if sizes.tensor > 1 else None),
+                tensor_group=(self.device_mesh["tensor"].get_group() if mesh.tensor > 1 else None),
             ),
             self.communicators.merged,
-            counts_loss=tensor == 0,
         )
         precision.clip = partial(self._clip, model)
         model.parallelized_by = self  # type: ignore[assignment]
@@ -282,29 +266,28 @@ class WLBStrategy(MeshStrategy):
             self.executor.model,
             self._ties,
             self._tied_peer(),
-            self.device_mesh["pipeline"].get_group() if self.sizes.pipeline > 1 else None,
+            self.device_mesh["pipeline"].get_group() if self.mesh.pipeline > 1 else None,
         )
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _tied_peer(self) -> int | None:
         """The rank with the same shard of the tied weight on the pipeline's other end."""
-        data, stage, context, tensor = self.sizes.coordinate(self.global_rank)
-        last = self.sizes.pipeline - 1
-        if not self._ties or last == 0 or 0 < stage < last:
+        at = self.rank
+        if not self._ties or at.first_stage == at.last_stage:
             return None
-        return self.sizes.rank(data, last - stage, context, tensor)
+        return at.group("pipeline")[-1 if at.first_stage else 0]
 
     def _clip(
         self, model: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float
     ) -> Tensor:
         elsewhere: list[nn.Parameter] = []
-        if self.sizes.pipeline > 1:
+        if self.mesh.pipeline > 1:
             named = dict(model.named_parameters())
             elsewhere = [named[tie.head] for tie in self._ties if tie.head in named]
         return clip_gradients(
             parameters,
             max_norm,
-            self.device_mesh["pipeline"].get_group() if self.sizes.pipeline > 1 else None,
+            self.device_mesh["pipeline"].get_group() if self.mesh.pipeline > 1 else None,
             counted_elsewhere=elsewhere,
         )
 
@@ -390,8 +373,7 @@ class WLBStrategy(MeshStrategy):
 
     def _renamed(self) -> dict[str, str]:
         """A tied head on a stage of its own goes by the embedding's name in checkpoints."""
-        _, stage, _, _ = self.sizes.coordinate(self.global_rank)
-        if self.sizes.pipeline == 1 or stage != self.sizes.pipeline - 1:
+        if self.rank.first_stage or not self.rank.last_stage:
             return {}
         return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self._ties}
 

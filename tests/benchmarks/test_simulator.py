@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.measured import replayed
 from benchmarks.simulator import at_own_speed, summary
-from lightning_wlb.cost.communication import Mesh
+from lightning_wlb.mesh import Mesh
 from tests.planning.test_predict import plan_of
 
 

@@ -10,39 +10,39 @@ from matplotlib.image import imread
 
 from lightning_wlb.callbacks.heat_map import KEPT_STEPS, HeatMap
 from lightning_wlb.callbacks.imbalance import COMPUTE, on_mesh
-from lightning_wlb.strategy.mesh import MeshSizes
+from lightning_wlb.mesh import Mesh
 
 
-def seconds_of(compute: list[list[float]], sizes: MeshSizes) -> np.ndarray:
+def seconds_of(compute: list[list[float]], mesh: Mesh) -> np.ndarray:
     """Forward compute [ranks, micro-batches] as a timings array."""
-    seconds = np.zeros((sizes.world_size, len(compute[0]), 2, 2))
+    seconds = np.zeros((mesh.devices, len(compute[0]), 2, 2))
     seconds[:, :, 0, COMPUTE] = compute
-    return on_mesh(seconds, sizes)
+    return on_mesh(seconds, mesh)
 
 
 def test_the_sum_is_over_sorted_steps():
-    sizes = MeshSizes(data=2)
-    drawing = HeatMap(sizes)
+    mesh = Mesh(data=2)
+    drawing = HeatMap(mesh)
     # The heavy micro-batch moves, the sorted picture does not.
-    drawing.add(0, seconds_of([[1.0, 3.0], [2.0, 2.0 / 3]], sizes), [2, 2], slots=4)
-    drawing.add(1, seconds_of([[2.0 / 3, 2.0], [3.0, 1.0]], sizes), [2, 2], slots=4)
+    drawing.add(0, seconds_of([[1.0, 3.0], [2.0, 2.0 / 3]], mesh), [2, 2], slots=4)
+    drawing.add(1, seconds_of([[2.0 / 3, 2.0], [3.0, 1.0]], mesh), [2, 2], slots=4)
     even = (1 + 3 + 2 + 2 / 3) / 4
     np.testing.assert_allclose(drawing.relative, np.array([[3.0, 1.0], [2.0, 2 / 3]]) / even)
 
 
 def test_context_ranks_keep_their_row():
-    sizes = MeshSizes(context=2)
-    drawing = HeatMap(sizes)
-    drawing.add(0, seconds_of([[1.0, 4.0], [2.0, 1.0]], sizes), [2], slots=2)
+    mesh = Mesh(context=2)
+    drawing = HeatMap(mesh)
+    drawing.add(0, seconds_of([[1.0, 4.0], [2.0, 1.0]], mesh), [2], slots=2)
     # The micro-batch of 4 seconds first, on both ranks.
     np.testing.assert_allclose(drawing.relative, np.array([[4.0, 1.0], [1.0, 2.0]]) / 2)
 
 
 def test_more_micro_batches_in_a_later_step_and_empty_ones():
-    sizes = MeshSizes()
-    drawing = HeatMap(sizes)
-    drawing.add(0, seconds_of([[1.0]], sizes), [1], slots=2)
-    drawing.add(1, seconds_of([[1.0, 2.0, 3.0]], sizes), [3], slots=3)
+    mesh = Mesh()
+    drawing = HeatMap(mesh)
+    drawing.add(0, seconds_of([[1.0]], mesh), [1], slots=2)
+    drawing.add(1, seconds_of([[1.0, 2.0, 3.0]], mesh), [3], slots=3)
     # Even work is half a second in step 0, whose second micro-batch is empty, and 2 in step 1.
     np.testing.assert_allclose(drawing.relative, [[4 / 2.5, 2 / 2.5, 1 / 2.5]])
     drawing.add(2, np.zeros((1, 1, 1, 1, 0, 2, 2)), [0], slots=2)
@@ -50,41 +50,41 @@ def test_more_micro_batches_in_a_later_step_and_empty_ones():
 
 
 def test_the_typical_step_has_the_median_imbalance():
-    sizes = MeshSizes(data=2)
-    drawing = HeatMap(sizes)
+    mesh = Mesh(data=2)
+    drawing = HeatMap(mesh)
     for step, heavy in enumerate([5.0, 1.0, 3.0]):
-        drawing.add(step, seconds_of([[heavy, 1.0], [1.0, 0.0]], sizes), [2, 1], slots=3)
+        drawing.add(step, seconds_of([[heavy, 1.0], [1.0, 0.0]], mesh), [2, 1], slots=3)
     step, milliseconds = drawing.typical
     assert step == 2
     np.testing.assert_allclose(milliseconds, [[3000.0, 1000.0], [1000.0, np.nan]])
 
 
 def test_only_the_last_steps_are_kept():
-    sizes = MeshSizes()
-    drawing = HeatMap(sizes)
+    mesh = Mesh()
+    drawing = HeatMap(mesh)
     for step in range(KEPT_STEPS + 10):
-        drawing.add(step, seconds_of([[1.0]], sizes), [1], slots=1)
+        drawing.add(step, seconds_of([[1.0]], mesh), [1], slots=1)
     assert drawing.steps == KEPT_STEPS + 10
     assert drawing.typical[0] >= 10
 
 
 @pytest.mark.parametrize(
-    ("sizes", "columns"),
+    ("mesh", "columns"),
     [
-        (MeshSizes(), 1),
-        (MeshSizes(data=2), 4),
-        (MeshSizes(data=2, pipeline=2, context=2, tensor=2), 16),
-        (MeshSizes(data=8, pipeline=4, context=4), 40),
+        (Mesh(), 1),
+        (Mesh(data=2), 4),
+        (Mesh(data=2, pipeline=2, context=2, tensor=2), 16),
+        (Mesh(data=8, pipeline=4, context=4), 40),
     ],
 )
-def test_it_draws_small_and_large_meshes(sizes, columns, tmp_path: Path):
-    drawing = HeatMap(sizes)
+def test_it_draws_small_and_large_meshes(mesh, columns, tmp_path: Path):
+    drawing = HeatMap(mesh)
     generator = np.random.default_rng(0)
     for step in range(3):
-        seconds = seconds_of(generator.random((sizes.world_size, columns)), sizes)
-        drawing.add(step, seconds, [columns] * sizes.data, columns * sizes.data)
+        seconds = seconds_of(generator.random((mesh.devices, columns)), mesh)
+        drawing.add(step, seconds, [columns] * mesh.data, columns * mesh.data)
     path = tmp_path / "deep" / "map.png"
-    drawing.draw(path, f"mesh {sizes}")
+    drawing.draw(path, f"mesh {mesh}")
     height, width = imread(path).shape[:2]
     assert 500 <= width <= 3200
     assert 300 <= height <= 1700
@@ -93,5 +93,5 @@ def test_it_draws_small_and_large_meshes(sizes, columns, tmp_path: Path):
 
 
 def test_without_steps_nothing_is_written(tmp_path: Path):
-    HeatMap(MeshSizes()).draw(tmp_path / "map.png", "")
+    HeatMap(Mesh()).draw(tmp_path / "map.png", "")
     assert not (tmp_path / "map.png").exists()

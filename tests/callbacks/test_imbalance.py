@@ -23,10 +23,10 @@ from lightning_wlb.callbacks.imbalance import (
     step_flops,
 )
 from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.timeline import Timing
-from lightning_wlb.strategy.mesh import MeshSizes
 
 
 def make_plan(lengths: list[list[list[int]]], micro_batches: int, arrival: int = 0) -> StepPlan:
@@ -70,10 +70,11 @@ def test_timings_stand_at_their_micro_batch_and_pass():
 
 
 def test_ranks_land_at_their_mesh_coordinate():
-    sizes = MeshSizes(data=2, pipeline=3, context=2, tensor=2)
-    mesh = on_mesh(np.arange(sizes.world_size, dtype=float)[:, None], sizes)
-    for rank in range(sizes.world_size):
-        assert mesh[sizes.coordinate(rank)] == rank
+    mesh = Mesh(data=2, pipeline=3, context=2, tensor=2)
+    placed = on_mesh(np.arange(mesh.devices, dtype=float)[:, None], mesh)
+    for rank in range(mesh.devices):
+        at = mesh.coordinate(rank)
+        assert placed[at.data, at.pipeline, at.context, at.tensor] == rank
 
 
 def test_a_micro_batch_takes_its_slowest_rank_on_each_stage_and_pass():

@@ -7,24 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_wlb.cost.communication import Communication, Mesh
+from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.mesh import Mesh
 
 NODE, NETWORK = Link(1000.0, 100e9), Link(5000.0, 10e9)
 PROFILE = replace(
     Profile.load("h100"), devices_per_node=8, links={"node": NODE, "network": NETWORK}
 )
-
-
-def test_groups_follow_the_order_of_ranks() -> None:
-    mesh = Mesh(data=2, pipeline=2, context=2, tensor=2)
-    assert mesh.devices == 16
-    assert mesh.groups("tensor")[0].tolist() == [0, 1]
-    assert mesh.groups("context")[0].tolist() == [0, 2]
-    assert mesh.groups("pipeline")[0].tolist() == [0, 4]
-    assert sorted(mesh.groups("data", "context")[0].tolist()) == [0, 2, 8, 10]
-    for axes in (("tensor",), ("pipeline",), ("data", "context")):
-        assert sorted(mesh.groups(*axes).ravel().tolist()) == list(range(16))
 
 
 def test_inner_axes_stay_in_the_node_and_outer_ones_cross() -> None:
@@ -62,11 +52,6 @@ def test_times_are_latency_plus_bytes_over_bandwidth() -> None:
     assert links.collective_ns("tensor", 4, 0) == 0
     assert links.message_ns(0, 10_000_000) == 1000 + 100_000
     assert links.message_ns(2, 10_000_000) == links.message_ns(0, 10_000_000)
-
-
-def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="context=0"):
-        Mesh(context=0)
 
 
 def test_setting_up_a_thousand_ranks_is_quick() -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape, attention_flops, layer_linear_flops
 from lightning_wlb.cost.latency import LatencyModel, inverse_rate
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Link, Profile
+from lightning_wlb.mesh import Mesh
 
 SHAPE = ModelShape(
     dim=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=32000

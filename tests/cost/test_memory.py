@@ -7,9 +7,9 @@ import torch
 
 from lightning_wlb.attention.sharding import layout, rank_indices
 from lightning_wlb.attention.varlen import AttentionMetadata
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 

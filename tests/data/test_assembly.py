@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from lightning_wlb.attention.sharding import SHARDINGS, layout
 from lightning_wlb.attention.slices import OWN
 from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.data.batch import IGNORE, Coordinates, StepBatch
+from lightning_wlb.data.batch import IGNORE, StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
 
@@ -49,26 +50,26 @@ def plans_of(store: InMemoryDocuments, data: DataSettings, mesh: MeshSettings) -
     return list(iter(planner.next_step, None))
 
 
-def everyone(mesh: MeshSettings) -> list[Coordinates]:
-    return [
-        Coordinates(
-            replica, context, mesh.context_parallel_size, mesh.tensor_parallel_size, mesh.replicas
-        )
-        for replica in range(mesh.replicas)
-        for context in range(mesh.context_parallel_size)
-    ]
+def everyone(settings: MeshSettings) -> list[Rank]:
+    """One rank of each tensor-parallel group."""
+    mesh = Mesh(
+        data=settings.replicas,
+        context=settings.context_parallel_size,
+        tensor=settings.tensor_parallel_size,
+    )
+    return [mesh.coordinate(rank) for rank in range(0, mesh.devices, mesh.tensor)]
 
 
-def batch_of(plan: StepPlan, store: InMemoryDocuments, at: Coordinates) -> StepBatch:
+def batch_of(plan: StepPlan, store: InMemoryDocuments, at: Rank) -> StepBatch:
     return make_step_batch(plan, store, at, {"step": plan.step}, 0, False)
 
 
-def one_micro_batch(slices: list[Slice], at: Coordinates, sharding: str) -> StepPlan:
+def one_micro_batch(slices: list[Slice], at: Rank, sharding: str) -> StepPlan:
     rows = layout(
         sharding,
         [part.tokens for part in slices],
-        at.context_parallel_size,
-        at.tensor_parallel_size,
+        at.mesh.context,
+        at.mesh.tensor,
     ).rows
     group = MicroBatch(tuple(range(len(slices))), sharding, rows, (0,))
     replica = ReplicaPlan(tuple(slices), (group,), (group,))
@@ -77,7 +78,7 @@ def one_micro_batch(slices: list[Slice], at: Coordinates, sharding: str) -> Step
 
 def test_tokens_labels_and_positions_of_one_rank() -> None:
     store = store_of([3, 9], [[True, True, False], None])
-    at = Coordinates(tensor_parallel_size=4)
+    at = Rank(Mesh(tensor=4))
     # The whole of document 0; the middle of document 1, a piece of its own from token 2 on.
     plan = one_micro_batch([Slice(0, 0, 0, 3), Slice(1, 2, 2, 6)], at, "per_document")
     (micro_batch,) = batch_of(plan, store, at).micro_batches
@@ -96,7 +97,7 @@ def test_tokens_labels_and_positions_of_one_rank() -> None:
 
 def test_a_context_rank_gets_its_chunks() -> None:
     store = store_of([8])
-    at = Coordinates(context_rank=1, context_parallel_size=2)
+    at = Rank(Mesh(context=2), context=1)
     plan = one_micro_batch([Slice(0, 0, 0, 8)], at, "per_document")
     (micro_batch,) = batch_of(plan, store, at).micro_batches
     assert micro_batch.tokens is not None
@@ -105,7 +106,7 @@ def test_a_context_rank_gets_its_chunks() -> None:
     assert micro_batch.labels.tolist() == [3, 4, 5, 6]
     assert micro_batch.positions.tolist() == [2, 3, 4, 5]
     assert store.was_read == [2, 3, 4, 5, 6]
-    first = replace(at, context_rank=0)
+    first = replace(at, context=0)
     (micro_batch,) = batch_of(plan, store, first).micro_batches
     assert micro_batch.tokens is not None
     assert micro_batch.labels is not None
@@ -114,28 +115,28 @@ def test_a_context_rank_gets_its_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "read"),
+    ("stages", "stage", "read"),
     [
-        (True, True, [2, 3, 4, 5, 6]),
-        (True, False, [2, 3, 4, 5]),
-        (False, True, [3, 4, 5, 6]),
-        (False, False, []),
+        (1, 0, [2, 3, 4, 5, 6]),
+        (3, 0, [2, 3, 4, 5]),
+        (3, 2, [3, 4, 5, 6]),
+        (3, 1, []),
     ],
 )
-def test_a_stage_reads_only_what_it_needs(first: bool, last: bool, read: list[int]) -> None:
+def test_a_stage_reads_only_what_it_needs(stages: int, stage: int, read: list[int]) -> None:
     store = store_of([8])
-    at = Coordinates(0, 1, 2, first_stage=first, last_stage=last)
+    at = Rank(Mesh(pipeline=stages, context=2), pipeline=stage, context=1)
     plan = one_micro_batch([Slice(0, 0, 0, 8)], at, "per_document")
     (micro_batch,) = batch_of(plan, store, at).micro_batches
     assert store.was_read == read
-    assert (micro_batch.tokens is not None) == first
-    assert (micro_batch.labels is not None) == last
+    assert (micro_batch.tokens is not None) == (stage == 0)
+    assert (micro_batch.labels is not None) == (stage == stages - 1)
     assert micro_batch.positions.tolist() == [2, 3, 4, 5]
 
 
 def test_a_rank_without_rows_and_a_micro_batch_without_tokens() -> None:
     store = store_of([1])
-    at = Coordinates(0, 1, 2)
+    at = Rank(Mesh(context=2), context=1)
     plan = one_micro_batch([Slice(0, 0, 0, 1)], at, "per_document")
     (micro_batch,) = batch_of(plan, store, at).micro_batches
     assert micro_batch.tokens is not None
@@ -226,7 +227,7 @@ def test_slices_go_on_where_the_one_before_stopped() -> None:
     parts = (Slice(0, 0, 0, 5), Slice(0, 0, 5, 8))
     groups = (MicroBatch((0,), "per_document", 5, (0,)), MicroBatch((1,), "per_document", 3, (0,)))
     plan = StepPlan(3, 0, (ReplicaPlan(parts, groups, groups[::-1]),), (), 0, 8, 1, 8)
-    first, second = batch_of(plan, store, Coordinates()).micro_batches
+    first, second = batch_of(plan, store, Rank()).micro_batches
     assert first.tokens.tolist() == [0, 1, 2, 3, 4]
     assert first.labels.tolist() == [1, 2, 3, 4, 5]
     assert first.attention.slices.keeps
@@ -250,7 +251,7 @@ def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
     plan = StepPlan(4, 0, (replica, replica), (), 0, 8, 1, 8)
     tokens = []
     for number in range(2):
-        (micro_batch,) = batch_of(plan, store, Coordinates(number, replicas=2)).micro_batches
+        (micro_batch,) = batch_of(plan, store, Rank(Mesh(data=2), number)).micro_batches
         assert micro_batch.attention.replicas == 2
         tokens.append(micro_batch.tokens.tolist())
     # As one context-parallel group of two: chunks 0 and 3, chunks 1 and 2.
@@ -260,19 +261,15 @@ def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
 def test_a_batch_says_which_window_it_was_made_for_where_keys_are_missing() -> None:
     """By heads every rank has all keys, and attention with any window will do."""
     store = store_of([40])
-    at = Coordinates(context_parallel_size=2)
+    at = Rank(Mesh(context=2))
     for sharding, window in (("per_document", 9), ("heads", None)):
         plan = one_micro_batch([Slice(0, 0, 0, 40)], at, sharding)
         (micro_batch,) = make_step_batch(plan, store, at, {}, 0, False, 9).micro_batches
         assert micro_batch.attention.sliding_window == window
 
 
-def test_wrong_places_are_answered() -> None:
+def test_a_plan_for_another_mesh_is_answered() -> None:
     store = store_of([8])
-    plan = one_micro_batch([Slice(0, 0, 0, 8)], Coordinates(), "per_document")
+    plan = one_micro_batch([Slice(0, 0, 0, 8)], Rank(), "per_document")
     with pytest.raises(ValueError, match="planned for 1 replicas, but the mesh has 2"):
-        batch_of(plan, store, Coordinates(replicas=2))
-    with pytest.raises(ValueError, match=r"replica=2 is not in \[0, 2\)"):
-        Coordinates(replica=2, replicas=2)
-    with pytest.raises(ValueError, match=r"context_rank=-1 is not in \[0, 1\)"):
-        Coordinates(context_rank=-1)
+        batch_of(plan, store, Rank(Mesh(data=2)))

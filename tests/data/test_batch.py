@@ -11,8 +11,9 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.overrides import TorchFunctionMode
 
 from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
 
 
@@ -23,7 +24,7 @@ def batch() -> StepBatch:
     mesh = MeshSettings(context_parallel_size=2)
     plan = Planner(store.lengths, DataSettings(16, 1), lambda n: n, mesh).next_step()
     assert plan is not None
-    return make_step_batch(plan, store, Coordinates(0, 1, 2), {"a": 1}, 7, True)
+    return make_step_batch(plan, store, Rank(Mesh(context=2), context=1), {"a": 1}, 7, True)
 
 
 def test_moving_a_batch_keeps_the_plan_and_moves_every_tensor(batch: StepBatch) -> None:

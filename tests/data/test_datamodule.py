@@ -16,9 +16,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.data import datamodule
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning import DataSettings
 
 SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
@@ -265,9 +266,7 @@ def test_a_models_sliding_window_shortens_what_its_batches_read() -> None:
             model_shape=replace(SHAPE, sliding_window=window),
         )
         documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-            strategy=SimpleNamespace(
-                coordinates=Coordinates(0, 0, 2), root_device=torch.device("cpu")
-            ),
+            strategy=SimpleNamespace(rank=Rank(Mesh(context=2)), root_device=torch.device("cpu")),
             lightning_module=Recorder(),
             global_step=0,
         )

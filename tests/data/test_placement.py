@@ -11,12 +11,11 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.attention.sharding import choose
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
-from lightning_wlb.data.batch import Coordinates
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.mesh import Mesh, Rank
 from tests.data.test_datamodule import SHAPE, data
 
 
@@ -31,8 +30,7 @@ def stand(documents: WLBDataModule, **strategy: Any) -> None:
 
 def test_the_strategy_says_where_the_rank_stands() -> None:
     documents = data()
-    at = Coordinates(1, 0, 2, 2, replicas=3)
-    stand(documents, coordinates=at)
+    stand(documents, rank=Rank(Mesh(data=3, context=2, tensor=2), data=1))
     batch = next(iter(documents.train_dataloader()))
     assert batch.replica == 1
     assert len(batch.plan.replicas) == 3
@@ -59,7 +57,7 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
             model_shape=shape,
             profile=profile,
         )
-        stand(documents, coordinates=Coordinates(0, 0, 4))
+        stand(documents, rank=Rank(Mesh(context=4)))
         (group,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
         chosen.append(group.sharding)
         cost = reference_kernel_cost
@@ -76,7 +74,7 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
 
 def test_heads_that_cannot_be_split_are_refused() -> None:
     documents = data(sharding="heads")
-    stand(documents, coordinates=Coordinates(0, 0, 2))
+    stand(documents, rank=Rank(Mesh(context=2)))
     message = "splits the 1 query and 1 key/value heads .* over 2 context-parallel ranks"
     with pytest.raises(ValueError, match=message):
         documents.train_dataloader()
@@ -106,8 +104,23 @@ def test_packing_auto_goes_by_the_device_profile() -> None:
         pipeline = SimpleNamespace(stages=(range(1), range(1, 2)), schedule="1f1b")
         stand(
             documents,
-            coordinates=Coordinates(pipeline_parallel_size=2),
+            rank=Rank(Mesh(pipeline=2)),
             executor=SimpleNamespace(pipeline=pipeline),
         )
         counts.append(len(next(iter(documents.train_dataloader())).plan.replicas[0].forward))
     assert counts[1] == 2 < counts[0]
+
+
+@pytest.mark.parametrize(("schedule", "slices"), [("1f1b", True), ("gpipe", False)])
+def test_documents_are_sliced_where_the_strategys_schedule_runs_slices(
+    schedule: str, slices: bool
+) -> None:
+    documents = data(
+        documents=[[1] * length for length in (4000, 100, 100)],
+        context_window=4000,
+        micro_batches=2,
+        packing="auto",
+    )
+    stand(documents, rank=Rank(Mesh(pipeline=4)), schedule=schedule)
+    (replica,) = next(iter(documents.train_dataloader())).plan.replicas
+    assert any(part.context > 0 for part in replica.slices) == slices

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning.planner import DataSettings, Planner
 
 # Documents wait in queues and are drained at the end of an epoch.
@@ -86,7 +87,7 @@ def test_resume_from_any_batch_continues_with_the_next() -> None:
 
 def test_resume_on_another_mesh_has_the_same_pieces() -> None:
     unbroken = list(dataset())
-    at = Coordinates(1, 1, 2, 2, replicas=3)
+    at = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)
     resumed = list(dataset(state=unbroken[2].state, at=at))
     assert [batch.plan.pieces for batch in resumed] == [batch.plan.pieces for batch in unbroken[3:]]
     assert [batch.state for batch in resumed] == [batch.state for batch in unbroken[3:]]

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning_wlb.attention.sharding import layout
 from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 
@@ -39,19 +40,19 @@ def step_batch(
     texts: Sequence[Sequence[int]],
     groups: Sequence[Sequence[tuple[int, int, int]]] = GROUPS,
     masks: Sequence[Sequence[bool]] | None = None,
-    at: Coordinates | None = None,
+    at: Rank | None = None,
     step: int = 0,
 ) -> StepBatch:
     """One replica's step: each group of pieces is a micro-batch."""
-    at = at or Coordinates()
+    at = at or Rank()
     store = InMemoryDocuments(texts, masks, vocab_size=VOCABULARY)
     slices, forward = [], []
     for group in groups:
         rows = layout(
             "per_document_contiguous",
             [stop - origin for _, origin, stop in group],
-            at.context_parallel_size,
-            at.tensor_parallel_size,
+            at.mesh.context,
+            at.mesh.tensor,
         ).rows
         indices = tuple(range(len(slices), len(slices) + len(group)))
         slices += [Slice(document, origin, origin, stop) for document, origin, stop in group]

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_wlb.data.batch import Coordinates
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.tensor_parallel import local, shard_parameters
 from lightning_wlb.models.transformer import Transformer
@@ -32,11 +32,7 @@ def _gradients(rank, context_size, tensor_size, options, checkpointing, masked, 
     if meta:
         model.to_empty(device="cpu")
         initialise(model, 7, lambda name: 0.3, model.tied)
-    at = Coordinates(
-        context_rank=mesh["cp"].get_local_rank(),
-        context_parallel_size=context_size,
-        tensor_parallel_size=tensor_size,
-    )
+    at = Mesh(context=context_size, tensor=tensor_size).coordinate(rank)
     batch = step_batch(documents(), GROUPS, loss_masks() if masked else None, at)
     total = sum(model(micro_batch) for micro_batch in batch.micro_batches)
     total.backward()

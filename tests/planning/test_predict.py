@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
@@ -49,7 +49,7 @@ def plan_of(replicas: list[list[list[int]]], sharding: str = "per_document_conti
 def predictor(
     mesh: Mesh, *, shape: ModelShape = SHAPE, profile: Profile = H100, stages: int = 0, **options
 ) -> Predictor:
-    split = model_stages(shape, stages or mesh.pipeline, 1000)
+    split = model_stages(shape, stages or mesh.stages, 1000)
     schedule = options.pop("schedule", "1f1b")
     return Predictor(LatencyModel(profile, shape, mesh, **options), tuple(split), schedule)
 
@@ -211,10 +211,11 @@ def test_the_peak_counts_the_open_micro_batches_of_the_schedule(schedule: str) -
 
 
 def test_virtual_stages_shorten_the_bubble() -> None:
-    mesh, plan = Mesh(pipeline=4), plan_of([[[4096]] * 8])
+    plan = plan_of([[[4096]] * 8])
     even = {"shape": HEADLESS, "profile": FREE_MEMORY}
-    one = predictor(mesh, **even).predict(plan)
-    two = predictor(mesh, stages=8, schedule="interleaved", **even).predict(plan)
+    one = predictor(Mesh(pipeline=4), **even).predict(plan)
+    virtual = Mesh(pipeline=4, virtual_stages=2)
+    two = predictor(virtual, schedule="interleaved", **even).predict(plan)
     assert two.bubble < one.bubble
     assert two.total_ns < one.total_ns
 
@@ -326,7 +327,7 @@ def test_replicas_that_share_a_micro_batch_are_one_context_group() -> None:
     first, second = prediction.simulations
     assert first.spans[0] == second.spans[0][:2]
     with pytest.raises(ValueError, match="one stage per pipeline rank, not 2"):
-        predictor(Mesh(data=2, pipeline=2), stages=4, schedule="interleaved").predict(
+        predictor(Mesh(data=2, pipeline=2, virtual_stages=2), schedule="interleaved").predict(
             shared_plan(64)
         )
 
@@ -358,10 +359,10 @@ def test_slices_hold_their_own_keys_and_the_gradients_of_what_later_slices_read(
 def test_what_cannot_be_predicted_is_refused() -> None:
     with pytest.raises(ValueError, match="plan is for 1 replicas, the mesh data 2"):
         predictor(Mesh(data=2)).predict(plan_of([[[10]]]))
-    with pytest.raises(ValueError, match="3 stages cannot be dealt evenly to pipeline=2"):
+    with pytest.raises(ValueError, match=r"3 stages for pipeline=2 ranks .* each: give 2"):
         predictor(Mesh(pipeline=2), stages=3)
     with pytest.raises(ValueError, match="one stage per rank"):
-        predictor(Mesh(pipeline=2), stages=4)
+        predictor(Mesh(pipeline=2, virtual_stages=2))
     with pytest.raises(ValueError, match="unknown schedule"):
         predictor(Mesh(), schedule="zigzag")
 

@@ -17,14 +17,13 @@ from tests.strategy.harness import WINDOW, Case, documents
 MICRO_BATCHES = 5
 
 Change = Callable[[StepPlan, Any, str], StepPlan]
-"""(plan, coordinates of the rank, sharding) -> the same pieces in another plan."""
+"""(plan, where the rank stands, sharding) -> the same pieces in another plan."""
 
 
 def rows_of(parts: Sequence[Slice], replicas: int, at: Any, sharding: str) -> int:
     """Rows of each rank that such a micro-batch has."""
     lengths = [part.tokens for part in parts]
-    ranks = at.context_parallel_size * replicas
-    return layout(sharding, lengths, ranks, at.tensor_parallel_size).rows
+    return layout(sharding, lengths, at.mesh.context * replicas, at.mesh.tensor).rows
 
 
 def replica_of(

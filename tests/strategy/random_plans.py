@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_wlb.attention.sharding import layout
 from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.data.batch import Coordinates, StepBatch
+from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
@@ -86,7 +87,7 @@ def batch_of(
 ) -> StepBatch:
     """Its tensors on the one rank."""
     store = InMemoryDocuments(documents(lengths), vocab_size=config().vocab_size)
-    return make_step_batch(plan, store, Coordinates(), {}, 0, False, sliding_window)
+    return make_step_batch(plan, store, Rank(), {}, 0, False, sliding_window)
 
 
 def model_of(
@@ -123,12 +124,10 @@ def run_step(
     layers = len(model.layers)
     bounds = [layers * stage // stages for stage in range(stages + 1)]
     pipeline = Pipeline(
-        rank=0,
-        ranks=(0,),
+        at=Rank(Mesh(virtual_stages=stages)),
         stages=tuple(range(a, b) for a, b in pairwise(bounds)),
         schedule="interleaved" if stages > 1 else "1f1b",
         groups={},
-        tensor_parallel_size=1,
         hidden_size=model.config.dim,
         dtype=torch.float64,
         device=torch.device("cpu"),

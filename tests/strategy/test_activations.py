@@ -9,9 +9,9 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_wlb.cost.communication import Mesh
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -141,7 +141,7 @@ class Compared(L.Callback):
         predictor = Predictor(latency, executor.pipeline.stages)
         predicted = predictor.simulate(batch.plan.replicas)
         (simulation,) = predicted.simulations
-        rank = executor.pipeline.rank
+        rank = executor.pipeline.at.pipeline
         held = simulation.held_bytes[rank]
         constant = simulation.memory[rank][0][1]
         counted = executor.activations.held_bytes

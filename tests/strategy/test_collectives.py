@@ -1,19 +1,21 @@
 """Communicators of meshes of 1,024 ranks, on torch's fake backend: a few calls of each rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.strategy.collectives import own_group
 from lightning_wlb.strategy.merged import MergedGroups
-from lightning_wlb.strategy.mesh import MeshSizes
 from lightning_wlb.strategy.pipeline import pipeline_groups
 from tests.ranks import run_ranks
 
-SIZES = MeshSizes(data=32, pipeline=8, context=2, tensor=2)
-RANK = 700  # data 21, pipeline 7, context 0, tensor 0
+MESH = Mesh(data=32, pipeline=8, context=2, tensor=2)
+AT = Rank(MESH, data=21, pipeline=7)  # global rank 700
 
 
 @pytest.fixture
@@ -27,15 +29,16 @@ def calls(monkeypatch):
         return original(ranks, *args, **kwargs)
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=SIZES.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=AT.index, world_size=MESH.devices)
     yield made
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_rank_makes_one_communicator_for_each_channel(calls, ring):
-    groups = pipeline_groups(SIZES, RANK, ring, None)
-    mine = [SIZES.rank(21, place, 0, 0) for place in range(8)]
+    mesh = replace(MESH, virtual_stages=2 if ring else 1)
+    groups = pipeline_groups(replace(AT, mesh=mesh), None)
+    mine = [MESH.rank_of(21, place, 0, 0) for place in range(8)]
     assert calls == [mine] * (4 if ring else 2)
     assert len({id(group) for group in groups.values()}) == len(calls)
     for group in groups.values():
@@ -50,12 +53,12 @@ def plan_shared_by(*sizes: int) -> StepPlan:
 
 
 def test_a_rank_makes_one_communicator_for_each_size_of_merged_set(calls):
-    merged = MergedGroups(SIZES, RANK, None)
+    merged = MergedGroups(AT, None)
     groups = merged.prepare(plan_shared_by(4, 2))
     assert sorted(groups) == [2, 4]
     pair, four = (
         [
-            SIZES.rank(data, 7, context, 0)
+            MESH.rank_of(data, 7, context, 0)
             for data in range(first, first + count)
             for context in range(2)
         ]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import _world as process_groups
 
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.strategy.communicators import communicators
-from lightning_wlb.strategy.mesh import MeshSizes
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import free_port, run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
@@ -93,8 +93,9 @@ def connections(rank: int, ring: bool) -> tuple[list[str], dict]:
     """What a rank of three calls when communicators are made."""
     with pytest.MonkeyPatch.context() as patch:
         log = Log(patch)
-        made = communicators(MeshSizes(pipeline=3), rank, torch.device("cpu"), ring, None)
-        again = communicators(MeshSizes(pipeline=3), rank, torch.device("cpu"), ring, None)
+        at = Mesh(pipeline=3, virtual_stages=2 if ring else 1).coordinate(rank)
+        made = communicators(at, torch.device("cpu"), None)
+        again = communicators(at, torch.device("cpu"), None)
     assert made is again
     assert log.calls[0][:2] == ("all_reduce", made.mesh["pipeline"].get_group())
     messages = {

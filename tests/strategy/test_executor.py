@@ -30,8 +30,8 @@ class Clock(L.Callback):
         self._compare("validate", trainer.strategy, batch, ("F",))
 
     def _compare(self, what, strategy, batch, kinds) -> None:
-        stage = strategy.sizes.coordinate(strategy.global_rank)[1]
-        program = one_f_one_b(stage, strategy.sizes.pipeline, len(batch.micro_batches))
+        stages = strategy.mesh.pipeline
+        program = one_f_one_b(strategy.rank.pipeline, stages, len(batch.micro_batches))
         timings = strategy.executor.timings()
         assert [t.action for t in timings] == [a for a in program if a.kind in kinds]
         assert len(timings) > 0

@@ -1,19 +1,14 @@
-import itertools
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_wlb.strategy.mesh import AXES, MeshSizes, data_context
+from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.strategy.mesh import data_context, device_mesh, resolve_mesh
 from tests.ranks import run_ranks
-
-sizes = st.integers(1, 5)
-meshes = st.builds(MeshSizes, sizes, sizes, sizes, sizes)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +26,7 @@ meshes = st.builds(MeshSizes, sizes, sizes, sizes, sizes)
     ],
 )
 def test_the_first_auto_takes_the_ranks_that_are_left(world_size, asked, expected):
-    assert MeshSizes.resolve(world_size, *asked) == MeshSizes(*expected)
+    assert resolve_mesh(world_size, *asked) == Mesh(*expected)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +40,7 @@ def test_the_first_auto_takes_the_ranks_that_are_left(world_size, asked, expecte
 )
 def test_a_product_that_is_not_the_world_size_is_answered(world_size, asked, needs):
     with pytest.raises(MisconfigurationException) as error:
-        MeshSizes.resolve(world_size, *asked)
+        resolve_mesh(world_size, *asked)
     text = str(error.value)
     shown = " × ".join(f"{axis} {size}" for axis, size in zip(AXES, asked, strict=True))
     assert f"The mesh {shown} needs {needs}, but the Trainer runs {world_size}" in text
@@ -56,49 +51,32 @@ def test_a_product_that_is_not_the_world_size_is_answered(world_size, asked, nee
 @pytest.mark.parametrize("size", [0, -2, 1.5, "two", None, True])
 def test_a_size_is_a_positive_whole_number_or_auto(size):
     with pytest.raises(MisconfigurationException, match=r"context_parallel_size=.*>= 1 or"):
-        MeshSizes.resolve(4, "auto", 1, size, 1)
+        resolve_mesh(4, "auto", 1, size, 1)
 
 
-@given(meshes)
-def test_rank_is_the_inverse_of_coordinate(mesh):
-    for rank in range(mesh.world_size):
-        assert mesh.rank(*mesh.coordinate(rank)) == rank
-
-
-@given(meshes)
-def test_data_is_outermost_and_tensor_innermost(mesh):
-    coordinates = [mesh.coordinate(rank) for rank in range(mesh.world_size)]
-    # Lexicographic order of (data, pipeline, context, tensor), with no gap.
-    assert coordinates == list(itertools.product(*(range(getattr(mesh, axis)) for axis in AXES)))
+def test_virtual_stages_go_into_the_mesh_and_take_no_ranks():
+    assert resolve_mesh(8, "auto", 4, virtual_stages=3) == Mesh(2, 4, virtual_stages=3)
 
 
 @pytest.mark.parametrize("rank", [0, 517, 1023])
 def test_device_mesh_of_a_thousand_ranks_agrees_with_the_sizes(rank):
-    mesh = MeshSizes(data=8, pipeline=4, context=4, tensor=8)
-    assert mesh.world_size == 1024
+    mesh = Mesh(data=8, pipeline=4, context=4, tensor=8)
+    at = mesh.coordinate(rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     try:
-        devices = mesh.device_mesh("cpu")
+        devices = device_mesh(mesh, "cpu")
         assert devices.mesh_dim_names == AXES
-        assert tuple(devices.get_coordinate()) == mesh.coordinate(rank)
-        data, pipeline, context, tensor = mesh.coordinate(rank)
-        assert devices["tensor"].mesh.tolist() == [
-            mesh.rank(data, pipeline, context, other) for other in range(8)
-        ]
-        assert devices["pipeline"].mesh.tolist() == [
-            mesh.rank(data, other, context, tensor) for other in range(4)
-        ]
+        assert tuple(devices.get_coordinate()) == (at.data, at.pipeline, at.context, at.tensor)
+        for axis in AXES:
+            assert tuple(devices[axis].mesh.tolist()) == at.group(axis)
         # FSDP sums over replicas and context ranks, never over stages or tensor ranks.
-        assert data_context(devices).mesh.tolist() == [
-            mesh.rank(replica, pipeline, other, tensor)
-            for replica, other in itertools.product(range(8), range(4))
-        ]
+        assert tuple(data_context(devices).mesh.tolist()) == at.group("data", "context")
     finally:
         dist.destroy_process_group()
 
 
 def timeouts(rank: int) -> list[timedelta]:
-    mesh = MeshSizes(data=2, pipeline=2).device_mesh("cpu", timedelta(seconds=7))
+    mesh = device_mesh(Mesh(data=2, pipeline=2), "cpu", timedelta(seconds=7))
     groups = [
         mesh["data"].get_group(),
         mesh["pipeline"].get_group(),

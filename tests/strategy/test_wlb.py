@@ -321,7 +321,7 @@ def command_line(rank: int, folder: Path) -> tuple[int, str, float, float]:
     runner, without = run(), run("--trainer.strategy=auto")
     assert isinstance(runner.strategy, WLBStrategy)
     losses = (float(each.callback_metrics["train_loss"]) for each in (runner, without))
-    return runner.global_step, str(runner.strategy.sizes), *losses
+    return runner.global_step, str(runner.strategy.mesh), *losses
 
 
 def by_name(rank: int) -> tuple[int, str]:
@@ -330,7 +330,7 @@ def by_name(rank: int) -> tuple[int, str]:
     runner.fit(model, data(CASE))
     assert model.executor is None, "the strategy lets go of the module"
     assert all(torch.isfinite(torch.from_numpy(whole(p))).all() for p in model.parameters())
-    return runner.global_step, str(runner.strategy.sizes)
+    return runner.global_step, str(runner.strategy.mesh)
 
 
 def on_one_rank(rank: int, folder: Path) -> tuple:
