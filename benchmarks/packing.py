@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning_wlb.planning.costs import PieceCosts
+from lightning_wlb.planning.many import deal_many
 from rich.console import Console
 
 from benchmarks.packing_others import compare
@@ -46,8 +48,6 @@ from benchmarks.workloads import (
     window_pieces,
 )
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.costs import PieceCosts
-from lightning_wlb.planning.many import deal_many
 from lightning_wlb.planning.packing.base import Mesh
 
 WINDOW = 131_072

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning_wlb.planning.costs import PieceCosts
+from lightning_wlb.planning.pipeline import pipeline_time
 
 from benchmarks.packing_runs import STAGES, run
 from benchmarks.workloads import REFERENCE_WORK
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.costs import PieceCosts
 from lightning_wlb.planning.packing.base import Mesh
-from lightning_wlb.planning.pipeline import pipeline_time
 
 RANKS = 16
 PACKAGES = ("verl", "megatron-core>=0.16,<0.17")

@@ -13,18 +13,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from lightning_wlb.planning.costs import PieceCosts
+from lightning_wlb.planning.merging import shared_work
+from lightning_wlb.planning.pipeline import pipeline_time
 
 from benchmarks.workloads import REFERENCE_WORK
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.arrivals import GlobalBatches
-from lightning_wlb.planning.costs import PieceCosts
 from lightning_wlb.planning.judge import PipelineJudge
-from lightning_wlb.planning.merging import shared_work
 from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.base import Mesh
 from lightning_wlb.planning.packing.slim import SlimPacker
-from lightning_wlb.planning.pipeline import pipeline_time
 from lightning_wlb.planning.replicas import unsharded
 
 STAGES = 4

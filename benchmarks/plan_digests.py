@@ -1,4 +1,4 @@
-"""Which plans the packings make, as one fingerprint for each setting: did a change move any plan?
+"""Fingerprints of the plans that the packings make: did a change of code move any plan.
 
 Every setting is a packing, a corpus (Generator A, the standard library) and a mesh, planned for
 some steps with the reference work; its fingerprint is over the JSON of all these plans.

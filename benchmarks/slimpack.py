@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning_wlb.planning.merging import merge_pieces
+from lightning_wlb.planning.slicing_milp import slice_pieces_milp
 from rich.console import Console
 
 from benchmarks.slimpack_plans import (
@@ -59,11 +61,9 @@ from lightning_wlb.plan import Piece, StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
 from lightning_wlb.planning.judge import PipelineJudge
-from lightning_wlb.planning.merging import merge_pieces
 from lightning_wlb.planning.packing.best_fit import pack as best_fit
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
-from lightning_wlb.planning.slicing_milp import slice_pieces_milp
 from lightning_wlb.planning.units import units
 
 SLIM = ((2, 1, 0), (2, 1.25, 0), (4, 1, 0), (2, 1.25, RANKS - 1), (4, 1, RANKS - 1))

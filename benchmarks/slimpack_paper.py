@@ -153,7 +153,7 @@ class Case:
         mesh: Mesh,
         model: Predictor | None,
     ) -> list[StepPlan]:
-        work = Work(SHAPES[self.model])
+        work = Work.of(SHAPES[self.model])
         planner = Planner(
             lengths,
             DataSettings(self.window, count, packing=packing, cap=self.window, shuffle=False),

@@ -25,7 +25,7 @@ from lightning_wlb.arguments import choice, flag, number, whole, wholes
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.stdlib import StdlibDocuments
-from lightning_wlb.planning import MeshSettings
+from lightning_wlb.mesh import Mesh
 
 INTEGERS = (int, np.int64, np.uint8, np.int32, torch.tensor)
 
@@ -94,6 +94,10 @@ def documents(**options: Any) -> InMemoryDocuments:
     return InMemoryDocuments([[1, 2]], **options)
 
 
+def wlb(**options: Any) -> dict[str, Any]:
+    return {"packing": {"method": "wlb", **options}}
+
+
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (data, {"context_window": 32.5}, "context_window=32.5 is of type float"),
     (data, {"context_window": 32.0}, "context_window=32.0 is of type float"),
@@ -104,13 +108,11 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (data, {"packing": None}, "packing=None is not one of"),
     (data, {"sharding": "per_page"}, "sharding='per_page' is not one of adaptive, "),
     (data, {"cap": 40.5}, "cap=40.5 is of type float"),
-    (data, {"queues": 1.5}, "queues=1.5"),
-    (data, {"thresholds": 20}, "thresholds=20 is of type int. Give a sequence"),
-    (data, {"thresholds": "20"}, "thresholds='20' is of type str. Give a sequence"),
-    (data, {"thresholds": [2.5]}, "thresholds=2.5 is of type float"),
-    (data, {"delay_budget": "0.1"}, "delay_budget='0.1' is of type str"),
-    (data, {"delay_budget": float("nan")}, "delay_budget=nan is out of range"),
-    (data, {"delay_budget": -1}, "delay_budget=-1 is out of range"),
+    (data, wlb(queues=1.5), "queues=1.5"),
+    (data, wlb(thresholds=20), "thresholds=20 is of type int. Give a sequence"),
+    (data, wlb(thresholds="20"), "thresholds='20' is of type str. Give a sequence"),
+    (data, wlb(thresholds=[2.5]), "thresholds=2.5 is of type float"),
+    (data, {"packing": {"queues": 2}}, "names no method. Write it as in"),
     (data, {"long_documents": "drop"}, "long_documents='drop' is not one of split"),
     (data, {"seed": 0.5}, "seed=0.5"),
     (data, {"shuffle": "false"}, "shuffle='false' is of type str. Give True or False"),
@@ -169,8 +171,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ImbalanceMonitor, {"warm_up_steps": True}, "warm_up_steps=True"),
     (ImbalanceMonitor, {"heat_map": 1}, "heat_map=1 is of type int. Give True or False"),
     (ImbalanceMonitor, {"profile": "v100"}, "'v100' is neither shipped"),
-    (MeshSettings, {"sharding": "per_page"}, "sharding='per_page' is not one of"),
-    (MeshSettings, {"replicas": 1.0}, "replicas=1.0 is of type float"),
+    (Mesh, {"data": 1.0}, "mesh: data=1.0 is of type float"),
 ]
 
 
@@ -193,10 +194,12 @@ def test_a_mistake_is_answered_where_it_is_made(
 def test_numbers_of_numpy_are_taken_and_become_pythons() -> None:
     """Else they would be in checkpoints, which are of plain types."""
     five = np.int64(5)
-    settings = data(context_window=five, thresholds=np.array([2, 3]), max_tokens=five).settings
+    settings = data(
+        context_window=five, max_tokens=five, **wlb(thresholds=np.array([2, 3]))
+    ).settings
     assert [type(each) for each in (settings.context_window, settings.max_tokens)] == [int, int]
-    assert settings.thresholds == (2, 3)
-    assert type(settings.thresholds[0]) is int
+    assert settings.choice.options.thresholds == (2, 3)
+    assert type(settings.choice.options.thresholds[0]) is int
     assert type(data(validation_documents=np.int32(1)).validation_documents) is int
     shape = config(dim=np.int64(64), norm_eps=np.float32(1e-6))
     assert (type(shape.dim), type(shape.norm_eps)) == (int, float)

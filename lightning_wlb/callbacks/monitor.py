@@ -152,7 +152,7 @@ class ImbalanceMonitor(L.Callback):
         # Of an asymmetric plan, units ran in place of micro-batches; or, where it recomputes,
         # others in backward than in forward.
         ran = max(plan.micro_batches, sum(counts))
-        work = Work(pl_module.model_shape)  # type: ignore[arg-type]
+        work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
         planned = imbalance.planned_work(plan, work)
         measured = imbalance.measured_imbalance(seconds, ran)
         planned_pipeline = imbalance.pipeline_level(planned, slots)

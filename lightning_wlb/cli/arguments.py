@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,3 +78,32 @@ def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise ValueError(f"{option} {name!r} is not known; choose of {', '.join(known)}.")
     return list(dict.fromkeys(names))
+
+
+def packing_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options of packings from texts such as ``wlb.queues=3``, by method and name.
+
+    Values are read as JSON, or else as they stand. Whether a method has the option, and the value
+    is one for it, is checked where the packing is made.
+
+    Raises:
+        ValueError: a text of another form, or the option of a method that is not compared.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        method, dot, option = name.partition(".")
+        if not equals or not dot:
+            raise ValueError(
+                f"--packing-option {text!r} is not METHOD.NAME=VALUE, as in wlb.queues=3."
+            )
+        if method not in methods:
+            raise ValueError(
+                f"--packing-option {text!r}: {method!r} is not compared; --packing names"
+                f" {', '.join(methods)}."
+            )
+        try:
+            options.setdefault(method, {})[option] = json.loads(value)
+        except json.JSONDecodeError:
+            options.setdefault(method, {})[option] = value
+    return options

@@ -6,33 +6,21 @@ over all steps: steps differ in tokens, so a mean of quotients misleads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_wlb.callbacks.imbalance import Level, data_level, pipeline_level, slots
-from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
-from lightning_wlb.planning.judge import Judge
+from lightning_wlb.planning import Planner
 from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.planning.prediction import StepPrediction
 
 
-def plan_steps(
-    lengths: npt.NDArray[np.int64],
-    data: DataSettings,
-    work: Callable[[int], int],
-    mesh: MeshSettings,
-    steps: int,
-    kernel_cost: SegmentCost = reference_kernel_cost,
-    judge: Judge | None = None,
-) -> list[StepPlan]:
-    """The first ``steps`` plans of a run; a new epoch begins where one ends."""
-    planner = Planner(lengths, data, work, mesh, kernel_cost=kernel_cost, judge=judge)
+def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
+    """The next ``steps`` plans of a run; a new epoch begins where one ends."""
     plans: list[StepPlan] = []
     while len(plans) < steps:
         plan = planner.next_step()

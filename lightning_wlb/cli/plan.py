@@ -22,13 +22,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.cli.arguments import add_model
 from lightning_wlb.cli.lengths import GENERATOR_A, STORES
 from lightning_wlb.cli.request import BASELINE, PRECISIONS, SHARDING_NAMES, Request
 from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.planning import DataSettings, MeshSettings
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
 from lightning_wlb.schedule.registry import SCHEDULES
@@ -92,11 +93,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " compared",
     )
     how.add_argument("--cap", type=int, help="tokens of a micro-batch (default: the packing's)")
-    how.add_argument("--queues", type=int, default=2, help="outlier queues of wlb (default 2)")
+    how.add_argument(
+        "--packing-option",
+        action="append",
+        default=[],
+        metavar="METHOD.NAME=VALUE",
+        help="an option of a packing, as in wlb.queues=3 or slim.micro_packs=8; may be repeated",
+    )
     how.add_argument(
         "--sharding",
-        default=MeshSettings.sharding,
-        help=f"one or several of {', '.join(SHARDING_NAMES)} (default {MeshSettings.sharding})",
+        default=ADAPTIVE,
+        help=f"one or several of {', '.join(SHARDING_NAMES)} (default {ADAPTIVE})",
     )
     how.add_argument(
         "--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (default 1f1b)"

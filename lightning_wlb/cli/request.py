@@ -9,7 +9,7 @@ from typing import get_args
 
 from lightning_wlb.arguments import whole
 from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
-from lightning_wlb.cli.arguments import mesh_of, model_config, names_of
+from lightning_wlb.cli.arguments import mesh_of, model_config, names_of, packing_options
 from lightning_wlb.cli.forecast import Forecast, plan_steps
 from lightning_wlb.cli.lengths import Lengths, load_lengths
 from lightning_wlb.cost.flops import Work
@@ -18,11 +18,10 @@ from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
-from lightning_wlb.planning import DataSettings, MeshSettings
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
-from lightning_wlb.schedule.programs import SLICING_SCHEDULES
 
 BASELINE = "original"
 SHARDING_NAMES = [ADAPTIVE, *NAMES]
@@ -73,6 +72,7 @@ class Request:
         shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
         if HEADS in shardings and mesh.context > 1:
             check_heads(config.heads, config.kv_heads, mesh.context, mesh.tensor)
+        options = packing_options(arguments.packing_option, packings)
         candidates = [(name, sharding) for sharding in shardings for name in packings]
         baseline = (BASELINE, shardings[0])
 
@@ -82,9 +82,8 @@ class Request:
             return DataSettings(
                 context_window=arguments.context_window,
                 micro_batches=count,
-                packing=packing,
+                packing={"method": packing, **options.get(packing, {})},
                 cap=cap,
-                queues=arguments.queues,
                 long_documents=arguments.long_documents,
                 seed=arguments.seed,
             )
@@ -136,24 +135,20 @@ class Request:
             get_args(Checkpointing) if asked == "auto" else [asked]  # type: ignore[list-item]
         )
         self._check_state(modes[-1])
-        cost = self.predictor(modes[0]).latency.segment_cost
+        judge = PredictedJudge(self.predictor(modes[0]))
         planned = {
             (packing, sharding): plan_steps(
-                self.lengths,
-                self.settings(packing),
-                Work(self.config.shape).total,
-                MeshSettings(
-                    self.mesh.data,
-                    self.mesh.context,
-                    self.mesh.tensor,
-                    sharding,
-                    self.mesh.pipeline,
-                    self.mesh.virtual_stages,
-                    self.schedule in SLICING_SCHEDULES,
+                Planner(
+                    self.lengths,
+                    self.settings(packing),
+                    Work.of(self.config.shape),
+                    self.mesh,
+                    sharding=sharding,
+                    schedule=self.schedule,
+                    kernel_cost=judge.predictor.latency.segment_cost,
+                    judge=judge,
                 ),
                 self.steps,
-                cost,
-                PredictedJudge(self.predictor(modes[0])),
             )
             for packing, sharding in self.candidates
         }

@@ -12,7 +12,7 @@ then (``Trainer(max_epochs=-1)``).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -33,8 +33,8 @@ from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.opening import check_documents, hold_out, is_documents, open_documents
 from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
-from lightning_wlb.planning.planner import DataSettings, Planner
 from lightning_wlb.planning.predict import mean_context_of
 
 _OTHER_NAMESPACE = (
@@ -53,26 +53,11 @@ class WLBDataModule(L.LightningDataModule):
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
             batch is the next documents until at least N·C tokens, over all replicas.
-        packing: a method of ``lightning_wlb.planning.packing.PACKINGS``: ``"auto"``, whatever
-            is simulated to be fastest on the mesh; ``"wlb"``, ``"original"``, ``"slim"``, ...
+        packing: the packing method: ``"auto"``, whatever is simulated to be fastest on the mesh;
+            ``"wlb"``, ``"slim"``, ``"best_fit"``, ``"original"``, ... or with options of its own:
+            ``{"method": "wlb", "queues": 3}``. docs/guide.md lists methods and options.
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
             default (C for ``auto`` and ``original``, 1.5·C for ``wlb``).
-        queues: outlier queues of ``wlb`` packing.
-        thresholds: shortest length in tokens of each outlier queue, ascending; None: set from
-            the distribution of lengths.
-        micro_packs: micro-batches that ``slim`` packing makes of a global batch, as a multiple
-            of N.
-        packing_window: global batches that the fixed-length packings pack together.
-        delay_budget: mean delay of tokens in steps that ``balanced``, ``tapered`` and (with
-            several ``nominal_replicas``) ``auto`` packing may cost; 0: none.
-        max_age: the most steps that a piece waits.
-        nominal_replicas: data-parallel replicas that ``tapered`` and ``auto`` have in mind when
-            they let long pieces wait. It stays what it is when the run moves to another mesh.
-        nominal_stages: pipeline stages that ``tapered`` has in mind, likewise.
-        solver: of the integer programs ``fixed_ilp`` and ``varlen_ilp``: ``"cbc"`` or ``"highs"``.
-        solver_nodes: most branch-and-bound nodes of a solve.
-        asymmetric: whether ``auto`` packing also tries slices grouped apart for forward and for
-            backward, see :class:`~lightning_wlb.planning.settings.DataSettings`.
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
@@ -109,19 +94,8 @@ class WLBDataModule(L.LightningDataModule):
         *,
         context_window: int,
         micro_batches: int,
-        packing: str = "auto",
+        packing: str | Mapping[str, Any] = "auto",
         cap: int | None = None,
-        queues: int = 2,
-        thresholds: Sequence[int] | None = None,
-        micro_packs: int = 4,
-        packing_window: int = 1,
-        delay_budget: float = 0.25,
-        max_age: int = 12,
-        nominal_replicas: int = 1,
-        nominal_stages: int = 4,
-        solver: Literal["cbc", "highs"] = "cbc",
-        solver_nodes: int = 100,
-        asymmetric: bool = False,
         long_documents: Literal["split", "truncate", "error"] = "split",
         sharding: str = ADAPTIVE,
         profile: str | Profile | None = None,
@@ -142,17 +116,6 @@ class WLBDataModule(L.LightningDataModule):
             micro_batches=micro_batches,
             packing=packing,
             cap=cap,
-            queues=queues,
-            thresholds=thresholds,  # type: ignore[arg-type]  # any sequence becomes a tuple there
-            micro_packs=micro_packs,
-            packing_window=packing_window,
-            delay_budget=delay_budget,
-            max_age=max_age,
-            nominal_replicas=nominal_replicas,
-            nominal_stages=nominal_stages,
-            solver=solver,
-            solver_nodes=solver_nodes,
-            asymmetric=asymmetric,
             long_documents=long_documents,
             seed=seed,
             shuffle=shuffle,
@@ -330,25 +293,23 @@ class WLBDataModule(L.LightningDataModule):
                 " shape: call trainer.fit(model, datamodule)."
             )
         shape, at = shape_of(trainer, self.model_shape, store), rank_of(trainer)
-        work = Work(shape)
+        work = Work.of(shape)
         if self.sharding == HEADS and at.mesh.context > 1:
             check_heads(shape.heads, shape.kv_heads, at.mesh.context, at.mesh.tensor)
         predictor = predictor_of(trainer, self.profile, shape, at.mesh)
         return StepDataset(
             store,
             settings,
-            work.total,
+            work,
             at,
             self.sharding,
             getattr(trainer.strategy, "schedule", "1f1b"),
-            forward=work.forward,
             kernel_cost=(
                 partial(reference_kernel_cost, sliding_window=shape.sliding_window)
                 if predictor is None
                 else predictor.latency.segment_cost
             ),
             judge=None if predictor is None else PredictedJudge(predictor),
-            sliding_window=shape.sliding_window,
         )
 
     def _loader(
@@ -373,7 +334,7 @@ def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) ->
     rank_zero_info(
         f"Documents: {len(lengths)} with {int(lengths.sum())} tokens (longest {lengths.max()}),"
         f" {settings.micro_batches} x {settings.context_window} tokens per step, packing"
-        f" {settings.packing!r}, {queues}."
+        f" {settings.choice.method!r}, {queues}."
     )
     if planner.dropped_tokens:
         rank_zero_info(

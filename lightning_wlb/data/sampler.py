@@ -34,14 +34,14 @@ from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_wlb.attention.sharding import ADAPTIVE
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.mesh import Rank
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
-from lightning_wlb.schedule.programs import SLICING_SCHEDULES
 
 BATCHES_AHEAD = 4
 """Batches that a loader worker keeps ready. More than torch's 2, because methods that pack several
@@ -54,40 +54,35 @@ class StepDataset(IterableDataset[StepBatch]):
     Args:
         store: the documents.
         data: which documents enter a step.
-        work: forward and backward work of a piece of so many tokens, for the packer.
+        work: forward and backward work of the model, for the packing. Keys beyond its window do not
+            travel.
         at: where this rank stands in the mesh.
         sharding: how micro-batches are spread over the context-parallel group: a name, or
             ``"adaptive"``.
         schedule: name of the pipeline's schedule.
         state: where to begin (a batch's ``state``); None: the first step of the first epoch.
             Set it between iterations to begin elsewhere.
-        forward: the forward part of ``work``; None: a third of it.
         kernel_cost: of attention segments, which an adaptive sharding goes by.
         judge: what packings that try several plans of a step choose by; None: work alone.
-        sliding_window: of the model's widest layer; None: no bound.
     """
 
     def __init__(
         self,
         store: DocumentStore,
         data: DataSettings,
-        work: Callable[[int], int],
+        work: Work,
         at: Rank | None = None,
         sharding: str = ADAPTIVE,
         schedule: str = "1f1b",
         state: dict[str, Any] | None = None,
-        forward: Callable[[int], int] | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         judge: Judge | None = None,
-        sliding_window: int | None = None,
     ) -> None:
         self.store = store
         self.data = data
         self.work = work
-        self.forward = forward
         self.kernel_cost = kernel_cost
         self.judge = judge
-        self.sliding_window = sliding_window
         self.at = at or Rank()
         self.sharding = sharding
         self.schedule = schedule
@@ -95,22 +90,14 @@ class StepDataset(IterableDataset[StepBatch]):
 
     def planner(self) -> Planner:
         """A planner that stands at :attr:`state`."""
-        mesh = self.at.mesh
         planner = Planner(
             self.store.lengths,
             self.data,
             self.work,
-            MeshSettings(
-                replicas=mesh.data,
-                context_parallel_size=mesh.context,
-                tensor_parallel_size=mesh.tensor,
-                sharding=self.sharding,
-                pipeline_parallel_size=mesh.pipeline,
-                stages_per_rank=mesh.virtual_stages,
-                slices=self.schedule in SLICING_SCHEDULES,
-            ),
+            self.at.mesh,
+            sharding=self.sharding,
+            schedule=self.schedule,
             targets=self.store.targets,
-            forward=self.forward,
             kernel_cost=self.kernel_cost,
             judge=self.judge,
         )
@@ -140,7 +127,7 @@ class StepDataset(IterableDataset[StepBatch]):
                     state,
                     next_digest=0 if following is None else following.digest,
                     last=following is None and planner.finished,
-                    sliding_window=self.sliding_window,
+                    sliding_window=self.work.total.window,
                 )
             plan = following
             index += 1

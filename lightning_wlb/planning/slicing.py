@@ -134,12 +134,12 @@ class _Part(NamedTuple):
     Attributes:
         piece: all of it.
         placed: tokens that are in packs already, from its origin.
-        index: of the piece among those that wait, if nothing is placed.
+        at: index of the piece among those that wait, if nothing is placed.
     """
 
     piece: Piece
     placed: int
-    index: int = -1
+    at: int = -1
 
 
 @dataclass
@@ -238,9 +238,7 @@ class _Filling:
                 part = self.cut or self._waiting_part(0)
                 self._place(pack, part, min(part.placed + missing, part.piece.tokens))
 
-    def _pour(
-        self, pack: _Pack, room: int, gap: int, slack: int, *, one: bool = False
-    ) -> bool:
+    def _pour(self, pack: _Pack, room: int, gap: int, slack: int, *, one: bool = False) -> bool:
         """Take whole pieces, at each turn the longest that fits; whether any was taken.
 
         Args:
@@ -282,7 +280,7 @@ class _Filling:
         """Put the piece's tokens from where it is placed up to ``stop`` into the pack."""
         piece, start = part.piece, part.placed
         if start == 0:
-            self.waiting.take(part.index)
+            self.waiting.take(part.at)
         made = Slice(piece.document, piece.origin, piece.origin + start, piece.origin + stop)
         if start and pack.open >= 0:  # a piece has one slice in a pack
             pack.slices[pack.open] = pack.slices[pack.open]._replace(stop=made.stop)

@@ -128,7 +128,7 @@ SHAPE = ModelShape(dim=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn_dim=16,
 
 
 def test_planned_work_and_flops_grow_with_squares_of_pieces():
-    work = Work(SHAPE)
+    work = Work.of(SHAPE)
     plan = make_plan([[[5, 7], [3]], [[11]]], micro_batches=4)
     expected = [[work.total(5) + work.total(7), work.total(3)], [work.total(11), 0]]
     np.testing.assert_array_equal(planned_work(plan, work), expected)

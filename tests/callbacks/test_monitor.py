@@ -128,7 +128,7 @@ def test_every_figure_is_in_the_logger(runs):
     with open(results[0]["measured"]["log"] / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row.get("wlb/tokens")]
     assert len(rows) == STEPS
-    work = Work(CONFIG.shape)
+    work = Work.of(CONFIG.shape)
     heavy, light = work.total(WINDOW), WINDOW // 8 * work.total(8)
     steps, waits = [], []
     for row in rows:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from lightning_wlb.attention.sharding import SHARDINGS, layout
 from lightning_wlb.attention.slices import OWN
+from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import IGNORE, StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning import DataSettings, Planner
 
 DOCUMENT = 1000  # token t of document d is d·DOCUMENT + t
 
@@ -43,20 +44,18 @@ def store_of(lengths: list[int], masks: list | None = None) -> Recorder:
     return Recorder(documents, masks)
 
 
-def plans_of(store: InMemoryDocuments, data: DataSettings, mesh: MeshSettings) -> list[StepPlan]:
-    planner = Planner(
-        store.lengths, data, lambda tokens: tokens * (tokens + 50), mesh, store.targets
-    )
+WORK = Work(PassWork(16, 1), PassWork(33, 1))
+
+
+def plans_of(
+    store: InMemoryDocuments, data: DataSettings, mesh: Mesh, sharding: str = "adaptive"
+) -> list[StepPlan]:
+    planner = Planner(store.lengths, data, WORK, mesh, sharding=sharding, targets=store.targets)
     return list(iter(planner.next_step, None))
 
 
-def everyone(settings: MeshSettings) -> list[Rank]:
+def everyone(mesh: Mesh) -> list[Rank]:
     """One rank of each tensor-parallel group."""
-    mesh = Mesh(
-        data=settings.replicas,
-        context=settings.context_parallel_size,
-        tensor=settings.tensor_parallel_size,
-    )
     return [mesh.coordinate(rank) for rank in range(0, mesh.devices, mesh.tensor)]
 
 
@@ -151,11 +150,10 @@ def test_a_rank_without_rows_and_a_micro_batch_without_tokens() -> None:
 
 
 meshes = st.builds(
-    MeshSettings,
-    replicas=st.integers(1, 3),
-    context_parallel_size=st.sampled_from([1, 2, 4]),
-    tensor_parallel_size=st.sampled_from([1, 2]),
-    sharding=st.sampled_from(sorted(SHARDINGS)),
+    Mesh,
+    data=st.integers(1, 3),
+    context=st.sampled_from([1, 2, 4]),
+    tensor=st.sampled_from([1, 2]),
 )
 
 
@@ -164,18 +162,19 @@ meshes = st.builds(
     st.lists(st.integers(1, 90), min_size=1, max_size=25),
     st.integers(0, 1 << 30),
     meshes,
+    st.sampled_from(sorted(SHARDINGS)),
     st.sampled_from(["original", "wlb"]),
     st.sampled_from(["split", "truncate"]),
 )
 def test_the_mesh_together_gets_every_token_its_target_and_its_position(
-    lengths: list[int], seed: int, mesh: MeshSettings, packing: str, long_documents: str
+    lengths: list[int], seed: int, mesh: Mesh, sharding: str, packing: str, long_documents: str
 ) -> None:
     rng = np.random.default_rng(seed)
     masks = [rng.random(length) < 0.7 if rng.random() < 0.5 else None for length in lengths]
     store = store_of(lengths, masks)
     data = DataSettings(32, 2, packing, seed=seed, long_documents=long_documents)  # type: ignore[arg-type]
     seen: list[int] = []
-    for plan in plans_of(store, data, mesh):
+    for plan in plans_of(store, data, mesh, sharding):
         origins = {piece: piece.origin for piece in plan.pieces}
         targets = 0
         for at in everyone(mesh):
@@ -184,7 +183,7 @@ def test_the_mesh_together_gets_every_token_its_target_and_its_position(
             for micro_batch in batch_of(plan, store, at).micro_batches:
                 assert micro_batch.tokens is not None
                 assert micro_batch.labels is not None
-                assert micro_batch.rows % mesh.tensor_parallel_size == 0
+                assert micro_batch.rows % mesh.tensor == 0
                 real = micro_batch.attention.queries
                 assert (micro_batch.labels[real:] == IGNORE).all()
                 assert (micro_batch.positions[real:] == 0).all()

@@ -10,21 +10,23 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch.overrides import TorchFunctionMode
 
+from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.planning.planner import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning import DataSettings, Planner
 
 
 @pytest.fixture
 def batch() -> StepBatch:
     """The second of two ranks that share documents of 8 and 3 tokens; the run's last step."""
     store = InMemoryDocuments([range(8), range(3)])
-    mesh = MeshSettings(context_parallel_size=2)
-    plan = Planner(store.lengths, DataSettings(16, 1), lambda n: n, mesh).next_step()
+    mesh = Mesh(context=2)
+    work = Work(PassWork(1, 0), PassWork(2, 0))
+    plan = Planner(store.lengths, DataSettings(16, 1), work, mesh).next_step()
     assert plan is not None
-    return make_step_batch(plan, store, Rank(Mesh(context=2), context=1), {"a": 1}, 7, True)
+    return make_step_batch(plan, store, Rank(mesh, context=1), {"a": 1}, 7, True)
 
 
 def test_moving_a_batch_keeps_the_plan_and_moves_every_tensor(batch: StepBatch) -> None:

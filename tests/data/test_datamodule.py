@@ -227,11 +227,8 @@ def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
 
 def test_every_data_setting_is_an_argument_of_the_same_default() -> None:
     other = {
-        "context_window": 64, "micro_batches": 3, "packing": "fixed_ilp", "cap": 64, "queues": 3,
-        "thresholds": (40, 50, 60), "long_documents": "truncate", "seed": 5, "shuffle": False,
-        "max_tokens": 10_000, "packing_window": 2, "delay_budget": 0.5, "max_age": 3,
-        "nominal_replicas": 2, "nominal_stages": 2, "solver": "highs", "solver_nodes": 7,
-        "micro_packs": 2, "asymmetric": True,
+        "context_window": 64, "micro_batches": 3, "packing": {"method": "wlb", "queues": 3},
+        "cap": 64, "long_documents": "truncate", "seed": 5, "shuffle": False, "max_tokens": 10_000,
     }  # fmt: skip
     assert set(other) == {field.name for field in fields(DataSettings)}
     assert WLBDataModule(sequences(), **other).settings == DataSettings(**other)
@@ -282,9 +279,8 @@ def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(datamodule, "rank_zero_info", said.append)
     documents = data(
         documents=[[1] * 70, [2] * 30],
-        packing="wlb",
+        packing={"method": "wlb", "thresholds": [20, 40]},
         long_documents="truncate",
-        thresholds=[20, 40],
     )
     documents.trainer = trainer(Path())
     documents.model_shape = SHAPE

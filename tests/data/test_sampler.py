@@ -168,7 +168,7 @@ def test_without_a_worker_the_wait_is_that_of_planning(monkeypatch: pytest.Monke
 
 
 def test_a_worker_that_is_not_forked_gets_the_same() -> None:
-    steps = StepDataset(store(), DATA, Work(SHAPE).total)
+    steps = StepDataset(store(), DATA, Work.of(SHAPE))
     copy = pickle.loads(pickle.dumps(steps))
     assert [content(batch) for batch in copy] == [content(batch) for batch in steps]
 

@@ -17,7 +17,6 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.simulate import simulate
 
-
 WORK = Work(PassWork(2, 2), PassWork(4, 4))
 total, forward = WORK.total, WORK.forward
 

@@ -18,7 +18,6 @@ from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
 
-
 # Forward and backward of d tokens: d·(d + 20).
 work = Work(PassWork(6, 1), PassWork(13, 1))
 
@@ -168,7 +167,9 @@ def test_resume_is_exact(lengths, data, mesh, other, stop) -> None:
 
 
 def test_state_does_not_change_with_later_steps() -> None:
-    planner = Planner([30, 5, 7, 30, 9] * 4, DataSettings(30, 2, {"method": "wlb", "thresholds": (30,)}), work)
+    planner = Planner(
+        [30, 5, 7, 30, 9] * 4, DataSettings(30, 2, {"method": "wlb", "thresholds": (30,)}), work
+    )
     planner.next_step()
     state = planner.state_dict()
     before = json.dumps(state)

@@ -13,7 +13,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
 
 SHAPE = ModelShape(
@@ -180,7 +180,7 @@ def test_the_slowest_replica_decides_and_data_parallelism_synchronises() -> None
 def test_figures_of_a_step() -> None:
     plan = plan_of([[[8192], [4096, 100]]])
     prediction = predictor(Mesh(pipeline=2)).predict(plan)
-    assert prediction.flops == sum(map(Work(SHAPE).total, (8192, 4096, 100)))
+    assert prediction.flops == sum(map(Work.of(SHAPE).total, (8192, 4096, 100)))
     seconds = prediction.total_ns / 1e9
     assert prediction.tokens_per_second == pytest.approx(12388 / seconds)
     assert prediction.utilisation == pytest.approx(prediction.flops / seconds / 2 / 989.4e12)
@@ -246,8 +246,8 @@ def test_planned_steps_are_predicted_and_an_idle_replica_too() -> None:
     planner = Planner(
         lengths,
         DataSettings(8192, 4, packing="wlb"),
-        Work(SHAPE).total,
-        MeshSettings(replicas=2, context_parallel_size=2, tensor_parallel_size=2),
+        Work.of(SHAPE),
+        Mesh(data=2, context=2, tensor=2),
     )
     steps = 0
     while (plan := planner.next_step()) is not None:

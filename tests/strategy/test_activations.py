@@ -159,7 +159,10 @@ def compared(rank: int, checkpointing: str, recomputed: bool) -> int:
     held = Compared(checkpointing)
     runner = trainer(WLBStrategy(1, 2), 2, callbacks=[held], precision="32-true")
     runner.fit(
-        module(case), changed_data(case, "recomputed") if recomputed else data(case, micro_packs=2)
+        module(case),
+        changed_data(case, "recomputed")
+        if recomputed
+        else data(case, packing={"method": "slim", "micro_packs": 2}),
     )
     return held.sliced
 

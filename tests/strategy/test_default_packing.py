@@ -151,7 +151,7 @@ def is_sliced(plan: StepPlan) -> bool:
 
 def loads_of(plan: StepPlan) -> list[float]:
     """FLOPs of each replica, of a shared micro-batch its own part."""
-    work = Work(config(CASE.tied).shape)
+    work = Work.of(config(CASE.tied).shape)
     return [
         sum(
             work.total(part.tokens, part.context) / len(group.replicas)

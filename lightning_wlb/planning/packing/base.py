@@ -37,14 +37,14 @@ Groups = list[list[Piece]]
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """PackingOptions of one packing method; a method with any has a dataclass of its own.
+    """Options of one packing method; a method with any has a dataclass of its own.
 
     Raises:
         ValueError: an option out of range, with the remedy.
     """
 
     decide_data: ClassVar[tuple[str, ...]] = ()
-    """PackingOptions that change which pieces enter a step: a run resumes with the same ones only."""
+    """Options that change which pieces enter a step: a run resumes with the same ones only."""
 
     def check(self, window: int) -> None:
         """Refuse options that do not go with the context window, in tokens."""

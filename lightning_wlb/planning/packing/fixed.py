@@ -31,8 +31,8 @@ from lightning_wlb.planning.longest_first import longest_first
 from lightning_wlb.planning.packing.base import (
     Arrivals,
     Groups,
-    PackingOptions,
     Packer,
+    PackingOptions,
     Released,
     Rules,
     as_lists,
@@ -43,7 +43,7 @@ from lightning_wlb.planning.replicas import deal_micro_batches, heaviest_first
 
 @dataclass(frozen=True)
 class WindowedOptions(PackingOptions):
-    """PackingOptions of ``fixed_greedy``.
+    """Options of ``fixed_greedy``.
 
     Args:
         packing_window: W, global batches that are packed together.

@@ -43,7 +43,7 @@ Solver = Literal["cbc", "highs"]
 
 @dataclass(frozen=True)
 class IlpOptions(WindowedOptions):
-    """PackingOptions of ``fixed_ilp`` and ``varlen_ilp``.
+    """Options of ``fixed_ilp`` and ``varlen_ilp``.
 
     Args:
         packing_window: W, global batches that are packed together.

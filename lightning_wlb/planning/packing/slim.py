@@ -26,14 +26,14 @@ from lightning_wlb.arguments import flag, whole
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
 from lightning_wlb.planning.dp_merge import merge_pieces, own_work, slice_shared
-from lightning_wlb.planning.packing.base import Groups, PackingOptions, Packer, Placement
+from lightning_wlb.planning.packing.base import Groups, Packer, PackingOptions, Placement
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
 
 
 @dataclass(frozen=True)
 class SlimOptions(PackingOptions):
-    """PackingOptions of ``slim``. They do not change what enters a step.
+    """Options of ``slim``. They do not change what enters a step.
 
     Args:
         micro_packs: micro-batches that are made of a global batch, as a multiple of N. More fill

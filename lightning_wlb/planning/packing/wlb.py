@@ -32,8 +32,8 @@ from lightning_wlb.planning.outlier_queues import (
 )
 from lightning_wlb.planning.packing.base import (
     Groups,
-    PackingOptions,
     Packer,
+    PackingOptions,
     Rules,
     as_lists,
     as_pieces,
@@ -44,7 +44,7 @@ from lightning_wlb.planning.replicas import deal_micro_batches, heaviest_first
 
 @dataclass(frozen=True)
 class WlbOptions(PackingOptions):
-    """PackingOptions of ``wlb``.
+    """Options of ``wlb``.
 
     Args:
         queues: number of outlier queues whose thresholds are set from the length distribution;

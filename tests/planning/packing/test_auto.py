@@ -50,9 +50,7 @@ def test_a_sliding_window_makes_long_pieces_cheaper():
     work = Work.of(replace(SHAPE, sliding_window=4096))
     lengths = generator_a(2000, WINDOW, 1)
     for packing in ("slim", "auto"):
-        planner = Planner(
-            lengths, DataSettings(WINDOW, 4, packing=packing), work, Mesh(pipeline=4)
-        )
+        planner = Planner(lengths, DataSettings(WINDOW, 4, packing=packing), work, Mesh(pipeline=4))
         plan = planner.next_step()
         (replica,) = plan.replicas
         loads = [

@@ -56,7 +56,9 @@ def test_greedy_loses_nothing_and_fills_exactly(lengths, spare) -> None:
 def test_windows_run_like_micro_batches_together() -> None:
     # Four windows of ten tokens: work of [10], [9, 1], [5, 5], [2]*5 descends.
     lengths = [10, 2, 2, 2, 2, 2, 5, 5, 9, 1]
-    data = DataSettings(10, 2, packing={"method": "fixed_greedy", "packing_window": 2}, shuffle=False)
+    data = DataSettings(
+        10, 2, packing={"method": "fixed_greedy", "packing_window": 2}, shuffle=False
+    )
     planner = Planner(lengths, data, WORK)
     first, second = planner.next_step(), planner.next_step()
     loads = [
@@ -72,7 +74,9 @@ def test_windows_run_like_micro_batches_together() -> None:
 
 
 def test_a_window_that_the_epoch_cuts_short() -> None:
-    data = DataSettings(10, 2, packing={"method": "fixed_greedy", "packing_window": 4}, shuffle=False)
+    data = DataSettings(
+        10, 2, packing={"method": "fixed_greedy", "packing_window": 4}, shuffle=False
+    )
     planner = Planner([10, 10, 10, 3], data, WORK)
     plans = [planner.next_step() for _ in range(2)]
     assert [plan.tokens for plan in plans] == [20, 13]

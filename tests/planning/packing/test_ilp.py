@@ -52,9 +52,7 @@ def test_impossible_is_none(solver) -> None:
 @pytest.mark.parametrize(("method", "heaviest"), [("fixed_ilp", 230), ("varlen_ilp", 234)])
 def test_programs_are_at_least_as_good_as_greed_and_say_the_gap(method, heaviest, caplog) -> None:
     lengths = [3, 3, 2, 2, 2, 4, 4]  # 20 tokens: two windows of ten
-    data = DataSettings(
-        10, 2, packing={"method": method, "solver_nodes": 1000}, shuffle=False
-    )
+    data = DataSettings(10, 2, packing={"method": method, "solver_nodes": 1000}, shuffle=False)
     with caplog.at_level(logging.INFO):
         plan = Planner(lengths, data, WORK).next_step()
     assert "above the optimum" in caplog.text
