@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import ModelShape, PassWork, Work
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
@@ -25,8 +25,7 @@ DATA = DataSettings(context_window=64, micro_batches=2, packing="wlb", seed=3)
 SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
 
 
-def work(tokens: int) -> int:
-    return tokens * (tokens + 50)
+WORK = Work(PassWork(16, 1), PassWork(33, 1))
 
 
 def store() -> InMemoryDocuments:
@@ -36,7 +35,7 @@ def store() -> InMemoryDocuments:
 
 
 def dataset(**changes: Any) -> StepDataset:
-    arguments: dict[str, Any] = {"store": store(), "data": DATA, "work": work, **changes}
+    arguments: dict[str, Any] = {"store": store(), "data": DATA, "work": WORK, **changes}
     return StepDataset(**arguments)
 
 
