@@ -49,7 +49,6 @@ def oracle(
                 positions=positions,
                 attention=_Positions(positions),
                 rows=stop - origin,
-                again=False,
             )
             loss = model(piece)
             total += loss.item()

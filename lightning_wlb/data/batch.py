@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.kv_cache import KeyValueCache, RowsAt
+from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 
@@ -80,8 +80,6 @@ class MicroBatchTensors:
         positions: int64 [P], from the piece's origin; 0 in padding rows.
         attention: which rows attend to which keys.
         rows: P, rows of this rank, padding at the end included.
-        homes: of a backward micro-batch that runs forward again, where its rows were in forward;
-            None: the micro-batch is one of forward.
     """
 
     tokens: Tensor | None
@@ -89,15 +87,6 @@ class MicroBatchTensors:
     positions: Tensor
     attention: AttentionMetadata
     rows: int
-    homes: tuple[RowsAt, ...] | None = None
-
-    @property
-    def again(self) -> bool:
-        """Whether this forward is run for a backward that follows at once.
-
-        A model need not checkpoint its activations then: they would be computed a third time.
-        """
-        return self.homes is not None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
         """A copy on ``device``."""
@@ -107,16 +96,11 @@ class MicroBatchTensors:
             labels=_moved(self.labels, device, non_blocking),
             positions=self.positions.to(device, non_blocking=non_blocking),
             attention=self.attention.to(device, non_blocking=non_blocking),
-            homes=self.homes and tuple(home.to(device, non_blocking) for home in self.homes),
         )
 
     def pin_memory(self) -> MicroBatchTensors:
         """A copy in page-locked host memory."""
-        return replace(
-            _pinned(self),
-            attention=_pinned(self.attention),
-            homes=self.homes and tuple(home.pin_memory() for home in self.homes),
-        )
+        return replace(_pinned(self), attention=_pinned(self.attention))
 
 
 class StepBatch:
@@ -131,7 +115,6 @@ class StepBatch:
             themselves, unless they are asymmetric. Only this replica's, and those of all that
             share micro-batches with it, need be so.
         micro_batches: in the order of ``units.forward``.
-        recomputed: in the order of ``units.backward``, where the plan recomputes; else none.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
@@ -148,7 +131,6 @@ class StepBatch:
         next_digest: int,
         last: bool,
         wait_seconds: float = 0.0,
-        recomputed: Sequence[MicroBatchTensors] = (),
     ) -> None:
         self.plan = plan
         self.replica = replica
@@ -158,7 +140,6 @@ class StepBatch:
         self.next_digest = next_digest
         self.last = last
         self.wait_seconds = wait_seconds
-        self.recomputed = list(recomputed)
 
     @property
     def units(self) -> ReplicaPlan:
@@ -193,10 +174,9 @@ class StepBatch:
 
     def share_keys(self, cache: KeyValueCache) -> None:
         """Give the micro-batches whose pieces are sliced the cache of the step that runs them."""
-        for micro_batch in (*self.micro_batches, *self.recomputed):
-            slices = micro_batch.attention.slices
-            if slices is not None:
-                slices.cache, slices.homes = cache, micro_batch.homes
+        for micro_batch in self.micro_batches:
+            if micro_batch.attention.slices is not None:
+                micro_batch.attention.slices.cache = cache
 
     def _with(self, change: Callable[[MicroBatchTensors], MicroBatchTensors]) -> StepBatch:
         return StepBatch(
@@ -208,7 +188,6 @@ class StepBatch:
             self.next_digest,
             self.last,
             self.wait_seconds,
-            list(map(change, self.recomputed)),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -135,11 +135,8 @@ class Transformer(nn.Module):
             hidden = self.embed(micro_batch.tokens)
         turns = rotation(micro_batch.positions, self.config, hidden.dtype)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
-            recomputed = self.recomputes_layers and not micro_batch.again
-            metadata = micro_batch.attention.for_layer(number, recomputed)
-            hidden = self.layers[str(number)](
-                hidden, turns, metadata, self.attend, micro_batch.again
-            )
+            metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
+            hidden = self.layers[str(number)](hidden, turns, metadata, self.attend)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels)
         return hidden
@@ -253,33 +250,19 @@ class Layer(nn.Module):
         self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self,
-        hidden: Tensor,
-        turns: Tensor,
-        metadata: AttentionMetadata,
-        attend: Attend,
-        again: bool = False,
+        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
     ) -> Tensor:
-        """Add attention, then the feed-forward network, to the residual stream.
-
-        Not checkpointed where forward is run ``again``, for a backward that follows at once.
-        """
-        checkpointing = "none" if again else self.activation_checkpointing
+        """Add attention, then the feed-forward network, to the residual stream."""
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
-        if checkpointing == "full":
-            return _again_in_backward(self._both, hidden, turns, metadata, attend, checkpointing)
-        return self._both(hidden, turns, metadata, attend, checkpointing)
+        if self.activation_checkpointing == "full":
+            return _again_in_backward(self._both, hidden, turns, metadata, attend)
+        return self._both(hidden, turns, metadata, attend)
 
     def _both(
-        self,
-        hidden: Tensor,
-        turns: Tensor,
-        metadata: AttentionMetadata,
-        attend: Attend,
-        checkpointing: ActivationCheckpointing,
+        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
     ) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), turns, metadata, attend)
-        if checkpointing == "selective":
+        if self.activation_checkpointing == "selective":
             return _again_in_backward(self._feed_forward, hidden)
         return self._feed_forward(hidden)
 

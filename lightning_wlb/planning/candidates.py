@@ -2,9 +2,9 @@
 
 Whole pieces in as few micro-batches as they need; whole pieces in M; slices in M equal MicroPacks,
 or in tapered ones (:mod:`~lightning_wlb.planning.slicing`); and, if asked for, packs for forward
-and others for backward (:mod:`~lightning_wlb.planning.asymmetric`), run in units or with the
-forward computed again; for M at logarithmic distances from half of a nominal number to twelve times
-it (SlimPack §5.1). Where the schedule runs no slices (GPipe), whole pieces only.
+and others for backward (:mod:`~lightning_wlb.planning.asymmetric`), run in units; for M at
+logarithmic distances from half of a nominal number to twelve times it (SlimPack §5.1). Where the
+schedule runs no slices (GPipe), whole pieces only.
 
 Trying all of them would cost 26 simulations. But the step's length falls with M, as the pipeline
 fills faster, and then rises, as every action costs something of its own. So the search begins at
@@ -39,7 +39,7 @@ from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
 HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M in halves of the nominal number
 START = HALVES.index(12)
 
-Kind = Literal["whole", "equal", "tapered", "units", "recomputed"]
+Kind = Literal["whole", "equal", "tapered", "units"]
 
 
 class Packs(NamedTuple):
@@ -152,7 +152,7 @@ class Candidates:
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             ways.insert(1, Way("whole", halves))
         if self.passes is not None:
-            ways += [Way("units", halves), Way("recomputed", halves)]
+            ways.append(Way("units", halves))
         return min(ways, key=self.score)
 
     def plan(self, way: Way, number: int, shared: Sequence[Shared], shard: Shard) -> ReplicaPlan:
@@ -160,8 +160,7 @@ class Candidates:
         forward, backward = self.packs(way)
         if backward is None:
             return replica_plan(forward, number, shard, shared)
-        recompute = way.kind == "recomputed"
-        return asymmetric_replica_plan(forward, backward, number, shard, recompute=recompute)
+        return asymmetric_replica_plan(forward, backward, number, shard)
 
     def _walk(self, kind: Literal["whole", "equal", "tapered"]) -> int:
         """From the start up while the score improves, or else down; an index of ``HALVES``."""
@@ -186,7 +185,7 @@ class Candidates:
                 if not carried:
                     return Packs([[whole(piece) for piece in group] for group in groups if group])
             return Packs([])
-        if way.kind in ("units", "recomputed"):
+        if way.kind == "units":
             assert self.passes is not None
             return Packs(*slice_pieces_asymmetric(self.pieces, count, self.cap, *self.passes))
         taper = self.stages - 1 if way.kind == "tapered" else 0

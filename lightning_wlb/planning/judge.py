@@ -26,7 +26,7 @@ from lightning_wlb.plan import MicroBatch, ReplicaPlan
 from lightning_wlb.planning.merging import shared_work
 from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.planning.units import units
-from lightning_wlb.schedule.actions import FORWARD, RECOMPUTED, Action
+from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import (
     backward_order,
     backward_orders,
@@ -99,7 +99,7 @@ class PipelineJudge:
             The peak counts tokens of open micro-batches, once for each stage.
         """
         replicas = [
-            replica if _runs_whole(replica) else units(replica, 1, 1) for replica in replicas
+            replica if _is_symmetric(replica) else units(replica, 1, 1) for replica in replicas
         ]
         passes = [self._passes(replica) for replica in replicas]
         meetings = meetings_of(replicas)
@@ -113,23 +113,13 @@ class PipelineJudge:
                 max((peak for _, peak in alone), default=0),
             )
         programs = [
-            [
-                packflow(
-                    rank,
-                    self.ranks,
-                    *order,
-                    self.stages_per_rank,
-                    len(replica.forward) if replica.recompute else None,
-                )
-                for rank in range(self.ranks)
-            ]
-            for replica, order in zip(replicas, backward_orders(replicas), strict=True)
+            [packflow(rank, self.ranks, *order, self.stages_per_rank) for rank in range(self.ranks)]
+            for order in backward_orders(replicas)
         ]
         steps = simulate_replicas(
             programs,
             lambda replica, action: passes[replica].of(action),
-            opened_bytes=lambda replica, action: passes[replica].opened(action),
-            freed_bytes=lambda replica, action: passes[replica].freed(action),
+            opened_bytes=lambda replica, action: passes[replica].tokens[action.micro_batch],
             shared=meetings,
         )
         return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
@@ -142,15 +132,7 @@ class PipelineJudge:
             forward.append(first // each + overhead)
             backward.append((total - first) // each + overhead)
             tokens.append(count)
-        if not replica.recompute:
-            return _Passes(forward, backward, tokens, tokens)
-        again = [self._work(replica, group) for group in replica.backward]
-        return _Passes(
-            forward,
-            [total // each + overhead for total, _, _ in again],
-            tokens,
-            [count for _, _, count in again],
-        )
+        return _Passes(forward, backward, tokens)
 
     def _work(self, replica: ReplicaPlan, group: MicroBatch) -> tuple[int, int, int]:
         """Of a micro-batch on one of its replicas: all work, its forward, tokens."""
@@ -171,35 +153,26 @@ class PipelineJudge:
 
 
 class _Passes(NamedTuple):
-    """Lengths and tokens of the passes of a replica, by number of the action's micro-batch.
+    """Lengths and tokens of a replica's micro-batches, by number.
 
     Attributes:
         forward: length of each forward on one stage.
-        backward: of each backward, with the forward that it runs again.
-        opens: tokens of each forward.
-        frees: tokens of each backward.
+        backward: of each backward.
+        tokens: open between the two.
     """
 
     forward: list[int]
     backward: list[int]
-    opens: list[int]
-    frees: list[int]
+    tokens: list[int]
 
     def of(self, action: Action) -> int:
         passes = self.forward if action.kind == FORWARD else self.backward
         return passes[action.micro_batch]
 
-    def opened(self, action: Action) -> int:
-        return self.opens[action.micro_batch] if action.kind == FORWARD else 0
 
-    def freed(self, action: Action) -> int:
-        """What the simulator does not free by itself."""
-        return self.frees[action.micro_batch] if action.kind == RECOMPUTED else 0
-
-
-def _runs_whole(replica: ReplicaPlan) -> bool:
-    """Whether every backward runs at once: the plan is symmetric, or recomputes."""
-    return replica.recompute or {group.slices for group in replica.forward} == {
+def _is_symmetric(replica: ReplicaPlan) -> bool:
+    """Whether both passes have the same micro-batches, each with its slices in the same order."""
+    return {group.slices for group in replica.forward} == {
         group.slices for group in replica.backward
     }
 
@@ -219,7 +192,7 @@ def _run_alone(
         needs: forwards that each backward needs, see ``packflow``.
         ranks: of the pipeline, P.
     """
-    forward, backward, opens, frees = passes
+    forward, backward, tokens = passes
     count = len(forward)
     if not count:
         return 0, 0
@@ -245,8 +218,8 @@ def _run_alone(
                 now = ready
             ready = clock[rank] = now + duration
     # The first rank runs the most forwards ahead.
-    opened = [0, *accumulate(opens)]
-    freed = [0, *accumulate(frees[place] for place in order)]
+    opened = [0, *accumulate(tokens)]
+    freed = [0, *accumulate(tokens[place] for place in order)]
     peak = max(opened[min(count, need + ranks - 1)] - freed[at] for at, need in enumerate(planned))
     return clock[0], peak
 

@@ -58,7 +58,6 @@ def sharded(replica: ReplicaPlan, shard: Shard) -> ReplicaPlan:
         replica.slices,
         tuple(made[group.slices] for group in replica.forward),
         tuple(made[group.slices] for group in replica.backward),
-        replica.recompute,
     )
 
 
@@ -67,8 +66,6 @@ def asymmetric_replica_plan(
     backward: Sequence[Sequence[Slice]],
     replica: int,
     shard: Shard,
-    *,
-    recompute: bool = False,
 ) -> ReplicaPlan:
     """The plan of a replica whose backward micro-batches group the slices otherwise.
 
@@ -77,7 +74,6 @@ def asymmetric_replica_plan(
         backward: the same slices, in micro-batches in backward order.
         replica: its number.
         shard: how a micro-batch is laid out.
-        recompute: whether backward runs the forward of its slices again.
     """
     slices = [part for pack in forward for part in pack]
     number = {part: index for index, part in enumerate(slices)}
@@ -90,4 +86,4 @@ def asymmetric_replica_plan(
             made.append(MicroBatch(members, sharding, rows, (replica,)))
         return tuple(made)
 
-    return ReplicaPlan(tuple(slices), groups(forward), groups(backward), recompute)
+    return ReplicaPlan(tuple(slices), groups(forward), groups(backward))

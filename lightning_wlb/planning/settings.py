@@ -67,9 +67,9 @@ class DataSettings:
             fill the pipeline better, and make kernels smaller. It does not change what enters a
             step.
         asymmetric: whether ``auto`` also tries slices that are grouped apart for forward and for
-            backward, in units and with recomputation, and takes them where their simulated step is
-            shorter. Off, because on Generator A it never was, and planning takes 2.5 to 4 times as
-            long. It does not change what enters a step.
+            backward, in units, and takes them where their simulated step is shorter. Off, because
+            on Generator A it never was, and planning takes more than twice as long. It does not
+            change what enters a step.
 
     Raises:
         ValueError: a value out of range, with the remedy.

@@ -225,7 +225,6 @@ class WLBStrategy(MeshStrategy):
                 hidden_size=shape.dim,
                 dtype=precision.compute_dtype,
                 device=self.root_device,
-                tensor_group=(self.device_mesh["tensor"].get_group() if sizes.tensor > 1 else None),
             ),
             self.communicators.merged,
             counts_loss=tensor == 0,

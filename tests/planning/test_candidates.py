@@ -101,12 +101,9 @@ def test_packs_of_their_own_for_backward_where_they_are_faster():
     plan = tried.plan(way, 0, (), unsharded)
     assert {group.slices for group in plan.forward} != {group.slices for group in plan.backward}
     dear = asymmetric_candidates(overhead=FORWARD(WINDOW))
-    assert dear.best().kind not in ("units", "recomputed")
+    assert dear.best().kind != "units"
 
 
-def test_computing_forward_again_costs_what_it_takes():
+def test_units_compute_nothing_twice():
     tried = asymmetric_candidates(overhead=0, stages=1)
-    again = Way("recomputed", 8)
-    assert tried.plan(again, 0, (), unsharded).recompute
-    assert tried.score(again).time == TOTAL(WINDOW) + FORWARD(WINDOW)
     assert tried.score(Way("units", 8)).time == TOTAL(WINDOW)

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.plan import symmetric_backward
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.packing.auto import OVERHEAD
@@ -101,7 +102,7 @@ def test_a_schedule_without_slices_gets_whole_pieces_of_its_own(asymmetric):
         for number, replica in enumerate(plan.replicas):
             assert {group.replicas for group in replica.forward} == {(number,)}
             assert not any(part.context for part in replica.slices)
-            assert not replica.recompute
+            assert replica.backward == symmetric_backward(replica.slices, replica.forward)
             fewest = -(-sum(part.tokens for part in replica.slices) // WINDOW)
             counts.append(len(replica.forward) - fewest)
     assert max(counts) > 1
