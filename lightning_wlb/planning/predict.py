@@ -48,9 +48,6 @@ from lightning_wlb.schedule.registry import make_programs
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
 
-FORWARD_PASS, BACKWARD_PASS = 0, 1
-"""Index of a pass in a pair of figures."""
-
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
     """The layers of each pipeline stage, split by cost as the strategy does.
@@ -86,13 +83,13 @@ class SimulatedReplicas(NamedTuple):
 
     Attributes:
         costs: of each replica's micro-batches.
-        times: forward and backward, in ns, by stage, replica and micro-batch.
+        durations: for each replica, how long each action computes, in ns.
         programs: of each replica's ranks.
         simulations: one for each replica.
     """
 
     costs: list[list[MicroBatchCost]]
-    times: list[list[list[tuple[int, int]]]]
+    durations: list[dict[Action, int]]
     programs: list[list[list[Action]]]
     simulations: list[Simulation]
 
@@ -260,12 +257,11 @@ class Predictor:
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
             )
         step = self.simulate(plan.replicas)
-        most = max(map(len, step.times[0]), default=0)
+        most = max(map(len, step.costs), default=0)
         work = np.zeros((len(step.costs), most), dtype=np.int64)
-        for stage in step.times:
-            for number, of_replica in enumerate(stage):
-                for index, times in enumerate(of_replica):
-                    work[number, index] += sum(times)
+        for number, durations in enumerate(step.durations):
+            for action, duration in durations.items():
+                work[number, action.micro_batch] += duration
         return StepPrediction(
             plan=plan,
             simulations=tuple(step.simulations),
@@ -295,10 +291,7 @@ class Predictor:
         mesh = self.latency.mesh
         replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         costs = [self._costs(replica) for replica in replicas]
-        times = [
-            [[self.action_ns(stage, cost) for cost in of_replica] for of_replica in costs]
-            for stage in range(len(self.stages))
-        ]
+        durations = [self._durations(of_replica) for of_replica in costs]
         programs = self._programs_of(replicas)
         freed = [
             self.step_memory.freed(of_replica, replica, each)
@@ -311,9 +304,7 @@ class Predictor:
 
         simulations = simulate_replicas(
             programs,
-            lambda replica, action: times[action.stage][replica][action.micro_batch][
-                action.kind != FORWARD
-            ],
+            lambda replica, action: durations[replica][action],
             transfer,
             opened_bytes=lambda replica, action: self.step_memory.saved(
                 action.stage, costs[replica][action.micro_batch]
@@ -323,7 +314,17 @@ class Predictor:
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
-        return SimulatedReplicas(costs, times, programs, simulations)
+        return SimulatedReplicas(costs, durations, programs, simulations)
+
+    def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
+        """How long each action of a replica computes, from the costs of its micro-batches."""
+        durations = {}
+        for stage in range(len(self.stages)):
+            for number, cost in enumerate(costs):
+                forward, backward = self.action_ns(stage, cost)
+                durations[Action(stage, FORWARD, number)] = forward
+                durations[Action(stage, BACKWARD, number)] = backward
+        return durations
 
     def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
         last = {
