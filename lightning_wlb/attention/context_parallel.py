@@ -52,46 +52,6 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Rows of all ranks of a group, one rank after another.
-
-    Args:
-        x: [rows, ...], equally shaped on every rank.
-        group: None, or a group of one rank, for the identity.
-
-    Returns:
-        [group size · rows, ...]. Backward sums the gradients over the ranks, in float32 for half
-        types, and gives each rank its own rows.
-    """
-    if _trivial(x, group):
-        return x
-    return _gather_rows(x, group)
-
-
-def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the ranks of a group, of which each rank gets its own rows.
-
-    Args:
-        x: [group size · rows, ...], equally shaped on every rank.
-        group: None, or a group of one rank, for the identity.
-
-    Returns:
-        [rows, ...]; summed in float32 for half types. Backward gathers the gradient's rows.
-
-    Raises:
-        ValueError: if the rows do not divide by the group's size.
-    """
-    if _trivial(x, group):
-        return x
-    size = dist.get_world_size(group)
-    if x.shape[0] % size:
-        raise ValueError(
-            f"{x.shape[0]} rows cannot be scattered over {size} ranks; the sharding pads rows to a"
-            " multiple of the tensor-parallel size."
-        )
-    return _scatter_rows(x, group)
-
-
 def context_parallel_attention(
     queries: Callable[[], Tensor],
     k: Tensor,
@@ -165,11 +125,6 @@ def _check(rows: int, name: str, metadata: AttentionMetadata) -> None:
         )
 
 
-def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether there is nothing to send; row counts are equal, so all ranks agree."""
-    return group is None or dist.get_world_size(group) == 1 or x.shape[0] == 0
-
-
 def gathered(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Rows of all ranks of a group, outside of autograd."""
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
@@ -207,30 +162,6 @@ def added_up(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tenso
     total[:, 0].index_add_(0, key_index, grad_keys.to(dtype))
     total[:, 1].index_add_(0, key_index, grad_values.to(dtype))
     return total
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return summed(gradient, ctx.group, gradient.dtype), None
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return summed(x, group, x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gathered(gradient, ctx.group), None
 
 
 class _Exchange:
@@ -363,7 +294,5 @@ def _all_to_all(
     return work
 
 
-_gather_rows: Callable[..., Tensor] = _GatherRows.apply
-_scatter_rows: Callable[..., Tensor] = _ScatterRows.apply
 _send: Callable[..., Tensor] = _Send.apply
 _receive: Callable[..., tuple[Tensor, Tensor]] = _Receive.apply

@@ -31,18 +31,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from lightning_wlb.attention.context_parallel import (
-    context_parallel_attention,
-    gather_rows,
-    scatter_rows,
-)
+from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.head_parallel import head_parallel_attention
 from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import token_loss
-from lightning_wlb.models.tensor_parallel import local
+from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Queries = Tensor | Callable[[], Tensor]
