@@ -9,11 +9,10 @@ kernel call does the work. Backward scatter-adds the gradients of these rows and
 the same way, to be summed by their owners.
 
 The queries are computed while the keys travel, and since autograd runs backward in the reverse
-order of forward, the queries' own backward runs while the gradients travel back. Keys that
-backward reads again travel while the backward of the output projection runs, where the model says
-when (:meth:`.AttentionMetadata.read_ahead`). Nothing else overlaps: attention over the pieces that
-lie whole on the rank could, but would be a second kernel call, and holds too little of the work
-(docs/design.md).
+order of forward, the queries' own backward runs while the gradients travel back. The output is
+projected here too, so that the keys that backward reads again travel while the projection's own
+backward runs. Nothing else overlaps: attention over the pieces that lie whole on the rank could,
+but would be a second kernel call, and holds too little of the work (docs/design.md).
 
 Sums over ranks and over segments are taken in float32 for half types and in the type itself
 otherwise, so a gradient does not depend on the number of ranks beyond rounding.
@@ -34,7 +33,6 @@ passing keys round a ring hides the transfer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +55,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     metadata: AttentionMetadata,
+    project: Callable[[Tensor], Tensor],
     attention: VarlenAttention,
     group: ProcessGroup | None,
     scale: float | None = None,
@@ -70,12 +69,15 @@ def context_parallel_attention(
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
         metadata: this rank's segments and key index, on the same device.
+        project: what becomes of attention's output, [rows, heads, head_dim], zero in padding rows.
+            Called once; its backward hides the exchange of the keys that attention's own backward
+            reads again.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
         scale: factor of the scores, 1 / sqrt(head_dim) unless given.
 
     Returns:
-        [rows, heads, head_dim], zero in padding rows.
+        What ``project`` makes of the output.
 
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
@@ -101,18 +103,22 @@ def context_parallel_attention(
     def attend(keys: Tensor, values: Tensor) -> Tensor:
         return attention(q[: metadata.queries], keys, values, metadata, scale)
 
-    if size > 1 and metadata.rows and torch.is_grad_enabled() and not metadata.recomputed:
-        held, again = (k.detach(), v.detach()), _Exchange(metadata, group)
+    if size == 1 or metadata.rows == 0 or metadata.recomputed or not torch.is_grad_enabled():
+        return project(_padded(attend(keys, values), metadata))
+    held, again = (k.detach(), v.detach()), _Exchange(metadata, group)
 
-        def read_again() -> tuple[Tensor, Tensor]:
-            if not again.sent:
-                again.send(*held)
-            return again.receive()
+    def read_again() -> tuple[Tensor, Tensor]:
+        if not again.sent:
+            again.send(*held)
+        return again.receive()
 
-        out = attend_reading_again(attend, keys, values, read_again)
-        metadata.ahead = partial(again.send, *held)
-    else:
-        out = attend(keys, values)
+    projected = project(_padded(attend_reading_again(attend, keys, values, read_again), metadata))
+    if projected.requires_grad:
+        projected.register_hook(lambda gradient: again.send(*held))
+    return projected
+
+
+def _padded(out: Tensor, metadata: AttentionMetadata) -> Tensor:
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 

@@ -89,7 +89,7 @@ class KeyValueCache:
             self._entries.pop((layer, micro_batch), None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SliceMetadata:
     """What attention needs beyond :class:`AttentionMetadata` where pieces are sliced.
 
@@ -98,7 +98,7 @@ class SliceMetadata:
         runs: rows whose keys this rank puts one after another.
         rows: of what it puts together, as every rank does; rows beyond the runs are read by none.
         keeps: whether other slices read this one's keys.
-        cache: of the step; set by what runs the step.
+        cache: of the step; see ``MicroBatchTensors.with_cache``.
         layer: global number of the layer that is running; see ``AttentionMetadata.for_layer``.
     """
 

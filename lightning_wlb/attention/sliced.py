@@ -51,7 +51,7 @@ def sliced_attention(
         q: [rows, heads, head_dim], local rows including padding.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
-        metadata: with ``slices``, whose ``cache`` and ``layer`` are set.
+        metadata: with ``slices`` that have a cache and a layer.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
         scale: factor of the scores, 1 / sqrt(head_dim) unless given.
@@ -66,8 +66,8 @@ def sliced_attention(
     if slices is None or slices.cache is None or slices.layer is None:
         raise ValueError(
             "a sliced micro-batch needs to know its layer and the step's cache: pass"
-            " metadata.for_layer(number) to attention, as Transformer.forward does, and run the"
-            " step by LanguageModule.step."
+            " metadata.for_layer(number) to attention, as Transformer.forward does, and give the"
+            " model micro_batch.with_cache(cache), as LanguageModule.step does."
         )
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:

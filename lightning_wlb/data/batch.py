@@ -69,7 +69,7 @@ class Coordinates:
                 raise ValueError(f"{name}={rank} is not in [0, {size}): check {self}.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class MicroBatchTensors:
     """One micro-batch on one context-parallel rank of one replica; P = ``rows``.
 
@@ -87,6 +87,18 @@ class MicroBatchTensors:
     positions: Tensor
     attention: AttentionMetadata
     rows: int
+
+    def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
+        """What the model is given: a sliced micro-batch reads and leaves keys in the step's cache.
+
+        Args:
+            cache: the same for all micro-batches of a step.
+        """
+        slices = self.attention.slices
+        if slices is None:
+            return self
+        attention = replace(self.attention, slices=replace(slices, cache=cache))
+        return replace(self, attention=attention)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
         """A copy on ``device``."""
@@ -171,12 +183,6 @@ class StepBatch:
     def pin_memory(self) -> StepBatch:
         """A copy whose tensors are in page-locked host memory."""
         return self._with(MicroBatchTensors.pin_memory)
-
-    def share_keys(self, cache: KeyValueCache) -> None:
-        """Give the micro-batches whose pieces are sliced the cache of the step that runs them."""
-        for micro_batch in self.micro_batches:
-            if micro_batch.attention.slices is not None:
-                micro_batch.attention.slices.cache = cache
 
     def _with(self, change: Callable[[MicroBatchTensors], MicroBatchTensors]) -> StepBatch:
         return StepBatch(

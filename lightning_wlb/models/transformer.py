@@ -43,8 +43,10 @@ from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_row
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Queries = Tensor | Callable[[], Tensor]
 """[rows, heads, head_dim], or what computes it: called once, while keys and values travel."""
-Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata], Tensor]
-"""(queries, k and v [rows, kv_heads, head_dim], metadata) -> [rows, heads, head_dim]."""
+Project = Callable[[Tensor], Tensor]
+"""What a layer makes of attention's output, [rows, heads, head_dim], by products of rows alone."""
+Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata, Project], Tensor]
+"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project returns."""
 
 
 class Transformer(nn.Module):
@@ -137,19 +139,33 @@ class Transformer(nn.Module):
             hidden = self.head(hidden, micro_batch.labels)
         return hidden
 
-    def attend(self, q: Queries, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Causal attention within each piece, over the context-parallel group."""
+    def attend(
+        self, q: Queries, k: Tensor, v: Tensor, metadata: AttentionMetadata, project: Project
+    ) -> Tensor:
+        """Causal attention within each piece, over the context-parallel group, and its projection.
+
+        Args:
+            q: [rows, heads, head_dim], or what computes it.
+            k: [rows, kv_heads, head_dim].
+            v: [rows, kv_heads, head_dim].
+            metadata: of the micro-batch, for the layer.
+            project: called once with the output, [rows, heads, head_dim]; in backward keys travel
+                while its own backward runs.
+
+        Returns:
+            What ``project`` returns.
+        """
         queries = q if callable(q) else lambda: q
         group = self.context_group
         if metadata.replicas > 1:
             group = self.merged_groups[metadata.replicas]
         kernel = self.attention_kernel
         if metadata.slices is not None:
-            return sliced_attention(queries(), k, v, metadata, kernel, group)
+            return project(sliced_attention(queries(), k, v, metadata, kernel, group))
         if metadata.head_rows:
             assert group is not None
-            return head_parallel_attention(queries(), k, v, metadata, kernel, group)
-        return context_parallel_attention(queries, k, v, metadata, kernel, group)
+            return project(head_parallel_attention(queries(), k, v, metadata, kernel, group))
+        return context_parallel_attention(queries, k, v, metadata, project, kernel, group)
 
     def set_parallel_groups(
         self, context: ProcessGroup | None, tensor: ProcessGroup | None
@@ -293,9 +309,10 @@ class Attention(nn.Module):
         def queries() -> Tensor:
             return rotate(self._heads(hidden, local(self.wq)), turns)
 
-        out = attend(queries, k, v, metadata)
-        change = F.linear(out.flatten(-2), local(self.wo))
-        metadata.read_ahead(change)
+        def project(out: Tensor) -> Tensor:
+            return F.linear(out.flatten(-2), local(self.wo))
+
+        change = attend(queries, k, v, metadata, project)
         return scatter_rows(change, self.tensor_group)
 
     def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:

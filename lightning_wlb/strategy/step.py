@@ -53,7 +53,6 @@ class Step:
         self.batch = batch
         self.messages = messages
         self.cache = KeyValueCache()
-        batch.share_keys(self.cache)
         self.denominator = denominator
         self.stopwatch = stopwatch
         self.activations = activations
@@ -83,7 +82,9 @@ class Step:
             hidden = self._receive(action, action.stage - 1, micro_batch)
             hidden.requires_grad_(training)
         with self._timed(action):
-            output = self.model(micro_batch, hidden, self.pipeline.stages[action.stage])
+            output = self.model(
+                micro_batch.with_cache(self.cache), hidden, self.pipeline.stages[action.stage]
+            )
         if training:
             self.boundaries[action] = (hidden, output)
         if action.stage == self.last_stage:
