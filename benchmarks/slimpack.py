@@ -12,8 +12,8 @@ fullest rank.
 ``tapered`` with a budget of 0. ``unsliced`` is the best of many whole-piece plans, step by step:
 longest first into M micro-batches, ten M from N to 8·N at a cap of C and of 1.5·C. ``slim M·N`` has
 M MicroPacks for each of the N micro-batches. The asymmetric rows balance forward and backward
-apart, in three executions: packs that run whole in both passes and compute nothing twice (no
-executor does; a bound), units with a graph each, and forward recomputed inside backward.
+apart, in two executions: packs that run whole in both passes and compute nothing twice (no executor
+does; a bound), and units with a graph each.
 
 The integer program that defines the optimum of slicing is held against the fast construction on
 small instances. Planning times are CPU times of plain Python.
@@ -45,7 +45,6 @@ from benchmarks.slimpack_plans import (
     TOTAL,
     Step,
     original,
-    recomputed,
     shard,
     steps_of,
     stream_of,
@@ -163,10 +162,8 @@ def measure(count: int, window: int, steps: int, seeds: Sequence[int]) -> dict[s
                     partial(slice_pieces_asymmetric, pieces, multiple * count, cap, *PASSES)
                 )
                 slices = sum(map(len, forward))
-                step, again = whole_packs(forward, backward)
                 name = f"asymmetric {multiple}·N"
-                method(name).add(step, pieces_count, slices, seconds)
-                method(f"{name}, recomputed").add(recomputed(step, again), pieces_count, slices)
+                method(name).add(whole_packs(forward, backward), pieces_count, slices, seconds)
                 in_units = units(asymmetric_replica_plan(forward, backward, 0, shard), 1, 1)
                 method(f"{name}, units").add(Step.of(in_units), pieces_count, slices)
         for name, given in PLANNED.items():

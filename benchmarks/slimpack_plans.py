@@ -6,7 +6,7 @@ Work is that of one layer of LLaMA2-7B, the pipeline has :data:`RANKS` ranks, me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def work_of(slices: Sequence[Slice]) -> tuple[int, int]:
 class Step:
     """One replica's step as its actions: work of each micro-batch, and the order of backwards.
 
-    ``work`` is what the step's length is divided by: without recomputation, which is no progress.
+    ``work`` is what the step's length is divided by.
     """
 
     forward: list[int]
@@ -128,25 +128,18 @@ def original(pieces: list[Piece], window: int) -> ReplicaPlan:
     return whole_pieces(groups)
 
 
-def recomputed(step: Step, again: list[int]) -> Step:
-    """The step where each backward first runs the forward of its slices again."""
-    backward = [load + more for load, more in zip(step.backward, again, strict=True)]
-    return replace(step, backward=backward)
-
-
-def whole_packs(forward: list[list[Slice]], backward: list[list[Slice]]) -> tuple[Step, list[int]]:
-    """Asymmetric packs as single actions, and the forward work of each backward pack."""
+def whole_packs(forward: list[list[Slice]], backward: list[list[Slice]]) -> Step:
+    """Asymmetric packs as single actions."""
     last = {(part.document, part.origin): at for at, pack in enumerate(forward) for part in pack}
     count = len(forward)
-    loads = [work_of(pack) for pack in backward] + [(0, 0)] * (count - len(backward))
     needs = [
         max([at, *(last[part.document, part.origin] for part in pack)]) + 1
         for at, pack in enumerate(backward)
     ]
     needs += range(len(needs) + 1, count + 1)
     forward_loads = [work_of(pack)[0] for pack in forward]
-    backward_loads = [load for _, load in loads]
-    step = Step(
+    backward_loads = [work_of(pack)[1] for pack in backward] + [0] * (count - len(backward))
+    return Step(
         forward_loads,
         backward_loads,
         list(range(count)),
@@ -154,4 +147,3 @@ def whole_packs(forward: list[list[Slice]], backward: list[list[Slice]]) -> tupl
         [sum(part.tokens for part in pack) for pack in forward],
         sum(forward_loads) + sum(backward_loads),
     )
-    return step, [again for again, _ in loads]

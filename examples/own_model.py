@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import lightning_wlb as wlb
-from lightning_wlb.attention.context_parallel import gather_rows, scatter_rows
 from lightning_wlb.cost.flops import ModelShape
-from lightning_wlb.models.tensor_parallel import local
+from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 
 class SquaredReLU(nn.Module):

@@ -49,7 +49,6 @@ def oracle(
                 positions=positions,
                 attention=_Positions(positions),
                 rows=stop - origin,
-                again=False,
             )
             loss = model(piece)
             total += loss.item()
@@ -101,9 +100,6 @@ class _Positions:
     def for_layer(self, layer: int, recomputed: bool) -> _Positions:
         return self
 
-    def read_ahead(self, x: Tensor) -> None:
-        """Nothing travels."""
-
 
 def _attend(
     sliding_window: int | None,
@@ -111,9 +107,10 @@ def _attend(
     k: Tensor,
     v: Tensor,
     metadata: Any,
+    project: Callable[[Tensor], Tensor],
 ) -> Tensor:
     positions = metadata.positions
-    return dense_attention(
+    out = dense_attention(
         queries(),
         k,
         v,
@@ -121,3 +118,4 @@ def _attend(
         positions,
         sliding_window=sliding_window,
     )
+    return project(out)

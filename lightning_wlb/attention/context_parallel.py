@@ -9,11 +9,10 @@ kernel call does the work. Backward scatter-adds the gradients of these rows and
 the same way, to be summed by their owners.
 
 The queries are computed while the keys travel, and since autograd runs backward in the reverse
-order of forward, the queries' own backward runs while the gradients travel back. Keys that
-backward reads again travel while the backward of the output projection runs, where the model says
-when (:meth:`.AttentionMetadata.read_ahead`). Nothing else overlaps: attention over the pieces that
-lie whole on the rank could, but would be a second kernel call, and holds too little of the work
-(docs/design.md).
+order of forward, the queries' own backward runs while the gradients travel back. The output is
+projected here too, so that the keys that backward reads again travel while the projection's own
+backward runs. Nothing else overlaps: attention over the pieces that lie whole on the rank could,
+but would be a second kernel call, and holds too little of the work (docs/design.md).
 
 Sums over ranks and over segments are taken in float32 for half types and in the type itself
 otherwise, so a gradient does not depend on the number of ranks beyond rounding.
@@ -34,7 +33,6 @@ passing keys round a ring hides the transfer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,51 +50,12 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Rows of all ranks of a group, one rank after another.
-
-    Args:
-        x: [rows, ...], equally shaped on every rank.
-        group: None, or a group of one rank, for the identity.
-
-    Returns:
-        [group size · rows, ...]. Backward sums the gradients over the ranks, in float32 for half
-        types, and gives each rank its own rows.
-    """
-    if _trivial(x, group):
-        return x
-    return _gather_rows(x, group)
-
-
-def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the ranks of a group, of which each rank gets its own rows.
-
-    Args:
-        x: [group size · rows, ...], equally shaped on every rank.
-        group: None, or a group of one rank, for the identity.
-
-    Returns:
-        [rows, ...]; summed in float32 for half types. Backward gathers the gradient's rows.
-
-    Raises:
-        ValueError: if the rows do not divide by the group's size.
-    """
-    if _trivial(x, group):
-        return x
-    size = dist.get_world_size(group)
-    if x.shape[0] % size:
-        raise ValueError(
-            f"{x.shape[0]} rows cannot be scattered over {size} ranks; the sharding pads rows to a"
-            " multiple of the tensor-parallel size."
-        )
-    return _scatter_rows(x, group)
-
-
 def context_parallel_attention(
     queries: Callable[[], Tensor],
     k: Tensor,
     v: Tensor,
     metadata: AttentionMetadata,
+    project: Callable[[Tensor], Tensor],
     attention: VarlenAttention,
     group: ProcessGroup | None,
     scale: float | None = None,
@@ -110,12 +69,15 @@ def context_parallel_attention(
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
         metadata: this rank's segments and key index, on the same device.
+        project: what becomes of attention's output, [rows, heads, head_dim], zero in padding rows.
+            Called once; its backward hides the exchange of the keys that attention's own backward
+            reads again.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
         scale: factor of the scores, 1 / sqrt(head_dim) unless given.
 
     Returns:
-        [rows, heads, head_dim], zero in padding rows.
+        What ``project`` makes of the output.
 
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
@@ -141,18 +103,22 @@ def context_parallel_attention(
     def attend(keys: Tensor, values: Tensor) -> Tensor:
         return attention(q[: metadata.queries], keys, values, metadata, scale)
 
-    if size > 1 and metadata.rows and torch.is_grad_enabled() and not metadata.recomputed:
-        held, again = (k.detach(), v.detach()), _Exchange(metadata, group)
+    if size == 1 or metadata.rows == 0 or metadata.recomputed or not torch.is_grad_enabled():
+        return project(_padded(attend(keys, values), metadata))
+    held, again = (k.detach(), v.detach()), _Exchange(metadata, group)
 
-        def read_again() -> tuple[Tensor, Tensor]:
-            if not again.sent:
-                again.send(*held)
-            return again.receive()
+    def read_again() -> tuple[Tensor, Tensor]:
+        if not again.sent:
+            again.send(*held)
+        return again.receive()
 
-        out = attend_reading_again(attend, keys, values, read_again)
-        metadata.ahead = partial(again.send, *held)
-    else:
-        out = attend(keys, values)
+    projected = project(_padded(attend_reading_again(attend, keys, values, read_again), metadata))
+    if projected.requires_grad:
+        projected.register_hook(lambda gradient: again.send(*held))
+    return projected
+
+
+def _padded(out: Tensor, metadata: AttentionMetadata) -> Tensor:
     padding = metadata.rows - metadata.queries
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
@@ -163,11 +129,6 @@ def _check(rows: int, name: str, metadata: AttentionMetadata) -> None:
             f"{name} has {rows} rows, but the metadata describes {metadata.rows} rows, padding"
             " included."
         )
-
-
-def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether there is nothing to send; row counts are equal, so all ranks agree."""
-    return group is None or dist.get_world_size(group) == 1 or x.shape[0] == 0
 
 
 def gathered(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -207,30 +168,6 @@ def added_up(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tenso
     total[:, 0].index_add_(0, key_index, grad_keys.to(dtype))
     total[:, 1].index_add_(0, key_index, grad_values.to(dtype))
     return total
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return summed(gradient, ctx.group, gradient.dtype), None
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return summed(x, group, x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gathered(gradient, ctx.group), None
 
 
 class _Exchange:
@@ -363,7 +300,5 @@ def _all_to_all(
     return work
 
 
-_gather_rows: Callable[..., Tensor] = _GatherRows.apply
-_scatter_rows: Callable[..., Tensor] = _ScatterRows.apply
 _send: Callable[..., Tensor] = _Send.apply
 _receive: Callable[..., tuple[Tensor, Tensor]] = _Receive.apply

@@ -8,46 +8,17 @@ float64 runs); the earlier slice's own backward takes them.
 Cost: the keys and values of micro-batches whose pieces go on, from their forward to their
 backward, and as much again in the wide dtype once gradients come back. Aliases of what autograd
 keeps for those micro-batches anyway, except under activation checkpointing.
-
-A backward micro-batch that runs the forward of its slices again keeps nothing here: the gradients
-for its keys lie where forward has kept them, by its ``homes``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.slices import Home, Run, SlicedIndices
-
-
-class RowsAt(NamedTuple):
-    """A :class:`~lightning_wlb.attention.slices.Home` as tensors."""
-
-    micro_batch: int
-    there: Tensor
-    here: Tensor
-
-    @staticmethod
-    def of(home: Home) -> RowsAt:
-        """On CPU, from the index arithmetic; shares its memory."""
-        return RowsAt(home.micro_batch, torch.from_numpy(home.there), torch.from_numpy(home.here))
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> RowsAt:
-        """A copy with its tensors on ``device``."""
-        return RowsAt(
-            self.micro_batch,
-            self.there.to(device, non_blocking=non_blocking),
-            self.here.to(device, non_blocking=non_blocking),
-        )
-
-    def pin_memory(self) -> RowsAt:
-        """A copy with its tensors in page-locked memory."""
-        return RowsAt(self.micro_batch, self.there.pin_memory(), self.here.pin_memory())
+from lightning_wlb.attention.slices import Run, SlicedIndices
 
 
 @dataclass
@@ -118,7 +89,7 @@ class KeyValueCache:
             self._entries.pop((layer, micro_batch), None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SliceMetadata:
     """What attention needs beyond :class:`AttentionMetadata` where pieces are sliced.
 
@@ -127,9 +98,7 @@ class SliceMetadata:
         runs: rows whose keys this rank puts one after another.
         rows: of what it puts together, as every rank does; rows beyond the runs are read by none.
         keeps: whether other slices read this one's keys.
-        cache: of the step; set by what runs the step.
-        homes: where forward has kept the keys, if this is a backward micro-batch that runs forward
-            again; set with the cache. None: it keeps them itself.
+        cache: of the step; see ``MicroBatchTensors.with_cache``.
         layer: global number of the layer that is running; see ``AttentionMetadata.for_layer``.
     """
 
@@ -138,7 +107,6 @@ class SliceMetadata:
     rows: int
     keeps: bool
     cache: KeyValueCache | None = field(default=None, repr=False)
-    homes: tuple[RowsAt, ...] | None = field(default=None, repr=False)
     layer: int | None = None
 
     @staticmethod

@@ -51,7 +51,7 @@ def sliced_attention(
         q: [rows, heads, head_dim], local rows including padding.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
-        metadata: with ``slices``, whose ``cache`` and ``layer`` are set.
+        metadata: with ``slices`` that have a cache and a layer.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
         scale: factor of the scores, 1 / sqrt(head_dim) unless given.
@@ -66,8 +66,8 @@ def sliced_attention(
     if slices is None or slices.cache is None or slices.layer is None:
         raise ValueError(
             "a sliced micro-batch needs to know its layer and the step's cache: pass"
-            " metadata.for_layer(number) to attention, as Transformer.forward does, and run the"
-            " step by LanguageModule.step."
+            " metadata.for_layer(number) to attention, as Transformer.forward does, and give the"
+            " model micro_batch.with_cache(cache), as LanguageModule.step does."
         )
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def sliced_attention(
     else:
         # Contiguous, lest a view of something larger is kept.
         own = k.detach().contiguous(), v.detach().contiguous()
-        if slices.keeps and slices.homes is None:
+        if slices.keeps:
             slices.cache.put(slices.layer, slices.micro_batch, *own)
         reader = _Reader(own, metadata, slices, slices.cache, slices.layer, group)
         keys, values = _read(k, v, reader)
@@ -181,17 +181,10 @@ class _Reader:
 
         The caller may add to them: nothing else reads them any more.
         """
-        if self.slices.homes is None:
-            later = self.cache.gradients_of(self.layer, self.slices.micro_batch)
-            if later is not None:
-                return later
-        total = like.new_zeros(self.shape, dtype=dtype), like.new_zeros(self.shape, dtype=dtype)
-        for home in self.slices.homes or ():
-            later = self.cache.gradients_of(self.layer, home.micro_batch)
-            if later is not None:
-                for mine, kept in zip(total, later, strict=True):
-                    mine.index_add_(0, home.here, kept.index_select(0, home.there))
-        return total
+        later = self.cache.gradients_of(self.layer, self.slices.micro_batch)
+        if later is not None:
+            return later
+        return like.new_zeros(self.shape, dtype=dtype), like.new_zeros(self.shape, dtype=dtype)
 
 
 class _Read(torch.autograd.Function):

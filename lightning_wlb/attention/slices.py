@@ -9,11 +9,6 @@ another, as runs of consecutive rows (:class:`Run`):
 * in a group the rows of earlier keys that any rank reads, then its own rows. Every rank's are
   gathered, and an index says which of these rows each key of each segment is.
 
-Where backward micro-batches run the forward of their slices again (``ReplicaPlan.recompute``), the
-same is said of them. Their slices stay on the ranks where their forward ran, in rows of their own;
-a :class:`Home` says where in forward those rows were. Keys of earlier slices are then those that
-the forward micro-batches left behind.
-
 With a sliding window the keys that no query of a segment sees are left out, and so are earlier rows
 that no query of the micro-batch sees.
 
@@ -38,7 +33,7 @@ from lightning_wlb.plan import Slice
 Indices = npt.NDArray[np.int64]
 
 Part = tuple[int, int]
-"""A slice by the forward micro-batch that it is in, and its index there."""
+"""A slice by the micro-batch that it is in, and its index there."""
 
 
 OWN = -1
@@ -54,21 +49,6 @@ class Run(NamedTuple):
     micro_batch: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True, eq=False)
-class Home:
-    """Where some rows of a backward micro-batch were in forward, on the same rank.
-
-    Args:
-        micro_batch: index in the replica's forward order.
-        there: int64 [n], local rows of that micro-batch.
-        here: int64 [n], local rows of the backward micro-batch.
-    """
-
-    micro_batch: int
-    there: Indices
-    here: Indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,40 +119,9 @@ class SlicedReplica:
         return any(len(self._pieces[part.document, part.origin]) > 1 for part in slices)
 
     def indices(self, micro_batch: int, rank: int) -> SlicedIndices:
-        """Rows, segments and keys of one rank in a forward micro-batch."""
-        parts = [(micro_batch, index) for index in range(len(self._members[micro_batch]))]
-        return self._indices(self._layouts[micro_batch], self._at(micro_batch), parts, rank)
-
-    def indices_again(self, layout: Layout, parts: Sequence[Part], rank: int) -> SlicedIndices:
-        """Rows, segments and keys of one rank in a backward micro-batch that runs forward again.
-
-        Args:
-            layout: of its slices, on the ranks on which they are in forward.
-            parts: the slices, in the order of the layout.
-            rank: in the context-parallel group.
-        """
-        return self._indices(layout, _places(layout), parts, rank)
-
-    def homes(self, layout: Layout, parts: Sequence[Part], rank: int) -> tuple[Home, ...]:
-        """Where the rows of one rank of a backward micro-batch were in forward."""
-        here = _places(layout)
-        rows: dict[int, tuple[list[Indices], list[Indices]]] = defaultdict(lambda: ([], []))
-        for number, (micro_batch, index) in enumerate(parts):
-            owner, row = self._at(micro_batch).of(index)
-            mine = owner == rank
-            rows[micro_batch][0].append(row[mine])
-            rows[micro_batch][1].append(here.of(number)[1][mine])
-        return tuple(
-            Home(micro_batch, np.concatenate(there), np.concatenate(own))
-            for micro_batch, (there, own) in sorted(rows.items())
-            if sum(map(len, there))
-        )
-
-    def _indices(
-        self, layout: Layout, places: _Places, parts: Sequence[Part], rank: int
-    ) -> SlicedIndices:
-        slices = [self._members[micro_batch][index] for micro_batch, index in parts]
-        inside = {part: number for number, part in enumerate(parts)}
+        """Rows, segments and keys of one rank in a micro-batch."""
+        layout, places = self._layouts[micro_batch], self._at(micro_batch)
+        slices = self._members[micro_batch]
         own = rank_indices(layout, rank)
         gathered = _Gathered(layout.ranks)
         # Keys that a query sees besides its own, and the first query of each piece.
@@ -183,8 +132,8 @@ class SlicedReplica:
             first_query[piece] = min(each.start, first_query.get(piece, each.start))
 
         def place(part: Part) -> _Tokens:
-            if part in inside:
-                return _Tokens(*places.of(inside[part]), past=False)
+            if part[0] == micro_batch:
+                return _Tokens(*places.of(part[1]), past=False)
             earlier = self._members[part[0]][part[1]]
             owner, row = self._at(part[0]).of(part[1])
             skipped = 0

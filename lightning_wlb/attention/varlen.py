@@ -26,7 +26,7 @@ packing, where ``scaled_dot_product_attention`` is simpler and as fast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -38,9 +38,9 @@ from lightning_wlb.attention.kv_cache import SliceMetadata
 from lightning_wlb.attention.sharding import RankIndices
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttentionMetadata:
-    """Attention segments of one rank's rows of a micro-batch.
+    """Attention segments of one rank's rows of a micro-batch; nobody changes it.
 
     Args:
         rows: local rows, padding included.
@@ -64,9 +64,8 @@ class AttentionMetadata:
         slices: what is needed beyond where pieces are sliced over micro-batches; None where the
             micro-batch's pieces are whole.
         sliding_window: keys that no query sees with this window are left out; None: none are.
-        recomputed: whether the layer that is running runs again in backward.
-        ahead: posts the exchange that attention's backward will wait for; set by attention, for
-            :meth:`read_ahead`.
+        recomputed: whether the layer that is running runs again in backward; see
+            :meth:`for_layer`.
     """
 
     rows: int
@@ -85,7 +84,6 @@ class AttentionMetadata:
     slices: SliceMetadata | None = None
     sliding_window: int | None = None
     recomputed: bool = False
-    ahead: Callable[[], None] | None = field(default=None, repr=False)
 
     @property
     def keys(self) -> int:
@@ -111,17 +109,7 @@ class AttentionMetadata:
             recomputed: whether the layer runs again in backward.
         """
         slices = None if self.slices is None else replace(self.slices, layer=layer)
-        return replace(self, slices=slices, recomputed=recomputed, ahead=None)
-
-    def read_ahead(self, x: Tensor) -> None:
-        """Let the keys that attention's backward reads again travel from ``x``'s backward on.
-
-        Args:
-            x: computed from attention's output; what lies between hides the exchange.
-        """
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None and x.requires_grad:
-            x.register_hook(lambda gradient: ahead())
+        return replace(self, slices=slices, recomputed=recomputed)
 
     @staticmethod
     def from_indices(

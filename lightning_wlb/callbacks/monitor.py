@@ -135,10 +135,8 @@ class ImbalanceMonitor(L.Callback):
         assert isinstance(batch, StepBatch)
         plan = batch.plan
         counts = [
-            max(len(executed.forward), len(executed.backward))
-            for executed in (
-                units(replica, self._mesh.context, self._mesh.tensor) for replica in plan.replicas
-            )
+            len(units(replica, self._mesh.context, self._mesh.tensor).forward)
+            for replica in plan.replicas
         ]
         mine = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
         elapsed, wait, everyone = _all_gather(
@@ -149,8 +147,7 @@ class ImbalanceMonitor(L.Callback):
         )
         seconds = imbalance.on_mesh(everyone, self._mesh)
         slots = imbalance.slots(plan)
-        # Of an asymmetric plan, units ran in place of micro-batches; or, where it recomputes,
-        # others in backward than in forward.
+        # Of an asymmetric plan, units ran in place of micro-batches.
         ran = max(plan.micro_batches, sum(counts))
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
         planned = imbalance.planned_work(plan, work)

@@ -16,24 +16,22 @@ for each run of consecutive tokens (two for a document under context parallelism
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_wlb.attention.kv_cache import RowsAt, SliceMetadata
+from lightning_wlb.attention.kv_cache import SliceMetadata
 from lightning_wlb.attention.sharding import Layout, RankIndices, head_indices, rank_indices
 from lightning_wlb.attention.slices import SlicedIndices, SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.mesh import Rank
-from lightning_wlb.plan import MicroBatch, Slice, StepPlan
-from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, units
+from lightning_wlb.plan import Slice, StepPlan
+from lightning_wlb.planning.units import layout_of, units
 
 
 def make_step_batch(
@@ -72,46 +70,32 @@ def make_step_batch(
     )
     replica = executed[at.data]
     members = [replica.slices_of(group) for group in replica.forward]
-    layouts = [forward_layout(replica, group, *sizes) for group in replica.forward]
+    layouts = [layout_of(replica, group, *sizes) for group in replica.forward]
     sliced = SlicedReplica(layouts, members, sliding_window)
 
-    def rank_in(group: MicroBatch) -> int:
-        # Merged replicas put their context-parallel groups one after another.
-        return at.mesh.context * group.replicas.index(at.data) + at.context
-
-    def tensors(
-        number: int,
-        group: MicroBatch,
-        arrangement: Layout,
-        sliced_indices: Callable[[int], SlicedIndices],
-    ) -> MicroBatchTensors:
+    micro_batches = []
+    for number, group in enumerate(replica.forward):
+        slices, arrangement = members[number], layouts[number]
         assert arrangement.rows == group.rows, (
             f"the plan says {group.rows} rows, the sharding {arrangement.rows}"
         )
-        slices = replica.slices_of(group)
-        rank = rank_in(group)
-        parts = sliced_indices(rank) if sliced.is_sliced(slices) else None
-        return _micro_batch(
-            number, slices, arrangement, rank, parts, len(group.replicas), store, at, sliding_window
-        )
-
-    micro_batches = [
-        tensors(number, group, layouts[number], partial(sliced.indices, number))
-        for number, group in enumerate(replica.forward)
-    ]
-    recomputed = []
-    if replica.recompute:
-        for number, parts in enumerate(forward_parts(replica)):
-            group = replica.backward[number]
-            arrangement = backward_layout(layouts, parts, at.mesh.tensor)
-            made = tensors(
-                number, group, arrangement, partial(sliced.indices_again, arrangement, parts)
+        # Merged replicas put their context-parallel groups one after another.
+        rank = at.mesh.context * group.replicas.index(at.data) + at.context
+        parts = sliced.indices(number, rank) if sliced.is_sliced(slices) else None
+        micro_batches.append(
+            _micro_batch(
+                number,
+                slices,
+                arrangement,
+                rank,
+                parts,
+                len(group.replicas),
+                store,
+                at,
+                sliding_window,
             )
-            homes = sliced.homes(arrangement, parts, rank_in(group))
-            recomputed.append(replace(made, homes=tuple(map(RowsAt.of, homes))))
-    return StepBatch(
-        plan, at.data, executed, micro_batches, state, next_digest, last, recomputed=recomputed
-    )
+        )
+    return StepBatch(plan, at.data, executed, micro_batches, state, next_digest, last)
 
 
 def _micro_batch(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.kv_cache import KeyValueCache, RowsAt
+from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 
@@ -26,7 +26,7 @@ IGNORE = -100
 _Fields = TypeVar("_Fields", "MicroBatchTensors", AttentionMetadata)
 
 
-@dataclass
+@dataclass(frozen=True)
 class MicroBatchTensors:
     """One micro-batch on one context-parallel rank of one replica; P = ``rows``.
 
@@ -37,8 +37,6 @@ class MicroBatchTensors:
         positions: int64 [P], from the piece's origin; 0 in padding rows.
         attention: which rows attend to which keys.
         rows: P, rows of this rank, padding at the end included.
-        homes: of a backward micro-batch that runs forward again, where its rows were in forward;
-            None: the micro-batch is one of forward.
     """
 
     tokens: Tensor | None
@@ -46,15 +44,18 @@ class MicroBatchTensors:
     positions: Tensor
     attention: AttentionMetadata
     rows: int
-    homes: tuple[RowsAt, ...] | None = None
 
-    @property
-    def again(self) -> bool:
-        """Whether this forward is run for a backward that follows at once.
+    def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
+        """What the model is given: a sliced micro-batch reads and leaves keys in the step's cache.
 
-        A model need not checkpoint its activations then: they would be computed a third time.
+        Args:
+            cache: the same for all micro-batches of a step.
         """
-        return self.homes is not None
+        slices = self.attention.slices
+        if slices is None:
+            return self
+        attention = replace(self.attention, slices=replace(slices, cache=cache))
+        return replace(self, attention=attention)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
         """A copy on ``device``."""
@@ -64,16 +65,11 @@ class MicroBatchTensors:
             labels=_moved(self.labels, device, non_blocking),
             positions=self.positions.to(device, non_blocking=non_blocking),
             attention=self.attention.to(device, non_blocking=non_blocking),
-            homes=self.homes and tuple(home.to(device, non_blocking) for home in self.homes),
         )
 
     def pin_memory(self) -> MicroBatchTensors:
         """A copy in page-locked host memory."""
-        return replace(
-            _pinned(self),
-            attention=_pinned(self.attention),
-            homes=self.homes and tuple(home.pin_memory() for home in self.homes),
-        )
+        return replace(_pinned(self), attention=_pinned(self.attention))
 
 
 class StepBatch:
@@ -88,7 +84,6 @@ class StepBatch:
             themselves, unless they are asymmetric. Only this replica's, and those of all that
             share micro-batches with it, need be so.
         micro_batches: in the order of ``units.forward``.
-        recomputed: in the order of ``units.backward``, where the plan recomputes; else none.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
@@ -105,7 +100,6 @@ class StepBatch:
         next_digest: int,
         last: bool,
         wait_seconds: float = 0.0,
-        recomputed: Sequence[MicroBatchTensors] = (),
     ) -> None:
         self.plan = plan
         self.replica = replica
@@ -115,7 +109,6 @@ class StepBatch:
         self.next_digest = next_digest
         self.last = last
         self.wait_seconds = wait_seconds
-        self.recomputed = list(recomputed)
 
     @property
     def units(self) -> ReplicaPlan:
@@ -148,13 +141,6 @@ class StepBatch:
         """A copy whose tensors are in page-locked host memory."""
         return self._with(MicroBatchTensors.pin_memory)
 
-    def share_keys(self, cache: KeyValueCache) -> None:
-        """Give the micro-batches whose pieces are sliced the cache of the step that runs them."""
-        for micro_batch in (*self.micro_batches, *self.recomputed):
-            slices = micro_batch.attention.slices
-            if slices is not None:
-                slices.cache, slices.homes = cache, micro_batch.homes
-
     def _with(self, change: Callable[[MicroBatchTensors], MicroBatchTensors]) -> StepBatch:
         return StepBatch(
             self.plan,
@@ -165,7 +151,6 @@ class StepBatch:
             self.next_digest,
             self.last,
             self.wait_seconds,
-            list(map(change, self.recomputed)),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -184,9 +184,9 @@ class LanguageModule(L.LightningModule):
         total = torch.zeros((), device=self.device)
         if not batch.micro_batches:
             total = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0
-        batch.share_keys(KeyValueCache(in_graph=True))
+        cache = KeyValueCache(in_graph=True)
         for micro_batch in batch.micro_batches:
-            total = total + self.model(micro_batch)
+            total = total + self.model(micro_batch.with_cache(cache))
         return total / self.loss_denominator(batch.plan)
 
     def loss_denominator(self, plan: StepPlan) -> int:

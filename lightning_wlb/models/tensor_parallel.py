@@ -3,8 +3,9 @@
 At rest each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints,
 gradient norms and FSDP know what part of which global parameter a rank holds. In computation
 :func:`local` hands out this rank's shard as a plain tensor, and the model gathers and
-reduce-scatters rows itself (sequence parallelism: between the matrix products each rank holds
-1/TP of the rows). DTensor's dispatch would cost more than a small layer.
+reduce-scatters rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism:
+between the matrix products each rank holds 1/TP of the rows). DTensor's dispatch would cost more
+than a small layer.
 
 A replicated parameter is used by each rank on other rows (norms) or by other heads (keys and
 values where TP exceeds their heads), so its gradient is ``Partial``: a sum over ranks still to be
@@ -15,13 +16,20 @@ At TP 1 parameters stay plain and nothing here is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+
+from lightning_wlb.attention.context_parallel import gathered, summed
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -34,6 +42,46 @@ def local(parameter: Tensor) -> Tensor:
             for placement in parameter.placements
         ]
     )
+
+
+def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Rows of all ranks of a group, one rank after another.
+
+    Args:
+        x: [rows, ...], equally shaped on every rank.
+        group: None, or a group of one rank, for the identity.
+
+    Returns:
+        [group size · rows, ...]. Backward sums the gradients over the ranks, in float32 for half
+        types, and gives each rank its own rows.
+    """
+    if _trivial(x, group):
+        return x
+    return _gather_rows(x, group)
+
+
+def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over the ranks of a group, of which each rank gets its own rows.
+
+    Args:
+        x: [group size · rows, ...], equally shaped on every rank.
+        group: None, or a group of one rank, for the identity.
+
+    Returns:
+        [rows, ...]; summed in float32 for half types. Backward gathers the gradient's rows.
+
+    Raises:
+        ValueError: if the rows do not divide by the group's size.
+    """
+    if _trivial(x, group):
+        return x
+    size = dist.get_world_size(group)
+    if x.shape[0] % size:
+        raise ValueError(
+            f"{x.shape[0]} rows cannot be scattered over {size} ranks; the sharding pads rows to a"
+            " multiple of the tensor-parallel size."
+        )
+    return _scatter_rows(x, group)
 
 
 def shard_parameters(
@@ -100,3 +148,36 @@ def _check_divides(name: str, parameter: Tensor, placement: Placement, mesh: Dev
             f" {tuple(parameter.shape)}, does not divide by tensor_parallel_size={mesh.size()}."
             " Choose a size that divides it, or Replicate() in tensor_parallel_plan()."
         )
+
+
+def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
+    """Whether there is nothing to send; row counts are equal, so all ranks agree."""
+    return group is None or dist.get_world_size(group) == 1 or x.shape[0] == 0
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return summed(gradient, ctx.group, gradient.dtype), None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return summed(x, group, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gathered(gradient, ctx.group), None
+
+
+_gather_rows: Callable[..., Tensor] = _GatherRows.apply
+_scatter_rows: Callable[..., Tensor] = _ScatterRows.apply

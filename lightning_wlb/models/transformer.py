@@ -31,24 +31,22 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from lightning_wlb.attention.context_parallel import (
-    context_parallel_attention,
-    gather_rows,
-    scatter_rows,
-)
+from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.head_parallel import head_parallel_attention
 from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import token_loss
-from lightning_wlb.models.tensor_parallel import local
+from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Queries = Tensor | Callable[[], Tensor]
 """[rows, heads, head_dim], or what computes it: called once, while keys and values travel."""
-Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata], Tensor]
-"""(queries, k and v [rows, kv_heads, head_dim], metadata) -> [rows, heads, head_dim]."""
+Project = Callable[[Tensor], Tensor]
+"""What a layer makes of attention's output, [rows, heads, head_dim], by products of rows alone."""
+Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata, Project], Tensor]
+"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project returns."""
 
 
 class Transformer(nn.Module):
@@ -135,28 +133,39 @@ class Transformer(nn.Module):
             hidden = self.embed(micro_batch.tokens)
         turns = rotation(micro_batch.positions, self.config, hidden.dtype)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
-            recomputed = self.recomputes_layers and not micro_batch.again
-            metadata = micro_batch.attention.for_layer(number, recomputed)
-            hidden = self.layers[str(number)](
-                hidden, turns, metadata, self.attend, micro_batch.again
-            )
+            metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
+            hidden = self.layers[str(number)](hidden, turns, metadata, self.attend)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels)
         return hidden
 
-    def attend(self, q: Queries, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Causal attention within each piece, over the context-parallel group."""
+    def attend(
+        self, q: Queries, k: Tensor, v: Tensor, metadata: AttentionMetadata, project: Project
+    ) -> Tensor:
+        """Causal attention within each piece, over the context-parallel group, and its projection.
+
+        Args:
+            q: [rows, heads, head_dim], or what computes it.
+            k: [rows, kv_heads, head_dim].
+            v: [rows, kv_heads, head_dim].
+            metadata: of the micro-batch, for the layer.
+            project: called once with the output, [rows, heads, head_dim]; in backward keys travel
+                while its own backward runs.
+
+        Returns:
+            What ``project`` returns.
+        """
         queries = q if callable(q) else lambda: q
         group = self.context_group
         if metadata.replicas > 1:
             group = self.merged_groups[metadata.replicas]
         kernel = self.attention_kernel
         if metadata.slices is not None:
-            return sliced_attention(queries(), k, v, metadata, kernel, group)
+            return project(sliced_attention(queries(), k, v, metadata, kernel, group))
         if metadata.head_rows:
             assert group is not None
-            return head_parallel_attention(queries(), k, v, metadata, kernel, group)
-        return context_parallel_attention(queries, k, v, metadata, kernel, group)
+            return project(head_parallel_attention(queries(), k, v, metadata, kernel, group))
+        return context_parallel_attention(queries, k, v, metadata, project, kernel, group)
 
     def set_parallel_groups(
         self, context: ProcessGroup | None, tensor: ProcessGroup | None
@@ -253,33 +262,19 @@ class Layer(nn.Module):
         self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self,
-        hidden: Tensor,
-        turns: Tensor,
-        metadata: AttentionMetadata,
-        attend: Attend,
-        again: bool = False,
+        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
     ) -> Tensor:
-        """Add attention, then the feed-forward network, to the residual stream.
-
-        Not checkpointed where forward is run ``again``, for a backward that follows at once.
-        """
-        checkpointing = "none" if again else self.activation_checkpointing
+        """Add attention, then the feed-forward network, to the residual stream."""
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
-        if checkpointing == "full":
-            return _again_in_backward(self._both, hidden, turns, metadata, attend, checkpointing)
-        return self._both(hidden, turns, metadata, attend, checkpointing)
+        if self.activation_checkpointing == "full":
+            return _again_in_backward(self._both, hidden, turns, metadata, attend)
+        return self._both(hidden, turns, metadata, attend)
 
     def _both(
-        self,
-        hidden: Tensor,
-        turns: Tensor,
-        metadata: AttentionMetadata,
-        attend: Attend,
-        checkpointing: ActivationCheckpointing,
+        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
     ) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), turns, metadata, attend)
-        if checkpointing == "selective":
+        if self.activation_checkpointing == "selective":
             return _again_in_backward(self._feed_forward, hidden)
         return self._feed_forward(hidden)
 
@@ -314,9 +309,10 @@ class Attention(nn.Module):
         def queries() -> Tensor:
             return rotate(self._heads(hidden, local(self.wq)), turns)
 
-        out = attend(queries, k, v, metadata)
-        change = F.linear(out.flatten(-2), local(self.wo))
-        metadata.read_ahead(change)
+        def project(out: Tensor) -> Tensor:
+            return F.linear(out.flatten(-2), local(self.wo))
+
+        change = attend(queries, k, v, metadata, project)
         return scatter_rows(change, self.tensor_group)
 
     def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:

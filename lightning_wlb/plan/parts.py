@@ -80,18 +80,13 @@ class ReplicaPlan:
         slices: the common refinement of every cut, forward and backward.
         forward: micro-batches in the order in which their forward runs.
         backward: micro-batches in the order in which their backward runs. Unless the plan is
-            asymmetric these are the same groups, see :func:`symmetric_backward`.
-        recompute: whether every backward micro-batch runs the forward of its slices again, from
-            the inputs of its stage that forward has kept. Backward may then group the slices
-            freely. If not, an asymmetric plan runs in units (``planning.units``). The layout of a
-            backward micro-batch follows from those of forward: its ``sharding`` and ``rows`` are
-            not read.
+            asymmetric these are the same groups, see :func:`symmetric_backward`. An asymmetric
+            plan runs in units (``planning.units``).
     """
 
     slices: tuple[Slice, ...]
     forward: tuple[MicroBatch, ...]
     backward: tuple[MicroBatch, ...]
-    recompute: bool = False
 
     @property
     def tokens(self) -> int:

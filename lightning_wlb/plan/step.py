@@ -80,7 +80,6 @@ class StepPlan:
                 slices=tuple(Slice(*piece) for piece in replica["slices"]),
                 forward=_groups_from_json(replica["forward"]),
                 backward=_groups_from_json(replica["backward"]),
-                recompute=replica["recompute"],
             )
             for replica in fields["replicas"]
         )
@@ -99,8 +98,6 @@ class StepPlan:
             f" delay mean {self.delay:.2f} max {self.max_delay}"
         ]
         for number, replica in enumerate(self.replicas):
-            if replica.recompute:
-                lines.append(f"  replica {number} recomputes its forward in backward")
             for pass_name, groups in (("forward", replica.forward), ("backward", replica.backward)):
                 if pass_name == "backward" and groups == symmetric_backward(
                     replica.slices, replica.forward

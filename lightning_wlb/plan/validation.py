@@ -112,8 +112,6 @@ def _check_groups(
     where = f"step {plan.step}, replica {number}, {pass_name}"
     seen: dict[int, int] = {}
     for index, group in enumerate(groups):
-        if replica.recompute and not group.slices:
-            raise ValueError(f"{where}: micro-batch {index} is empty, with nothing to recompute.")
         for position in group.slices:
             if not 0 <= position < len(replica.slices):
                 raise ValueError(
@@ -203,9 +201,4 @@ def _check_merged(plan: StepPlan) -> None:
                         raise ValueError(
                             f"step {plan.step}: replica {number} shares a {pass_name} micro-batch"
                             f" with replicas {members}, but replica {other} does not list it."
-                        )
-                    if peer.recompute != replica.recompute:
-                        raise ValueError(
-                            f"step {plan.step}: replicas {number} and {other} share micro-batches,"
-                            " but one recomputes its forward in backward and one does not."
                         )

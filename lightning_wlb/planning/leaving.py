@@ -7,9 +7,6 @@
   proves its arrival (:mod:`~lightning_wlb.schedule.receipts`). What a forward sends on is held
   until its backward anyway.
 
-Where a plan recomputes, forwards leave what they keep (the inputs of their stage, and keys) to the
-last backward that needs any of it, and what they send on until its arrival is proven.
-
 Cost: about 2 µs per action, and the square of the slices of a piece.
 """
 
@@ -19,8 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.planning.units import last_uses
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, RECOMPUTED, Action, target_of
+from lightning_wlb.schedule.actions import BACKWARD, Action, target_of
 from lightning_wlb.schedule.packflow import backward_order
 from lightning_wlb.schedule.receipts import receipts
 
@@ -48,63 +44,18 @@ def freed_bytes(
             size = key_gradients(stage, micro_batch)
             freed[Action(stage, BACKWARD, order[reader])] -= size
             freed[Action(stage, BACKWARD, micro_batch)] += size
-    _add_messages(
-        freed,
-        programs,
-        stages,
-        lambda action: 0 if action.kind == FORWARD else boundary(action.micro_batch),
-    )
-    return freed
-
-
-def freed_bytes_recomputed(
-    programs: Sequence[Sequence[Action]],
-    replica: ReplicaPlan,
-    stages: int,
-    kept: Callable[[int, int], int],
-    key_gradients: Callable[[int, int], int],
-    sent: Callable[[Action], int],
-) -> Mapping[Action, int]:
-    """As :func:`freed_bytes`, of a replica that recomputes.
-
-    Args:
-        programs: of the replica's ranks.
-        replica: as it is executed (``planning.units``).
-        stages: of all ranks.
-        kept: of (stage, forward micro-batch), bytes that it keeps.
-        key_gradients: of (stage, forward micro-batch), bytes of the gradients of its keys.
-        sent: bytes that an action sends to the neighbouring stage.
-    """
-    freed: defaultdict[Action, int] = defaultdict(int)
-    readers = first_readers(replica)
-    for number, forwards in enumerate(last_uses(replica)):
-        for stage in range(stages):
-            for forward in forwards:
-                freed[Action(stage, RECOMPUTED, number)] += kept(stage, forward)
-                if forward in readers:
-                    size = key_gradients(stage, forward)
-                    freed[Action(stage, RECOMPUTED, number)] += size
-                    freed[Action(stage, RECOMPUTED, readers[forward])] -= size
-    _add_messages(freed, programs, stages, sent)
-    return freed
-
-
-def _add_messages(
-    freed: defaultdict[Action, int],
-    programs: Sequence[Sequence[Action]],
-    stages: int,
-    sent: Callable[[Action], int],
-) -> None:
-    """What is sent to another rank is held until its arrival is proven."""
     ranks = len(programs)
     by_rank = dict(enumerate(programs))
     for rank, program in enumerate(programs):
         for action in program:
             target = target_of(action, stages)
-            if target is not None and target.stage % ranks != rank:
-                freed[action] -= sent(action)
+            if action.kind == BACKWARD and target is not None and target.stage % ranks != rank:
+                freed[action] -= boundary(action.micro_batch)
         for receiver, sends in receipts(by_rank, rank, ranks, stages).items():
-            freed[receiver] += sum(map(sent, sends))
+            freed[receiver] += sum(
+                boundary(sent.micro_batch) for sent in sends if sent.kind == BACKWARD
+            )
+    return freed
 
 
 def first_readers(replica: ReplicaPlan) -> dict[int, int]:

@@ -19,9 +19,8 @@ axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -42,15 +41,12 @@ from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning.micro_batch_cost import micro_batch_cost
 from lightning_wlb.planning.prediction import MicroBatchCost, StepPrediction
 from lightning_wlb.planning.step_memory import StepMemory
-from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, units
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, RECOMPUTED, Action
+from lightning_wlb.planning.units import units
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.registry import make_programs
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
-
-FORWARD_PASS, BACKWARD_PASS = 0, 1
-"""Index of a pass in a pair of figures."""
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -87,15 +83,13 @@ class SimulatedReplicas(NamedTuple):
 
     Attributes:
         costs: of each replica's micro-batches.
-        again: of each replica's backward micro-batches that run forward again.
-        times: forward and backward, in ns, by stage, replica and number of micro-batch in its pass.
+        durations: for each replica, how long each action computes, in ns.
         programs: of each replica's ranks.
         simulations: one for each replica.
     """
 
     costs: list[list[MicroBatchCost]]
-    again: list[list[MicroBatchCost]]
-    times: list[list[list[tuple[int, int]]]]
+    durations: list[dict[Action, int]]
     programs: list[list[list[Action]]]
     simulations: list[Simulation]
 
@@ -167,7 +161,7 @@ class Predictor:
     def step_memory(self) -> StepMemory:
         """What the passes of a step hold."""
         parts = tuple(self.parts(stage) for stage in range(len(self.stages)))
-        return StepMemory(self.memory, self._again.memory, parts, self.rank_parts)
+        return StepMemory(self.memory, parts, self.rank_parts)
 
     @cached_property
     def synchronisation_ns(self) -> int:
@@ -262,12 +256,11 @@ class Predictor:
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
             )
         step = self.simulate(plan.replicas)
-        most = max(map(len, step.times[0]), default=0)
+        most = max(map(len, step.costs), default=0)
         work = np.zeros((len(step.costs), most), dtype=np.int64)
-        for stage in step.times:
-            for number, of_replica in enumerate(stage):
-                for index, times in enumerate(of_replica):
-                    work[number, index] += sum(times)
+        for number, durations in enumerate(step.durations):
+            for action, duration in durations.items():
+                work[number, action.micro_batch] += duration
         return StepPrediction(
             plan=plan,
             simulations=tuple(step.simulations),
@@ -283,9 +276,9 @@ class Predictor:
         """Of the fullest rank of some replicas, state included."""
         return max(
             (
-                self.step_memory.peak(program, held, costs, again)
-                for programs, simulation, costs, again in zip(
-                    step.programs, step.simulations, step.costs, step.again, strict=True
+                self.step_memory.peak(program, held, costs)
+                for programs, simulation, costs in zip(
+                    step.programs, step.simulations, step.costs, strict=True
                 )
                 for program, held in zip(programs, simulation.held_bytes, strict=True)
             ),
@@ -297,58 +290,40 @@ class Predictor:
         mesh = self.latency.mesh
         replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         costs = [self._costs(replica) for replica in replicas]
-        again = [self._costs_again(replica) for replica in replicas]
-        both = list(zip(costs, again, strict=True))
-        times = [
-            [self._times(stage, *of_replica) for of_replica in both]
-            for stage in range(len(self.stages))
-        ]
+        durations = [self._durations(of_replica) for of_replica in costs]
         programs = self._programs_of(replicas)
-        saved = [
-            [self.step_memory.saved(stage, *of_replica) for of_replica in both]
-            for stage in range(len(self.stages))
-        ]
         freed = [
-            self.step_memory.freed(of_replica, replica, *each)
-            for of_replica, replica, each in zip(programs, replicas, both, strict=True)
+            self.step_memory.freed(of_replica, replica, each)
+            for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
         ]
 
         def transfer(replica: int, action: Action) -> int:
             source = action.stage - 1 if action.kind == FORWARD else action.stage
-            own = again if action.kind == RECOMPUTED else costs
-            return self.latency.pipeline_ns(own[replica][action.micro_batch].rows, source)
+            return self.latency.pipeline_ns(costs[replica][action.micro_batch].rows, source)
 
         simulations = simulate_replicas(
             programs,
-            lambda replica, action: times[action.stage][replica][action.micro_batch][
-                action.kind != FORWARD
-            ],
+            lambda replica, action: durations[replica][action],
             transfer,
-            opened_bytes=lambda replica, action: saved[action.stage][replica][action.micro_batch][
-                action.kind != FORWARD
-            ],
+            opened_bytes=lambda replica, action: self.step_memory.saved(
+                action.stage, costs[replica][action.micro_batch]
+            ),
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
-            constant_bytes=self.step_memory.constant(self.state_bytes, both),
+            constant_bytes=self.step_memory.constant(self.state_bytes, costs),
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
-        return SimulatedReplicas(costs, again, times, programs, simulations)
+        return SimulatedReplicas(costs, durations, programs, simulations)
 
-    @cached_property
-    def _again(self) -> Predictor:
-        """Predicts backwards that run forward again: they need no other checkpointing."""
-        return replace(self, latency=replace(self.latency, activation_checkpointing="none"))
-
-    def _times(
-        self, stage: int, costs: Sequence[MicroBatchCost], again: Sequence[MicroBatchCost]
-    ) -> list[tuple[int, int]]:
-        """Forward and backward by number; in a plan that recomputes, of unlike micro-batches."""
-        both = [self.action_ns(stage, cost) for cost in costs]
-        if not again:
-            return both
-        forward = [first for first, _ in both]
-        backward = [sum(self._again.action_ns(stage, cost)) for cost in again]
-        return list(zip_longest(forward, backward, fillvalue=0))
+    def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
+        """How long each action of a replica computes, from the costs of its micro-batches."""
+        durations = {}
+        for stage in range(len(self.stages)):
+            for number, cost in enumerate(costs):
+                forward, backward = self.action_ns(stage, cost)
+                durations[Action(stage, FORWARD, number)] = forward
+                durations[Action(stage, BACKWARD, number)] = backward
+        return durations
 
     def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
         last = {
@@ -364,24 +339,6 @@ class Predictor:
                 kept=any(last[part.document, part.origin] > at for part in parts),
             )
             for at, group in enumerate(replica.forward)
-        ]
-
-    def _costs_again(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        """Of backward micro-batches that run forward again; none where the plan does not."""
-        if not replica.recompute:
-            return []
-        mesh = self.latency.mesh
-        layouts = [
-            forward_layout(replica, group, mesh.context, mesh.tensor) for group in replica.forward
-        ]
-        return [
-            micro_batch_cost(
-                self._again.latency,
-                replica.slices_of(group),
-                backward_layout(layouts, parts, mesh.tensor),
-                replicas=len(group.replicas),
-            )
-            for group, parts in zip(replica.backward, forward_parts(replica), strict=True)
         ]
 
     def _programs(self, micro_batches: int) -> list[list[Action]]:

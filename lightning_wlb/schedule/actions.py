@@ -1,8 +1,6 @@
 """Actions: what a pipeline rank does, as data that prints, parses and validates.
 
-An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` its backward.
-``2R0`` is the backward of *backward* micro-batch 0, which runs the forward of its slices again
-first: backward micro-batches are then others than forward ones, and have numbers of their own. A
+An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` its backward. A
 *program* is the list of actions of one rank, a *schedule* the programs of all ranks of one
 pipeline. Stages are numbered over the whole pipeline; stage s lives on rank s % ranks. Sends and
 receives are not written down: every forward but the first stage's begins with a receive from the
@@ -28,15 +26,14 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 FORWARD: Literal["F"] = "F"
 BACKWARD: Literal["B"] = "B"
-RECOMPUTED: Literal["R"] = "R"
 
-Kind = Literal["F", "B", "R"]
+Kind = Literal["F", "B"]
 
-_PATTERN = re.compile(r"(\d+)([FBR])(\d+)")
+_PATTERN = re.compile(r"(\d+)([FB])(\d+)")
 
 
 class Action(NamedTuple):
@@ -59,7 +56,7 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action; write a stage, F, B or R, and a micro-batch: '2F0'."
+                f"{text!r} is not an action; write a stage, F or B, and a micro-batch: '2F0'."
             )
         stage, kind, micro_batch = match.groups()
         return Action(int(stage), cast(Kind, kind), int(micro_batch))
@@ -78,7 +75,7 @@ def parse_program(text: str) -> list[Action]:
 class Channel(NamedTuple):
     """A communicator: which messages share a queue on each rank."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
     closes_ring: bool
 
 
@@ -86,7 +83,7 @@ def source_of(action: Action, stages: int) -> Action | None:
     """The action whose message ``action`` needs, None where it needs none.
 
     A forward needs that of the stage before, a backward that of the stage after; the last stage's
-    backward needs only the forwards on its own rank.
+    backward needs only the forward on its own rank.
 
     Args:
         action: any action.
@@ -120,10 +117,7 @@ def channel_of(action: Action, ranks: int) -> Channel:
 
 
 def check_schedule(
-    programs: Sequence[Sequence[Action]],
-    micro_batches: int,
-    stages_per_rank: int = 1,
-    recomputed: Sequence[int] | None = None,
+    programs: Sequence[Sequence[Action]], micro_batches: int, stages_per_rank: int = 1
 ) -> None:
     """Prove that every rank's program is complete and that together they cannot deadlock.
 
@@ -131,14 +125,12 @@ def check_schedule(
         programs: one program per pipeline rank; rank r of P owns stages r, r + P, r + 2P, ...
         micro_batches: how many micro-batches pass through the pipeline.
         stages_per_rank: how many stages each rank owns.
-        recomputed: where backward micro-batches run the forward of their slices again, for each of
-            them the forwards that it needs on its stage. None: they are those of forward.
 
     Raises:
         ValueError: naming the missing, doubled or misplaced action, or every rank's first action
             that can never run and the message that it waits for.
     """
-    check_replicas([programs], [micro_batches], stages_per_rank, recomputed=[recomputed])
+    check_replicas([programs], [micro_batches], stages_per_rank)
 
 
 def check_replicas(
@@ -146,7 +138,6 @@ def check_replicas(
     micro_batches: Sequence[int],
     stages_per_rank: int = 1,
     shared: Callable[[int, Action], Hashable] | None = None,
-    recomputed: Sequence[Sequence[int] | None] | None = None,
 ) -> None:
     """Prove that the programs of several replicas are complete and that they cannot deadlock.
 
@@ -156,7 +147,6 @@ def check_replicas(
         stages_per_rank: how many stages each rank owns.
         shared: of (replica, action), what the action is called on all replicas that run it
             together; None for an action of one replica.
-        recomputed: of each replica, see :func:`check_schedule`.
 
     Raises:
         ValueError: as :func:`check_schedule`; ranks are numbered replica by replica.
@@ -169,10 +159,7 @@ def check_replicas(
         first = len(steps)
         for rank, program in enumerate(of_replica):
             own_stages = range(rank, stages, ranks)
-            again = None if recomputed is None else recomputed[replica]
-            _check_complete(
-                first + rank, program, own_stages, stages, micro_batches[replica], again
-            )
+            _check_complete(first + rank, program, own_stages, stages, micro_batches[replica])
             own: list[_Step] = []
             for action in program:
                 receive, send = _transfers(action, first, ranks, stages)
@@ -192,15 +179,12 @@ def _check_complete(
     own_stages: range,
     stages: int,
     micro_batches: int,
-    recomputed: Sequence[int] | None,
 ) -> None:
-    passes: list[tuple[Kind, int]] = [(FORWARD, micro_batches)]
-    passes += [(BACKWARD, micro_batches) if recomputed is None else (RECOMPUTED, len(recomputed))]
     wanted = {
         Action(stage, kind, number)
         for stage in own_stages
-        for kind, count in passes
-        for number in range(count)
+        for kind in get_args(Kind)
+        for number in range(micro_batches)
     }
     seen: set[Action] = set()
     for action in program:
@@ -209,10 +193,6 @@ def _check_complete(
             raise ValueError(f"rank {rank}: action {action} {problem}.")
         if action.kind == BACKWARD and action._replace(kind=FORWARD) not in seen:
             raise ValueError(f"rank {rank}: {action} comes before its forward.")
-        if action.kind == RECOMPUTED and recomputed is not None:
-            for number in range(recomputed[action.micro_batch]):
-                if (forward := Action(action.stage, FORWARD, number)) not in seen:
-                    raise ValueError(f"rank {rank}: {action} comes before {forward}.")
         source = source_of(action, stages)
         if source in wanted and source not in seen:
             raise ValueError(f"rank {rank}: {action} comes before {source}, whose output it needs.")

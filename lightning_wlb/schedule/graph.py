@@ -2,8 +2,7 @@
 
 An action waits for the one before it in its rank's program and for the one whose message it needs:
 a forward for the stage before, a backward for the stage after, the last stage's backward for its
-own forward. (A recomputed backward has none of its own; the forwards that it needs come before it
-on its rank.) Programs are arbitrary lists; a topological order of their actions exists if and only
+own forward. Programs are arbitrary lists; a topological order of their actions exists if and only
 if they do not deadlock when sends are buffered. (:func:`~lightning_wlb.schedule.actions
 .check_schedule` proves more: that they need no buffers.) Linear in the number of actions, under
 1 µs each in plain Python.
@@ -16,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NoReturn
 
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, RECOMPUTED, Action
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 
 Programs = Sequence[Sequence[Action]]
 """One program for each rank of a pipeline."""
@@ -43,7 +42,6 @@ class Graph:
             a rank; one run after the other is a topological order.
         received: numbers of the actions whose message comes from another rank.
         forwards: numbers of the forwards.
-        recomputed: numbers of the backwards that run forward again.
         frees: by number, the forward whose bytes are free when the action has ended.
     """
 
@@ -62,7 +60,6 @@ class Graph:
         self.needed: list[int] = []
         self.frees = [NONE] * len(self.actions)
         self.forwards: list[int] = []
-        self.recomputed: list[int] = []
         find = numbers.get
         for number, (stage, kind, micro_batch) in enumerate(self.actions):
             if kind == FORWARD:
@@ -70,11 +67,6 @@ class Graph:
                 source = find((stage - 1, FORWARD, micro_batch), NONE)
                 if source == NONE and stage > 0:
                     self._miss(number, Action(stage - 1, FORWARD, micro_batch))
-            elif kind == RECOMPUTED:
-                self.recomputed.append(number)
-                source = find((stage + 1, RECOMPUTED, micro_batch), NONE)
-                if source == NONE and stage < last:
-                    self._miss(number, Action(stage + 1, RECOMPUTED, micro_batch))
             else:
                 own = find((stage, FORWARD, micro_batch), NONE)
                 if own == NONE:
@@ -86,8 +78,7 @@ class Graph:
             self.needed.append(source)
         kept = set(self.frees)
         for number in self.forwards:
-            # Those of a rank with recomputed backwards are freed as its caller says.
-            if number not in kept and not self.recomputed:
+            if number not in kept:
                 self.frees[number] = number
         self.runs = self._sort()
         rank_of = [rank for rank, own in enumerate(self.ranks) for _ in own]

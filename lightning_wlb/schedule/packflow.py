@@ -15,9 +15,6 @@ V times, as in interleaved 1F1B. Here n_i counts a rank's stage passes; every ra
 its first backward on, after a warm-up long enough for the most demanding backward, and rank p runs
 2·(P - 1 - p) passes more ahead. Without slices the order is that of interleaved 1F1B.
 
-Where backward micro-batches run the forward of their slices again (``ReplicaPlan.recompute``), they
-are others than the forward ones and may be more or fewer; what each needs is counted the same way.
-
 Neither proves itself free of deadlock: :func:`~lightning_wlb.schedule.actions.check_schedule`
 does, over all ranks. Linear in the number of actions. Open micro-batches per stage: up to
 max(n_j - j) + P - 1 - p, so a chain as long as the step opens all of it, as GPipe does.
@@ -29,7 +26,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, RECOMPUTED, Action
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.interleaved import groups_of
 
 
@@ -39,7 +36,6 @@ def packflow(
     backward: Sequence[int],
     needs: Sequence[int],
     stages_per_rank: int = 1,
-    recomputed: int | None = None,
 ) -> list[Action]:
     """The program of one rank; stage numbers count over all ranks.
 
@@ -51,47 +47,38 @@ def packflow(
         needs: for each backward, in the same order, how many forwards must have run on the last
             stage before it. What an earlier backward needs, a later one needs not repeat.
         stages_per_rank: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...
-        recomputed: forward micro-batches, if the backward ones are others and run the forward of
-            their slices again. None: as many as backward ones, and each needs its own.
 
     Raises:
         ValueError: if ``backward`` is no order of 0 ... M - 1, or a backward needs more forwards
             than there are or does not need its own.
     """
-    count, kind = len(backward), BACKWARD if recomputed is None else RECOMPUTED
-    total = count if recomputed is None else recomputed
+    count = len(backward)
     if sorted(backward) != list(range(count)) or len(needs) != count:
         raise ValueError(
             f"backward={list(backward)} with {len(needs)} needs: it must name each of the"
             f" {count} micro-batches once, and each needs a number of forwards."
         )
     for micro_batch, need in zip(backward, needs, strict=True):
-        least = micro_batch + 1 if recomputed is None else 1
-        if not least <= need <= total:
+        if not micro_batch < need <= count:
             raise ValueError(
                 f"the backward of micro-batch {micro_batch} needs {need} forwards; it needs its"
-                f" own, so at least {least}, and there are {total}."
+                f" own, so at least {micro_batch + 1}, and there are {count}."
             )
     stages = range(rank, rank + stages_per_rank * ranks, ranks)
+    groups = groups_of(count, ranks)
     forwards = [
-        Action(stage, FORWARD, index)
-        for group in groups_of(total, ranks)
-        for stage in stages
-        for index in group
+        Action(stage, FORWARD, index) for group in groups for stage in stages for index in group
     ]
     last = {
         action.micro_batch: at + 1
         for at, action in enumerate(forwards)
         if action.stage == stages[-1]
     }
-    if recomputed is not None and needs:
-        # Forwards that no backward needs run too, before ranks come out of step.
-        needs = [*needs[:-1], total]
     backwards: list[Action] = []
     passes: list[int] = []
-    for group in groups_of(count, ranks):
+    for group in groups:
         for stage in reversed(stages):
-            backwards += [Action(stage, kind, backward[index]) for index in group]
+            backwards += [Action(stage, BACKWARD, backward[index]) for index in group]
             passes += [last[needs[index] - 1] for index in group]
     ahead = ranks - 1 - rank
     planned = planned_warm_up(passes)
@@ -130,11 +117,10 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
 
     Returns:
         ``backward`` and ``needs`` of :func:`packflow`; for a plan without slices 0, 1, 2, ... and
-        1, 2, 3, ... Of a plan that recomputes, ``backward`` numbers the backward micro-batches.
+        1, 2, 3, ...
 
     Raises:
-        ValueError: if a backward micro-batch groups the slices otherwise than every forward one,
-            and the plan does not recompute.
+        ValueError: if a backward micro-batch groups the slices otherwise than every forward one.
     """
     places: dict[tuple[int, ...], list[int]] = {}
     last_of_piece: dict[tuple[int, int], int] = {}
@@ -145,12 +131,12 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
     backward: list[int] = []
     needs: list[int] = []
     for number, group in enumerate(replica.backward):
-        same = [number] if replica.recompute else places.get(tuple(sorted(group.slices)))
+        same = places.get(tuple(sorted(group.slices)))
         if not same:
             raise ValueError(
                 f"backward micro-batch {number} groups slices that no forward micro-batch groups"
                 " so: the plan is asymmetric, and one schedule of whole micro-batches cannot run"
-                " it unless it recomputes."
+                " it."
             )
         backward.append(same.pop(0))
         last = (last_of_piece[piece.document, piece.origin] for piece in replica.slices_of(group))

@@ -1,8 +1,8 @@
 """From a step's plan to the programs that run it, and where replicas meet in them.
 
 A replica without slices runs the schedule that was asked for. Slices need PackFlow, which takes
-its place where it is a 1F1B; so do backwards that run forward again, and a replica that shares
-micro-batches (DP-Merge) with others that have slices, or they would meet in different orders.
+its place where it is a 1F1B; so does a replica that shares micro-batches (DP-Merge) with others
+that have slices, or they would meet in different orders.
 
 Cost: linear in actions; for shared micro-batches in those of all replicas.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.schedule.actions import RECOMPUTED, Action
+from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.packflow import backward_order, backward_orders, packflow
 from lightning_wlb.schedule.registry import make_program
 
@@ -38,8 +38,8 @@ def program_of(
         number: of the rank's replica.
 
     Raises:
-        ValueError: for sliced pieces or recomputation with a schedule that is no 1F1B, or shared
-            micro-batches with virtual stages; and as
+        ValueError: for sliced pieces with a schedule that is no 1F1B, or shared micro-batches with
+            virtual stages; and as
             :func:`~lightning_wlb.schedule.registry.make_program`.
     """
     replica = replicas[number]
@@ -52,17 +52,16 @@ def program_of(
             " merge replicas."
         )
     sliced = replicas if merged else [replica]
-    if not any(each.recompute or part.context for each in sliced for part in each.slices):
+    if not any(part.context for each in sliced for part in each.slices):
         return make_program(schedule, rank, ranks, len(replica.forward), stages_per_rank)
     if schedule not in SLICING_SCHEDULES:
         raise ValueError(
-            f"the plan slices pieces over micro-batches or recomputes, which schedule={schedule!r}"
-            " does not run: their backward has another order. Use schedule='1f1b' or"
-            " 'interleaved', or a packing that keeps pieces whole."
+            f"the plan slices pieces over micro-batches, which schedule={schedule!r} does not run:"
+            " their backward has another order. Use schedule='1f1b' or 'interleaved', or a packing"
+            " that keeps pieces whole."
         )
     order = backward_orders(replicas)[number] if merged else backward_order(replica)
-    recomputed = len(replica.forward) if replica.recompute else None
-    return packflow(rank, ranks, *order, stages_per_rank, recomputed)
+    return packflow(rank, ranks, *order, stages_per_rank)
 
 
 def meetings_of(replicas: Sequence[ReplicaPlan]) -> Callable[[int, Action], Hashable] | None:
@@ -75,9 +74,7 @@ def meetings_of(replicas: Sequence[ReplicaPlan]) -> Callable[[int, Action], Hash
         return None
 
     def name(replica: int, action: Action) -> Hashable:
-        plan = replicas[replica]
-        groups = plan.backward if action.kind == RECOMPUTED else plan.forward
-        members = groups[action.micro_batch].replicas
+        members = replicas[replica].forward[action.micro_batch].replicas
         return None if len(members) == 1 else (members, action)
 
     return name

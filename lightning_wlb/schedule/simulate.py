@@ -15,9 +15,9 @@ not occupy the rank's compute; a send needs no partner that is ready (no rendezv
 slow each other down.
 
 Memory: a forward opens bytes when it begins, its backward frees them when it ends; a forward
-without a backward in its program (an evaluation) frees its own. A backward that runs forward again
-opens bytes too, and frees these. Besides, an action may leave bytes that another one frees
-(gradients of an earlier slice's keys, messages on their way). A constant per rank is added.
+without a backward in its program (an evaluation) frees its own. Besides, an action may leave bytes
+that another one frees (gradients of an earlier slice's keys, messages on their way). A constant per
+rank is added.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def simulate(
         duration: how long an action computes, in ns.
         transfer: how long the message that an action needs travels, in ns; asked only for actions
             whose message comes from another rank. None: no time.
-        opened_bytes: what a forward opens until its backward has run, or a backward that runs
-            forward again opens while it runs; asked only for these. None: nothing.
+        opened_bytes: what a forward opens until its backward has run; asked only for forwards.
+            None: nothing.
         freed_bytes: what an action frees of what others have left, less what it leaves to others:
             a forward when it begins, a backward when it has run. None: nothing.
         constant_bytes: what each rank holds all along. None: nothing.
@@ -259,11 +259,8 @@ def _run(
     if transfer is not None:
         transfers = _integers("transfer", transfer, graph, graph.received)
     if opened_bytes is not None:
-        opening = [*graph.forwards, *graph.recomputed]
-        opened = _integers("opened_bytes", opened_bytes, graph, opening)
+        opened = _integers("opened_bytes", opened_bytes, graph, graph.forwards)
     freed = [0 if forward == NONE else opened[forward] for forward in graph.frees]
-    for number in graph.recomputed:
-        freed[number] += opened[number]
     if freed_bytes is not None:
         for number, action in enumerate(graph.actions):
             size = as_integer(freed_bytes(action))

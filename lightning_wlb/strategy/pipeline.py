@@ -32,7 +32,6 @@ class Pipeline:
         hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
         dtype: of boundary tensors.
         device: of boundary tensors.
-        tensor_group: this rank's tensor-parallel group, where there is more than one rank.
     """
 
     at: Rank
@@ -42,12 +41,6 @@ class Pipeline:
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
-    tensor_group: dist.ProcessGroup | None = None
-
-    @property
-    def tensor_rank(self) -> int:
-        """The rank's place in its tensor-parallel group."""
-        return 0 if self.tensor_group is None else dist.get_rank(self.tensor_group)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -12,18 +12,18 @@ precision       parameters (rest) compute       gradients   reduction
 Gradients of all micro-batches accumulate in the reduction dtype: in bfloat16, hundreds of
 micro-batches would lose most of a small one's gradient. ``bf16-true`` initialises in float32
 and then casts. fp16 needs loss scaling, which a plan of many backwards in one step does not have.
+On CPU Lightning itself turns ``16-mixed`` into ``bf16-mixed``, and says so, before a strategy sees
+it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
@@ -36,25 +36,6 @@ _DTYPES = {
     "bf16-true": (torch.float32, torch.bfloat16, torch.bfloat16),
     "bf16-mixed": (torch.float32, torch.float32, torch.bfloat16),
 }
-
-
-def asked_precision(given: str) -> str:
-    """The precision that the Trainer under construction was asked for, where it gives another.
-
-    On CPU, Lightning turns ``16-mixed`` into ``bf16-mixed`` before a strategy sees it and keeps
-    the request nowhere but in the arguments of its own constructor, so they are read there.
-
-    Args:
-        given: precision of the plugin that the Trainer made.
-    """
-    frame = sys._getframe() if given == "bf16-mixed" else None
-    while frame is not None:
-        here = frame.f_locals
-        half = here.get("precision") in (16, "16", "16-mixed")
-        if half and isinstance(here.get("self"), _AcceleratorConnector):
-            return "16-mixed"
-        frame = frame.f_back
-    return given
 
 
 class WLBPrecision(Precision):

@@ -45,7 +45,7 @@ from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.pipeline import Pipeline
-from lightning_wlb.strategy.precision import WLBPrecision, asked_precision
+from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.processes import MeshStrategy
 from lightning_wlb.strategy.signals import EndOnSignal
 from lightning_wlb.strategy.tied import Tie, add_tied_gradients
@@ -127,7 +127,7 @@ class WLBStrategy(MeshStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # None must stay None: the Trainer takes a plugin that is here before it for the user's.
         if plugin is not None and not isinstance(plugin, WLBPrecision):
-            plugin = WLBPrecision(asked_precision(str(plugin.precision)))
+            plugin = WLBPrecision(str(plugin.precision))
         self._precision_plugin = plugin
 
     # Model and optimizers
@@ -210,7 +210,6 @@ class WLBStrategy(MeshStrategy):
                 hidden_size=shape.dim,
                 dtype=precision.compute_dtype,
                 device=self.root_device,
-                tensor_group=(self.device_mesh["tensor"].get_group() if mesh.tensor > 1 else None),
             ),
             self.communicators.merged,
         )

@@ -9,65 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.attention import context_parallel
-from lightning_wlb.attention.context_parallel import (
-    context_parallel_attention,
-    gather_rows,
-    scatter_rows,
-)
+from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.sharding import layout, rank_indices
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from tests.attention.support import as_it_is
 from tests.ranks import run_ranks
-
-
-def exchange(rank: int) -> dict[str, list[float]]:
-    """gather_rows and scatter_rows forward and backward, on values that tell ranks apart."""
-    group = dist.group.WORLD
-    x = torch.tensor([10.0 * rank, 10.0 * rank + 1], dtype=torch.float64, requires_grad=True)
-    gathered = gather_rows(x, group)
-    # Rank r weighs gathered row i by (r + 1) · (i + 1), so the gradient of row i is 6 · (i + 1).
-    weights = (rank + 1) * torch.arange(1.0, 7.0, dtype=torch.float64)
-    (gather_gradient,) = torch.autograd.grad(gathered, x, weights)
-
-    y = ((rank + 1) * torch.arange(6.0, dtype=torch.float64)).requires_grad_()
-    scattered = scatter_rows(y, group)
-    (scatter_gradient,) = torch.autograd.grad(
-        scattered, y, torch.tensor([rank, rank + 0.5], dtype=torch.float64)
-    )
-
-    # In bfloat16 256 + 1 is 256; summed in float32 it is 258, which bfloat16 can hold.
-    half = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    share = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank]
-    (half_gradient,) = torch.autograd.grad(gather_rows(half, group), half, share.repeat(3))
-    half_sum = scatter_rows(share.repeat(3), group)
-    assert half_gradient.dtype == half_sum.dtype == torch.bfloat16
-
-    empty = torch.empty(0, 3, requires_grad=True)
-    assert gather_rows(empty, group).shape == scatter_rows(empty, group).shape == (0, 3)
-    with pytest.raises(ValueError, match="4 rows cannot be scattered over 3 ranks"):
-        scatter_rows(torch.zeros(4), group)
-    return {
-        "gathered": gathered.tolist(),
-        "gather_gradient": gather_gradient.tolist(),
-        "scattered": scattered.tolist(),
-        "scatter_gradient": scatter_gradient.tolist(),
-        "half": [*half_gradient.tolist(), *half_sum.tolist()],
-    }
-
-
-def test_gather_and_scatter_rows() -> None:
-    ranks = run_ranks(exchange, 3)
-    for rank, got in enumerate(ranks):
-        assert got["gathered"] == [0, 1, 10, 11, 20, 21]
-        assert got["gather_gradient"] == [6 * (2 * rank + 1), 6 * (2 * rank + 2)]
-        assert got["scattered"] == [6 * 2 * rank, 6 * (2 * rank + 1)]
-        assert got["scatter_gradient"] == [0, 0.5, 1, 1.5, 2, 2.5]
-        assert got["half"] == [258, 258]
-
-
-def test_without_a_group_gather_and_scatter_are_the_identity() -> None:
-    x = torch.zeros(3, 2)
-    assert gather_rows(x, None) is x
-    assert scatter_rows(x, None) is x
 
 
 def key_gradient(rank: int) -> float:
@@ -85,7 +31,9 @@ def key_gradient(rank: int) -> float:
     q, k = torch.zeros(2, 1, 1, dtype=torch.bfloat16), torch.zeros(2, 1, 1, dtype=torch.bfloat16)
     v = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     attention = VarlenAttention("cpu")
-    out = context_parallel_attention(lambda: q, k, v, metadata, attention, dist.group.WORLD)
+    out = context_parallel_attention(
+        lambda: q, k, v, metadata, as_it_is, attention, dist.group.WORLD
+    )
     share = [[256.0, 1.0], [1.0, 0.0]][rank]
     (gradient,) = torch.autograd.grad(out, v, torch.tensor(share).reshape(2, 1, 1).bfloat16())
     return float(gradient[0])
@@ -112,7 +60,9 @@ def kept_keys(rank: int, recomputed: bool) -> list[bool]:
     events: list[str] = []
     attention.timer = Recorder(events)
     q, k, v = inputs
-    out = context_parallel_attention(lambda: q, k, v, metadata, attention, dist.group.WORLD)
+    out = context_parallel_attention(
+        lambda: q, k, v, metadata, as_it_is, attention, dist.group.WORLD
+    )
     kept = [not torch.UntypedStorage._expired(each) for each in storages]
     gather = context_parallel._all_gather
     context_parallel._all_gather = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
@@ -185,11 +135,10 @@ def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> 
             k,
             v,
             metadata,
+            lambda out: Project.apply(out, "output"),
             VarlenAttention("cpu"),
             dist.group.WORLD,
         )
-        out = Project.apply(out, "output")
-        metadata.read_ahead(out)
         events.append("|")
         out.sum().backward()
     return events
@@ -231,7 +180,7 @@ def mismatch(rank: int) -> None:
     )
     attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 2 rank\(s\).*made without context parallelism"):
-        context_parallel_attention(lambda: q, q, q, metadata, attention, dist.group.WORLD)
+        context_parallel_attention(lambda: q, q, q, metadata, as_it_is, attention, dist.group.WORLD)
 
 
 def test_metadata_of_another_mesh_is_refused() -> None:
@@ -241,10 +190,12 @@ def test_metadata_of_another_mesh_is_refused() -> None:
     metadata = AttentionMetadata.from_indices(rank_indices(made, 0), made.rows, 2)
     attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 1 rank\(s\).*made for context parallelism"):
-        context_parallel_attention(lambda: q, q, q, metadata, attention, None)
+        context_parallel_attention(lambda: q, q, q, metadata, as_it_is, attention, None)
     with pytest.raises(ValueError, match=r"k has 5 rows.*describes 4 rows"):
-        context_parallel_attention(lambda: q, q.repeat(5, 1, 1)[:5], q, metadata, attention, None)
+        context_parallel_attention(
+            lambda: q, q.repeat(5, 1, 1)[:5], q, metadata, as_it_is, attention, None
+        )
     alone = layout("per_document", [4], 1, 1)
     metadata = AttentionMetadata.from_indices(rank_indices(alone, 0), 4, 1)
     with pytest.raises(ValueError, match=r"q has 3 rows.*describes 4 rows"):
-        context_parallel_attention(lambda: q[:3], q, q, metadata, attention, None)
+        context_parallel_attention(lambda: q[:3], q, q, metadata, as_it_is, attention, None)

@@ -6,6 +6,7 @@ That outputs and gradients are right, on any mesh, is tested where whole steps a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -35,10 +36,9 @@ def metadata_of_slices(cuts: list[int]) -> list[AttentionMetadata]:
     every = []
     for number, made in enumerate(layouts):
         indices = replica.indices(number, 0)
+        slices = replace(SliceMetadata.from_indices(indices, number), cache=cache)
         metadata = AttentionMetadata.from_indices(indices.own, made.rows, 1)
-        metadata.slices = SliceMetadata.from_indices(indices, number)
-        metadata.slices.cache = cache
-        every.append(metadata.for_layer(0))
+        every.append(replace(metadata, slices=slices).for_layer(0))
     return every
 
 

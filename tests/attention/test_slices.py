@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.attention.sharding import SHARDINGS, layout, regrouped
+from lightning_wlb.attention.sharding import SHARDINGS
 from lightning_wlb.attention.slices import OWN, SlicedReplica
-from lightning_wlb.planning.units import backward_layout, forward_layout, forward_parts, last_uses
+from lightning_wlb.planning.units import layout_of
 from tests.strategy.random_plans import random_replica
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=4)
@@ -79,11 +77,9 @@ def check_keys(indices, arrangement, slices, held, window):
     st.none() | st.integers(1, 20),
 )
 @settings(max_examples=50)
-def test_keys_of_both_passes_where_backward_runs_forward_again(
-    lengths, draw, name, ranks, tensor, window
-):
-    replica = random_replica(draw, lengths, "recomputed", name)
-    layouts = [forward_layout(replica, each, ranks, tensor) for each in replica.forward]
+def test_every_segment_reads_the_keys_of_its_piece(lengths, draw, name, ranks, tensor, window):
+    replica = random_replica(draw, lengths, "symmetric", name)
+    layouts = [layout_of(replica, each, ranks, tensor) for each in replica.forward]
     members = [replica.slices_of(each) for each in replica.forward]
     held = [
         [tokens_on(each, slices, rank) for rank in range(ranks)]
@@ -95,48 +91,3 @@ def test_keys_of_both_passes_where_backward_runs_forward_again(
         check_keys(indices, each, members[number], held, window)
         # Only what has run before can be read.
         assert all(run.micro_batch < number for one in indices for run in one.runs)
-    for each, parts in zip(replica.backward, forward_parts(replica), strict=True):
-        arrangement = backward_layout(layouts, parts, tensor)
-        slices = replica.slices_of(each)
-        assert arrangement.rows % tensor == 0
-        check_keys(
-            [sliced.indices_again(arrangement, parts, rank) for rank in range(ranks)],
-            arrangement,
-            slices,
-            held,
-            window,
-        )
-        for rank in range(ranks):
-            rows = tokens_on(arrangement, slices, rank)
-            homes = sliced.homes(arrangement, parts, rank)
-            # Every row has one home, on the same rank, and it is the same token.
-            assert sorted(row for home in homes for row in home.here) == list(range(len(rows)))
-            for home in homes:
-                there = [held[home.micro_batch][rank][row] for row in home.there]
-                assert there == [rows[row] for row in home.here]
-
-
-def test_pieces_of_other_layouts_stay_on_their_ranks():
-    first, second = layout("per_document", [8, 4], 2, 1), layout("hybrid", [3, 6], 2, 1)
-    again = regrouped([(second, 0), (first, 0)], 4)
-    assert again.lengths == (3, 8)
-    assert again.rows == 8
-    for rank in range(2):
-        wanted = {(0, c.start, c.stop) for c in second.chunks[rank] if c.document == 0}
-        wanted |= {(1, c.start, c.stop) for c in first.chunks[rank] if c.document == 0}
-        assert set(again.chunks[rank]) == wanted
-    # What lies on several ranks comes first, as collectives expect.
-    assert again.shared == sum(c.stop - c.start for c in first.chunks[0] if c.document == 0)
-    assert np.diff(again.first).sum() == len(again.table)
-
-
-@pytest.mark.parametrize("kind", ["symmetric", "recomputed"])
-@given(lengths=LENGTHS, draw=st.randoms(use_true_random=False))
-@settings(max_examples=20)
-def test_every_forward_has_one_last_use(kind, lengths, draw):
-    replica = random_replica(draw, lengths, kind)
-    free = last_uses(replica)
-    assert sorted(number for each in free for number in each) == list(range(len(replica.forward)))
-    for at, parts in enumerate(forward_parts(replica)):
-        for micro_batch, _ in parts:
-            assert any(micro_batch in later for later in free[at:])

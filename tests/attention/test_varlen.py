@@ -1,5 +1,6 @@
 """Variable-length attention against the dense reference, its timer, and its answers to mistakes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,8 +194,7 @@ def test_timer_changes_no_number() -> None:
 
 
 def test_a_window_wider_than_the_batch_was_made_for_is_refused() -> None:
-    metadata = metadata_of([(3, 5)])
-    metadata.sliding_window = 3
+    metadata = replace(metadata_of([(3, 5)]), sliding_window=3)
     q, k = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8)
     for window in (None, 4):
         with pytest.raises(ValueError, match=f"window of 3 tokens.*sliding_window={window} reads"):
@@ -219,7 +219,10 @@ def test_mismatches_are_explained() -> None:
         attention(q.bfloat16(), k, k, metadata)
     with pytest.raises(ValueError, match=r"one device, not cpu.*meta"):
         attention(q, k, k, metadata.to("meta"))
-    metadata.cu_seqlens_q = torch.tensor([0, 3, 3], dtype=torch.int32)
-    metadata.cu_seqlens_k = torch.tensor([0, 4, 5], dtype=torch.int32)
+    metadata = replace(
+        metadata,
+        cu_seqlens_q=torch.tensor([0, 3, 3], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 4, 5], dtype=torch.int32),
+    )
     with pytest.raises(ValueError, match="segment with 0 queries and 1 keys"):
         attention(q, k, k, metadata)

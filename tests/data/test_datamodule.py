@@ -338,8 +338,7 @@ data:
         sequences: [[1, 2, 3], [4, 5], [6]]
     context_window: 4
     micro_batches: 1
-    packing: wlb
-    thresholds: [2, 3]
+    packing: {method: wlb, thresholds: [2, 3]}
     model_shape:
       class_path: lightning_wlb.cost.flops.ModelShape
       init_args: {dim: 8, layers: 1, heads: 1, kv_heads: 1, head_dim: 8, ffn_dim: 8, vocab_size: 9}
@@ -357,16 +356,20 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
         args=["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}"],
     )
     assert isinstance(cli.datamodule.documents, InMemoryDocuments)
+    assert cli.datamodule.settings.choice.options.thresholds == (2, 3)
     assert cli.model.steps == [0, 1]
     named = LightningCLI(
         Recorder,
         WLBDataModule,
         run=False,
         save_config_callback=None,
-        args=["--data.context_window=8", "--data.micro_batches=2"],
-    )
+        args=[
+            "--data.context_window=8", "--data.micro_batches=2", "--data.packing.method=wlb",
+            "--data.packing.queues=3",
+        ],
+    )  # fmt: skip
     assert named.datamodule.documents == "stdlib"
-    assert named.datamodule.settings.packing == "auto"
+    assert named.datamodule.settings.choice.options.queues == 3
 
 
 class Tested(Recorder):

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
-from lightning_wlb.models.tensor_parallel import local, shard_parameters
+from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows, shard_parameters
 from lightning_wlb.models.transformer import Transformer
 from tests.models.steps import GROUPS, PIECES, config, documents, loss_masks, step_batch
 from tests.oracle import oracle, relative_error
@@ -153,3 +153,54 @@ def test_initialise_is_a_function_of_seed_and_name():
         without_memory = Transformer(config())
     with pytest.raises(ValueError, match="on the meta device"):
         initialise(without_memory, 5)
+
+
+def exchange(rank: int) -> dict[str, list[float]]:
+    """gather_rows and scatter_rows forward and backward, on values that tell ranks apart."""
+    group = dist.group.WORLD
+    x = torch.tensor([10.0 * rank, 10.0 * rank + 1], dtype=torch.float64, requires_grad=True)
+    gathered = gather_rows(x, group)
+    # Rank r weighs gathered row i by (r + 1) · (i + 1), so the gradient of row i is 6 · (i + 1).
+    weights = (rank + 1) * torch.arange(1.0, 7.0, dtype=torch.float64)
+    (gather_gradient,) = torch.autograd.grad(gathered, x, weights)
+
+    y = ((rank + 1) * torch.arange(6.0, dtype=torch.float64)).requires_grad_()
+    scattered = scatter_rows(y, group)
+    (scatter_gradient,) = torch.autograd.grad(
+        scattered, y, torch.tensor([rank, rank + 0.5], dtype=torch.float64)
+    )
+
+    # In bfloat16 256 + 1 is 256; summed in float32 it is 258, which bfloat16 can hold.
+    half = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    share = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank]
+    (half_gradient,) = torch.autograd.grad(gather_rows(half, group), half, share.repeat(3))
+    half_sum = scatter_rows(share.repeat(3), group)
+    assert half_gradient.dtype == half_sum.dtype == torch.bfloat16
+
+    empty = torch.empty(0, 3, requires_grad=True)
+    assert gather_rows(empty, group).shape == scatter_rows(empty, group).shape == (0, 3)
+    with pytest.raises(ValueError, match="4 rows cannot be scattered over 3 ranks"):
+        scatter_rows(torch.zeros(4), group)
+    return {
+        "gathered": gathered.tolist(),
+        "gather_gradient": gather_gradient.tolist(),
+        "scattered": scattered.tolist(),
+        "scatter_gradient": scatter_gradient.tolist(),
+        "half": [*half_gradient.tolist(), *half_sum.tolist()],
+    }
+
+
+def test_gather_and_scatter_rows() -> None:
+    ranks = run_ranks(exchange, 3)
+    for rank, got in enumerate(ranks):
+        assert got["gathered"] == [0, 1, 10, 11, 20, 21]
+        assert got["gather_gradient"] == [6 * (2 * rank + 1), 6 * (2 * rank + 2)]
+        assert got["scattered"] == [6 * 2 * rank, 6 * (2 * rank + 1)]
+        assert got["scatter_gradient"] == [0, 0.5, 1, 1.5, 2, 2.5]
+        assert got["half"] == [258, 258]
+
+
+def test_without_a_group_gather_and_scatter_are_the_identity() -> None:
+    x = torch.zeros(3, 2)
+    assert gather_rows(x, None) is x
+    assert scatter_rows(x, None) is x

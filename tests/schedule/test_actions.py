@@ -114,31 +114,3 @@ def test_source_and_target_are_inverse(stage, kind, micro_batch):
     else:
         assert source_of(target, 6) == action
         assert target.stage - stage == (1 if kind == "F" else -1)
-
-
-@pytest.mark.parametrize(
-    ("programs", "needs", "message"),
-    [
-        (["0F0 0R0 0F1 0R1"], [1, 2], None),
-        (["0F0 0F1 0R0"], [2], None),
-        (["0F0 0R0 0F1 0R1"], [2, 2], "rank 0: 0R0 comes before 0F1"),
-        (["0F0 0F1 0R1"], [1, 2], "rank 0: 0R0 never run"),
-        (["0F0 0F1 0B0 0B1"], [1, 2], "action 0B0 does not belong there"),
-        (["0F0 0F1 0R0", "1R0 1F0 1F1"], [1], "rank 1: 1R0 comes before 1F0"),
-        (["0F0 0F1 0R0 0R1", "1F0 1F1 1R1 1R0"], [1, 2], "deadlocks"),
-    ],
-)
-def test_backwards_that_run_forward_again_come_after_what_they_need(programs, needs, message):
-    programs = [parse_program(text) for text in programs]
-    if message is None:
-        check_schedule(programs, 2, recomputed=needs)
-        return
-    with pytest.raises(ValueError, match=message):
-        check_schedule(programs, 2, recomputed=needs)
-
-
-def test_they_travel_with_the_other_backwards():
-    assert channel_of(Action(0, "R", 3), 2) == channel_of(Action(0, "B", 3), 2)
-    assert source_of(Action(0, "R", 3), 2) == Action(1, "R", 3)
-    assert target_of(Action(1, "R", 3), 2) == Action(0, "R", 3)
-    assert Action.parse("1R3") == Action(1, "R", 3)

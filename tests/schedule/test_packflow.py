@@ -117,36 +117,3 @@ def test_orders_that_cannot_run_are_refused():
         packflow(0, 1, [1, 0], [1, 2])
     with pytest.raises(ValueError, match="there are 2"):
         packflow(0, 1, [0, 1], [3, 2])
-
-
-@given(st.data(), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), st.integers(1, 3))
-def test_backwards_that_run_forward_again_may_be_more_or_fewer(data, forwards, count, ranks, each):
-    needs = [data.draw(st.integers(1, forwards)) for _ in range(count)]
-    programs = [
-        packflow(rank, ranks, range(count), needs, each, recomputed=forwards)
-        for rank in range(ranks)
-    ]
-    check_schedule(programs, forwards, each, needs)
-    for rank, program in enumerate(programs):
-        for stage in range(rank, ranks * each, ranks):
-            kinds = [(a.kind, a.micro_batch) for a in program if a.stage == stage]
-            assert [number for kind, number in kinds if kind == "R"] == list(range(count))
-            assert [number for kind, number in kinds if kind == "F"] == list(range(forwards))
-
-
-def test_a_chain_in_other_backward_packs():
-    """Pack 0 goes on in pack 1; backward takes both in three packs."""
-    programs = [packflow(rank, 2, [0, 1, 2], [2, 2, 3], recomputed=3) for rank in range(2)]
-    assert [format_program(program) for program in programs] == [
-        "0F0 0F1 0F2 0R0 0R1 0R2",
-        "1F0 1F1 1R0 1R1 1F2 1R2",
-    ]
-    with pytest.raises(ValueError, match=r"needs 4 forwards; .* at least 1, and there are 3"):
-        packflow(0, 1, [0], [4], recomputed=3)
-
-
-def test_an_asymmetric_plan_that_recomputes_has_an_order():
-    replica = replica_of([0], [0], [1])
-    backward = tuple(MicroBatch(members, "", 0, (0,)) for members in ((1,), (0, 2)))
-    again = ReplicaPlan(replica.slices, replica.forward, backward, recompute=True)
-    assert backward_order(again) == ([0, 1], [2, 3])

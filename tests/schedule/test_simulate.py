@@ -202,17 +202,6 @@ def test_what_actions_leave_to_others():
     assert found.peak_bytes == (111,)
 
 
-def test_a_backward_that_runs_forward_again_opens_and_frees():
-    found = simulate(
-        parse("0F0 0F1 0R0"),
-        lambda _: 5,
-        opened_bytes=lambda action: 30 if action.kind == "R" else 10,
-        freed_bytes=lambda action: 20 if action.kind == "R" else 0,
-    )
-    assert found.held_bytes == ((10, 20, 50),)
-    assert found.memory[0][-1] == (15, 0)
-
-
 def test_an_evaluation_frees_what_each_forward_opened():
     found = simulate(parse("0F0 0F1", "1F0 1F1"), lambda _: 5, opened_bytes=lambda _: 10)
     assert found.memory[0] == ((0, 0), (0, 10), (5, 0), (5, 10), (10, 0))

@@ -133,20 +133,12 @@ def regrouped(plan: StepPlan) -> StepPlan:
     return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
 
 
-def recomputed(plan: StepPlan) -> StepPlan:
-    """The same groups, with forward run again in backward."""
-    replicas = tuple(replace(replica, recompute=True) for replica in plan.replicas)
-    return replace(plan, replicas=replicas).validate()
-
-
 CHANGES: dict[str, Change] = {
     "sliced": sliced,
     "asymmetric": lambda *given: regrouped(sliced(*given)),
-    "recomputed": lambda *given: recomputed(regrouped(sliced(*given))),
     "merged": merged,
     "sliced and merged": sliced_and_merged,
     "asymmetric and merged": lambda *given: regrouped(sliced_and_merged(*given)),
-    "recomputed and merged": lambda *given: recomputed(regrouped(sliced_and_merged(*given))),
 }
 
 

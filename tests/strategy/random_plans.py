@@ -38,7 +38,7 @@ def random_replica(
     Args:
         draw: where randomness comes from.
         lengths: tokens of each document, each a piece.
-        kind: ``"symmetric"``, ``"asymmetric"`` or ``"recomputed"``.
+        kind: ``"symmetric"`` or ``"asymmetric"``.
         sharding: of every micro-batch.
     """
     count = draw.randint(1, 6)
@@ -66,7 +66,7 @@ def random_replica(
     cuts = sorted(draw.sample(range(1, len(order)), draw.randint(0, min(len(order) - 1, 5))))
     edges = [0, *cuts, len(order)]
     backward = [group(order[start:stop], slices, sharding) for start, stop in pairwise(edges)]
-    return ReplicaPlan(tuple(slices), tuple(forward), tuple(backward), kind == "recomputed")
+    return ReplicaPlan(tuple(slices), tuple(forward), tuple(backward))
 
 
 def group(members: Sequence[int], slices: Sequence[Slice], sharding: str = SHARDING) -> MicroBatch:

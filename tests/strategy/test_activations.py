@@ -16,7 +16,6 @@ from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
-from tests.strategy.changed_plans import changed_data
 from tests.strategy.harness import CASES, Case, data, module, trainer
 
 ROWS, WIDTH = 10, 8
@@ -153,24 +152,16 @@ class Compared(L.Callback):
         self.sliced += any(part.context for part in batch.plan.replicas[0].slices)
 
 
-def compared(rank: int, checkpointing: str, recomputed: bool) -> int:
-    packing = "wlb" if recomputed else "slim"  # which is cut already
-    case = Case(packing=packing, activation_checkpointing=checkpointing)
+def compared(rank: int, checkpointing: str) -> int:
+    case = Case(packing="slim", activation_checkpointing=checkpointing)
     held = Compared(checkpointing)
     runner = trainer(WLBStrategy(1, 2), 2, callbacks=[held], precision="32-true")
-    runner.fit(
-        module(case),
-        changed_data(case, "recomputed")
-        if recomputed
-        else data(case, packing={"method": "slim", "micro_packs": 2}),
-    )
+    runner.fit(module(case), data(case, packing={"method": "slim", "micro_packs": 2}))
     return held.sliced
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "recomputed"), [("none", False), ("full", False), ("full", True)]
-)
-def test_the_count_of_sliced_steps_is_what_the_simulator_predicts(checkpointing, recomputed):
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_count_of_sliced_steps_is_what_the_simulator_predicts(checkpointing):
     """Byte for byte on the first stage."""
-    counts = run_ranks(compared, 2, checkpointing, recomputed, process_group=False)
+    counts = run_ranks(compared, 2, checkpointing, process_group=False)
     assert all(sliced > 0 for sliced in counts)

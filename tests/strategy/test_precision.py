@@ -118,14 +118,22 @@ def test_other_precisions_are_refused(precision):
     assert "32-true, 64-true, bf16-true, bf16-mixed" in str(error.value)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", 16, "16-true"])
 @pytest.mark.parametrize("strategy", ["wlb", WLBStrategy], ids=["name", "object"])
-def test_a_trainer_in_half_precision_is_refused(precision, strategy):
-    """On a CPU Lightning turns 16-mixed into bf16-mixed, which is not what was asked for."""
+def test_a_trainer_in_half_precision_is_refused(strategy):
     strategy = strategy if isinstance(strategy, str) else strategy()
-    shown = "16-true" if precision == "16-true" else "16-mixed"
-    with pytest.raises(MisconfigurationException, match=f"cannot train with precision='{shown}'"):
-        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
+    with pytest.raises(MisconfigurationException, match="cannot train with precision='16-true'"):
+        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="16-true")
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", 16])
+@pytest.mark.parametrize("strategy", ["wlb", WLBStrategy], ids=["name", "object"])
+def test_lightning_says_what_mixed_half_precision_becomes_on_a_cpu(precision, strategy):
+    """It changes the precision before the strategy sees it: right numerics, and not silently."""
+    strategy = strategy if isinstance(strategy, str) else strategy()
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        runner = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
+    assert runner.precision == "bf16-mixed"
+    assert runner.strategy.precision_plugin.compute_dtype == torch.bfloat16
 
 
 def test_mixed_half_precision_of_a_gpu_is_refused():

@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning.units import last_uses, units
+from lightning_wlb.planning.units import units
 from lightning_wlb.schedule.actions import check_schedule
-from lightning_wlb.schedule.packflow import backward_order
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulate import simulate
 from tests.models.steps import documents
 from tests.oracle import oracle, relative_error
 from tests.strategy.random_plans import batch_of, group, model_of, plan_of, random_replica, run_step
 
-KINDS = ("symmetric", "asymmetric", "recomputed")
+KINDS = ("symmetric", "asymmetric")
 # With only shorter documents some gradients would be zero but for rounding.
 LENGTHS = st.lists(st.integers(1, 12), max_size=4).map(lambda lengths: [7, *lengths])
 RANDOM = st.randoms(use_true_random=False)
@@ -69,12 +68,10 @@ def test_legal_plans_simulate_without_deadlock(lengths, draw, kind, ranks, stage
     programs = [
         program_of(schedule, rank, ranks, stages_per_rank, [replica], 0) for rank in range(ranks)
     ]
-    needs = backward_order(replica)[1] if replica.recompute else None
-    check_schedule(programs, len(replica.forward), stages_per_rank, needs)
-    groups = {"F": replica.forward, "B": replica.forward, "R": replica.backward}
+    check_schedule(programs, len(replica.forward), stages_per_rank)
 
     def work(action):
-        return replica.tokens_of(groups[action.kind][action.micro_batch])
+        return replica.tokens_of(replica.forward[action.micro_batch])
 
     step = simulate(programs, lambda action: work(action) * (1 if action.kind == "F" else 2))
     # Every token passes every stage, forward and backward.
@@ -82,36 +79,7 @@ def test_legal_plans_simulate_without_deadlock(lengths, draw, kind, ranks, stage
     assert step.total_ns >= max(step.busy_ns)
 
 
-@given(LENGTHS, RANDOM, st.sampled_from([1, 2]))
-@settings(max_examples=8)
-def test_what_forward_keeps_is_freed_with_the_last_backward_that_needs_it(lengths, draw, stages):
-    replica = random_replica(draw, lengths, "recomputed")
-    batch = batch_of(plan_of(replica, lengths).validate(), lengths)
-    needed: Counter[tuple[int, int]] = Counter()
-    free = last_uses(batch.units)
-    most = 0
-
-    def watch(step, action):
-        nonlocal most
-        if action.kind == "F":
-            needed[action.stage, action.micro_batch] = 1
-        else:
-            for forward in free[action.micro_batch]:
-                del needed[action.stage, forward]
-        assert not step.boundaries
-        held = {(each.stage, each.micro_batch) for each in step.inputs}
-        assert held == {(stage, number) for stage, number in needed if stage > 0}
-        layers = {layer: stage for stage, of in enumerate(step.pipeline.stages) for layer in of}
-        kept = {(layers[layer], number) for layer, number in step.cache._entries}
-        assert kept <= set(needed)
-        most = max(most, len(needed))
-
-    run_step(model_of(), batch, stages, watch)
-    assert not needed
-    assert most > 0
-
-
-@given(LENGTHS, RANDOM, st.sampled_from(["symmetric", "asymmetric"]))
+@given(LENGTHS, RANDOM, st.sampled_from(KINDS))
 @settings(max_examples=8)
 def test_keys_and_their_gradients_are_freed_with_their_own_backward(lengths, draw, kind):
     replica = random_replica(draw, lengths, kind)
@@ -219,19 +187,9 @@ def test_replicas_share_what_they_say_that_they_share(lengths, draw, kind):
         plan(replica, shared_by((1,), replica)).validate()
     with pytest.raises(ValueError, match="but replica 1 does not list it"):
         plan(both, ReplicaPlan((), (), ())).validate()
-    with pytest.raises(ValueError, match="one recomputes its forward in backward and one does not"):
-        plan(both, replace(both, recompute=not both.recompute)).validate()
     three = shared_by((0, 1, 2), replica)
     with pytest.raises(ValueError, match="not an aligned power-of-two range"):
         plan(three, three, three).validate()
     odd = shared_by((1, 2), replica)
     with pytest.raises(ValueError, match="not an aligned power-of-two range"):
         plan(ReplicaPlan((), (), ()), odd, odd).validate()
-
-
-def test_a_recomputed_micro_batch_without_slices_is_refused():
-    parts = (Slice(0, 0, 0, 3),)
-    groups = (group([0], parts),)
-    replica = ReplicaPlan(parts, groups, (*groups, group([], parts)), recompute=True)
-    with pytest.raises(ValueError, match="backward: micro-batch 1 is empty"):
-        plan_of(replica, [3]).validate()

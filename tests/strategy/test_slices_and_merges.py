@@ -21,7 +21,6 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
     "1 rank": (
         ("sliced", ONE, "1f1b", 3),
         ("asymmetric", ONE, "1f1b", 2),
-        ("recomputed", ONE, "1f1b", 1),
     ),
     "sliced, 2 ranks": (
         ("sliced", DP, "1f1b", 0),
@@ -50,27 +49,12 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
         ("asymmetric", (1, 4, 1, 1), "1f1b", 2),
         ("asymmetric", (1, 2, 2, 1), "1f1b", 0),
     ),
-    "recomputed, 2 ranks": (
-        ("recomputed", DP, "1f1b", 3),
-        ("recomputed", PP, "1f1b", 1),
-        ("recomputed", PP, "interleaved", 2),
-        ("recomputed", CP, "1f1b", 0),
-        ("recomputed", CP, "1f1b", 2),
-        ("recomputed", TP, "1f1b", 5),
-    ),
-    "recomputed, 4 ranks": (
-        ("recomputed", (1, 4, 1, 1), "1f1b", 2),
-        ("recomputed", (1, 2, 2, 1), "1f1b", 3),
-        ("recomputed", (1, 2, 1, 2), "interleaved", 1),
-        ("recomputed", (1, 1, 2, 2), "1f1b", 4),
-    ),
     "merged, 2 ranks": (
         ("merged", DP, "1f1b", 0),
         ("merged", DP, "1f1b", 2),
         ("sliced and merged", DP, "1f1b", 0),
         ("sliced and merged", DP, "1f1b", 3),
         ("asymmetric and merged", DP, "1f1b", 4),
-        ("recomputed and merged", DP, "1f1b", 1),
     ),
     # In every other step all four replicas share one micro-batch, else two and two.
     "merged, 4 ranks": (
@@ -84,15 +68,9 @@ RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
         ("sliced and merged", (2, 2, 1, 1), "1f1b", 2),
         ("sliced and merged", (2, 1, 2, 1), "1f1b", 4),
         ("asymmetric and merged", (2, 2, 1, 1), "1f1b", 0),
-        ("recomputed and merged", (4, 1, 1, 1), "1f1b", 0),
-        ("recomputed and merged", (2, 2, 1, 1), "1f1b", 3),
-        ("recomputed and merged", (2, 1, 2, 1), "1f1b", 2),
     ),
     # In the second step the pipelines of all four replicas share one micro-batch, else two and two.
-    "merged, 8 ranks": (
-        ("merged", (4, 2, 1, 1), "1f1b", 1),
-        ("recomputed and merged", (4, 2, 1, 1), "1f1b", 2),
-    ),
+    "merged, 8 ranks": (("merged", (4, 2, 1, 1), "1f1b", 1),),
 }
 
 

@@ -37,7 +37,6 @@ from lightning_wlb.attention.sharding.layout import (
     Chunk,
     Layout,
     layout,
-    regrouped,
 )
 
 __all__ = [
@@ -54,7 +53,6 @@ __all__ = [
     "layout",
     "predicted_latency",
     "rank_indices",
-    "regrouped",
     "traffic",
     "uses_all_to_all",
 ]

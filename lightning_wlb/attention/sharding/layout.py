@@ -136,27 +136,6 @@ def layout(
     return Layout(tuple(sizes.tolist()), rows, shared, table, first, by_heads)
 
 
-def regrouped(parts: Sequence[tuple[Layout, int]], tensor_parallel_size: int) -> Layout:
-    """The layout of pieces of other micro-batches, whose tokens stay on the ranks they are on.
-
-    Args:
-        parts: for each piece the layout that it is in, over the same number of ranks, and its
-            index there; at least one.
-        tensor_parallel_size: the padded rows are a multiple of it.
-    """
-    tables = []
-    for number, (source, piece) in enumerate(parts):
-        table = source.table[source.table[:, 1] == piece].copy()
-        table[:, 1] = number
-        tables.append(table)
-    table = np.concatenate(tables)
-    table = table[np.lexsort((table[:, 2], table[:, 1], table[:, 0]))]
-    table, first, rows, shared = _ordered(table, len(parts), parts[0][0].ranks)
-    rows = -(-rows // tensor_parallel_size) * tensor_parallel_size
-    lengths = tuple(source.lengths[piece] for source, piece in parts)
-    return Layout(lengths, rows, shared, table, first)
-
-
 def _merged(table: Integers, lengths: Integers) -> Integers:
     """In the order of rank, piece and token, neighbours joined: one segment instead of several."""
     rank, document, start, _ = table.T
