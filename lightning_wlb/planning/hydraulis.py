@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-
-from lightning_wlb.planning.packing.solver import require
+import pulp
 
 TRIALS = 100  # of the paper's experiments
 
@@ -97,12 +96,8 @@ def deal_exactly(
         For each replica the indices of its pieces, ascending, and whether they are proven best.
 
     Raises:
-        ModuleNotFoundError: PuLP is not installed.
         RuntimeError: no dealing was found within the nodes.
     """
-    require("cbc")
-    import pulp
-
     unit = max(sum(costs) / replicas, 1.0)
     model = pulp.LpProblem("dispatch", pulp.LpMinimize)
     slowest = pulp.LpVariable("slowest", lowBound=0)

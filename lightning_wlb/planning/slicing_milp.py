@@ -8,14 +8,15 @@ with j, which keeps the slices of a piece in order. The largest load is minimise
 slices is not, and which of several optima comes out is the solver's choice.
 
 For small instances, to hold the fast construction against: binaries are pieces times packs times
-tiles, and beyond a few hundred the solver's time is exponential. Needs PuLP (the ``bench``
-extra).
+tiles, and beyond a few hundred the solver's time is exponential.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import pulp
 
 from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning.slicing import LEAST_SLICE, TILE, PrefixWork
@@ -47,8 +48,6 @@ def slice_pieces_milp(
     Raises:
         ValueError: if no such packs exist, or none was found within ``nodes``.
     """
-    import pulp
-
     lengths = [piece.tokens for piece in pieces]
     unit = max(sum(work(length) for length in lengths) / packs, 1)
     problem = pulp.LpProblem("slices", pulp.LpMinimize)

@@ -92,7 +92,6 @@ def test_hydraulis_bound_and_seed() -> None:
 
 
 def test_hydraulis_exact_is_the_best_of_all_dealings() -> None:
-    pytest.importorskip("pulp")
     costs, replicas, stages = [9, 7, 5, 4, 3, 2, 2], 3, 4
 
     def worst(homes) -> int:

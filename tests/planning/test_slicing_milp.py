@@ -6,7 +6,6 @@ from lightning_wlb.planning.slicing import PrefixWork, slice_pieces
 from lightning_wlb.planning.slicing_milp import slice_pieces_milp
 from tests.planning.test_slicing import LINEAR, WORK, load, pieces_of, plan_of
 
-pytest.importorskip("pulp")
 STEEP = PrefixWork(1000, 2)  # attention equals the rest at 1000 tokens
 
 

@@ -23,7 +23,7 @@ class FixedIlpPacker(WindowedPacker):
     """Equation 1 over the windows of W global batches.
 
     Raises:
-        ModuleNotFoundError: PuLP, or the solver, is not installed.
+        ModuleNotFoundError: the solver is not installed.
     """
 
     cuts_stream: ClassVar[bool] = True

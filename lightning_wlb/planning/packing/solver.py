@@ -5,8 +5,9 @@ a bound on its tokens. The solver gets a limit on branch-and-bound nodes and one
 limit on time, so that every rank of a run, and the run that resumes it, get the same answer. It
 starts from the greedy answer, which stands where the solver finds nothing better.
 
-PuLP is optional (``pip install '.[solver]'`` in a clone). The optimum itself is known to be hard to
-prove: the gap is reported against the bound max(largest weight, mean weight of a micro-batch).
+PuLP brings the solver CBC along; HiGHS is optional (``pip install '.[highs]'`` in a clone). The
+optimum itself is known to be hard to prove: the gap is reported against the bound max(largest
+weight, mean weight of a micro-batch).
 
 Cost: seconds to minutes for a window of a few global batches. Not for training: it shows how far
 the greedy methods are from the optimum.
@@ -21,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-log = logging.getLogger(__name__)
+import pulp
 
-_PACKAGES = {"cbc": ("pulp",), "highs": ("pulp", "highspy")}
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,14 @@ def require(solver: str) -> None:
     """Check that a solver can be called.
 
     Raises:
-        ModuleNotFoundError: naming the missing package and how to install it.
+        ModuleNotFoundError: HiGHS is asked for and not installed; with the remedy.
     """
-    for package in _PACKAGES[solver]:
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(
-                f"solver={solver!r} needs {package}, which is not installed. Install it with"
-                " `pip install '.[solver]'` in a clone, or choose a packing that needs no solver"
-                " ('fixed_greedy', 'wlb').",
-                name=package,
-            )
+    if solver == "highs" and importlib.util.find_spec("highspy") is None:
+        raise ModuleNotFoundError(
+            "solver='highs' needs highspy, which is not installed. Install it with"
+            " `pip install '.[highs]'` in a clone, or choose solver='cbc', which is always there.",
+            name="highspy",
+        )
 
 
 def solve(
@@ -78,8 +77,6 @@ def solve(
     Returns:
         None where the solver found no packing within its nodes.
     """
-    import pulp
-
     items, bins = range(len(problem.weights)), range(problem.bins)
     # Weights near 1: solvers work in floating point with absolute tolerances.
     unit = max(sum(problem.weights) / problem.bins, 1.0)
@@ -101,7 +98,7 @@ def solve(
         heaviest.setInitialValue(max(loads) / unit)
     # PuLP's HiGHS has read the values, but knows no name for the status "node limit reached".
     with contextlib.suppress(KeyError):
-        model.solve(_command(pulp, solver, nodes, start is not None))
+        model.solve(_command(solver, nodes, start is not None))
     answer = []
     for i in items:
         # A solution may be integral up to a tolerance only; anything else is no solution.
@@ -138,7 +135,7 @@ def report(method: str, problem: Problem, found: int | None, greedy: int) -> Non
     )
 
 
-def _command(pulp: Any, solver: str, nodes: int, warm: bool) -> Any:
+def _command(solver: str, nodes: int, warm: bool) -> Any:
     if solver == "cbc":
         return pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes, warmStart=warm)
     return pulp.HiGHS(

@@ -23,7 +23,7 @@ class VarlenIlpPacker(WindowedPacker):
     """Equation 2 over the windows of W global batches.
 
     Raises:
-        ModuleNotFoundError: PuLP, or the solver, is not installed.
+        ModuleNotFoundError: the solver is not installed.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("packing_window", "max_age", "solver", "solver_nodes")
