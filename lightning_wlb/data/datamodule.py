@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -24,16 +23,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, flag, whole
-from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
-from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.attention.sharding import ADAPTIVE, NAMES
+from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.opening import check_documents, hold_out, is_documents, open_documents
 from lightning_wlb.data.placement import place_of, predictor_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
-from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.planner import DataSettings, Planner
 from lightning_wlb.planning.predict import mean_context_of
 
@@ -329,27 +326,9 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
                 " shape: call trainer.fit(model, datamodule)."
             )
-        shape, at = shape_of(trainer, self.model_shape, store), place_of(trainer)
-        work = Work(shape)
-        if self.sharding == HEADS and at.context_parallel_size > 1:
-            sizes = at.context_parallel_size, at.tensor_parallel_size
-            check_heads(shape.heads, shape.kv_heads, *sizes)
+        shape, at = shape_of(trainer, self.model_shape), place_of(trainer)
         predictor = predictor_of(trainer, self.profile, shape, at)
-        return StepDataset(
-            store,
-            settings,
-            work.total,
-            at,
-            self.sharding,
-            forward=work.forward,
-            kernel_cost=(
-                partial(reference_kernel_cost, sliding_window=shape.sliding_window)
-                if predictor is None
-                else predictor.latency.segment_cost
-            ),
-            judge=None if predictor is None else PredictedJudge(predictor),
-            sliding_window=shape.sliding_window,
-        )
+        return StepDataset.for_model(store, settings, shape, at, self.sharding, predictor)
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
