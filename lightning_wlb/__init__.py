@@ -8,14 +8,17 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import DocumentStore, InMemoryDocuments
+from lightning_wlb.data.sampler import StepDataset, StepLoader
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 __all__ = [
+    "DataSettings",
     "DocumentStore",
     "ImbalanceMonitor",
     "InMemoryDocuments",
@@ -25,6 +28,8 @@ __all__ = [
     "ReplicaPlan",
     "Slice",
     "StdlibDocuments",
+    "StepDataset",
+    "StepLoader",
     "StepPlan",
     "Transformer",
     "TransformerConfig",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -24,9 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, flag, whole
-from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
-from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.attention.sharding import ADAPTIVE, NAMES
+from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
@@ -34,7 +32,6 @@ from lightning_wlb.data.opening import check_documents, hold_out, is_documents, 
 from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.predict import mean_context_of
 
 _OTHER_NAMESPACE = (
@@ -292,24 +289,11 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
                 " shape: call trainer.fit(model, datamodule)."
             )
-        shape, at = shape_of(trainer, self.model_shape, store), rank_of(trainer)
-        work = Work.of(shape)
-        if self.sharding == HEADS and at.mesh.context > 1:
-            check_heads(shape.heads, shape.kv_heads, at.mesh.context, at.mesh.tensor)
+        shape, at = shape_of(trainer, self.model_shape), rank_of(trainer)
         predictor = predictor_of(trainer, self.profile, shape, at.mesh)
-        return StepDataset(
-            store,
-            settings,
-            work,
-            at,
-            self.sharding,
-            getattr(trainer.strategy, "schedule", "1f1b"),
-            kernel_cost=(
-                partial(reference_kernel_cost, sliding_window=shape.sliding_window)
-                if predictor is None
-                else predictor.latency.segment_cost
-            ),
-            judge=None if predictor is None else PredictedJudge(predictor),
+        schedule = getattr(trainer.strategy, "schedule", "1f1b")
+        return StepDataset.for_model(
+            store, settings, shape, at, self.sharding, schedule, predictor=predictor
         )
 
     def _loader(

@@ -11,21 +11,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning.predict import Predictor
 
 
-def shape_of(trainer: L.Trainer, given: ModelShape | None, store: DocumentStore) -> ModelShape:
+def shape_of(trainer: L.Trainer, given: ModelShape | None) -> ModelShape:
     """The shape by which documents are weighed.
 
     Args:
         trainer: whose LightningModule has a ``model_shape``, unless one is given.
         given: the user's own, None for the module's.
-        store: whose tokens the model must have in its vocabulary, where it has one.
 
     Raises:
-        MisconfigurationException: there is no shape, or its vocabulary is too small.
+        MisconfigurationException: there is no shape.
     """
     shape = given or getattr(trainer.lightning_module, "model_shape", None)
     if not isinstance(shape, ModelShape):
@@ -33,11 +31,6 @@ def shape_of(trainer: L.Trainer, given: ModelShape | None, store: DocumentStore)
             f"WLBDataModule cannot weigh documents: {type(trainer.lightning_module).__name__}"
             f" has model_shape={shape!r}. Pass WLBDataModule(model_shape=ModelShape(...)), or"
             " give the LightningModule a property `model_shape`, as LanguageModule does."
-        )
-    if 0 < shape.vocab_size < store.vocab_size:
-        raise MisconfigurationException(
-            f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
-            f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
         )
     return shape
 

@@ -15,11 +15,20 @@ With W loader workers, each worker plans every step and makes the tensors of eac
 DataLoader collects from workers in turn, so the order is that of the plan. Planning is repeated
 W times; where it costs more than reading, more workers do not help.
 
-A batch also carries the planner's state after its step. The loader reads ahead (Lightning one
-batch, loader workers several), so only a *consumed* batch moves the run's position:
-:class:`ConsumedState` keeps the state of the last batch whose optimiser step was taken. A resumed
-run then begins with exactly the first step that was not taken, on any mesh, with any number of
-workers. The state is plain Python and equal on every rank.
+A batch also carries the planner's state after its step. Workers read ahead, so the position of a
+run is not theirs: it is the state of a batch that has left the loader. Of which batch depends on
+who runs the loop.
+
+* A loop of the user's own (plain PyTorch, Fabric) takes a batch and trains on it. The position is
+  that of the last batch handed out, and :meth:`StepLoader.state_dict` gives it.
+* A Trainer takes one batch ahead of the one that it trains on, and saves the state of rank 0's
+  loader only. The position is that of the last batch whose optimiser step was taken.
+  :class:`ConsumedState` keeps it; the data module saves it and tells the loader where to begin
+  (``begin_at``).
+
+Either way a resumed run begins with exactly the next step, on any mesh, with any number of workers.
+The state is plain Python, equal on every rank, and the same for both:
+``{"planner": the planner's state}``, or ``{}`` before the first step.
 """
 
 from __future__ import annotations
@@ -27,21 +36,27 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Self
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_wlb.attention.sharding import ADAPTIVE
-from lightning_wlb.cost.flops import Work
+from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, check_heads
+from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.opening import check_documents, open_documents
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import Judge
+from lightning_wlb.planning.judge import Judge, PredictedJudge
+from lightning_wlb.planning.predict import Predictor
 
 BATCHES_AHEAD = 4
 """Batches that a loader worker keeps ready. More than torch's 2, because methods that pack several
@@ -50,6 +65,10 @@ global batches together plan several steps at once and then none for a while."""
 
 class StepDataset(IterableDataset[StepBatch]):
     """The step batches of one rank: each iteration is one epoch, or the rest of one.
+
+    It has a position, :attr:`state`, at which an iteration begins and which every batch that is
+    yielded moves on. So the next iteration continues where the last one ended, or was left.
+    :meth:`for_model` makes one from what a user has.
 
     Args:
         store: the documents.
@@ -60,8 +79,8 @@ class StepDataset(IterableDataset[StepBatch]):
         sharding: how micro-batches are spread over the context-parallel group: a name, or
             ``"adaptive"``.
         schedule: name of the pipeline's schedule.
-        state: where to begin (a batch's ``state``); None: the first step of the first epoch.
-            Set it between iterations to begin elsewhere.
+        state: where to begin (a batch's ``state``: after its step); None: the first step of the
+            first epoch. Set it between iterations to begin elsewhere.
         kernel_cost: of attention segments, which an adaptive sharding goes by.
         judge: what packings that try several plans of a step choose by; None: work alone.
     """
@@ -87,6 +106,58 @@ class StepDataset(IterableDataset[StepBatch]):
         self.sharding = sharding
         self.schedule = schedule
         self.state = state
+
+    @classmethod
+    def for_model(
+        cls,
+        documents: str | DocumentStore | Sequence[Sequence[int]],
+        data: DataSettings,
+        shape: ModelShape,
+        at: Rank | None = None,
+        sharding: str = ADAPTIVE,
+        schedule: str = "1f1b",
+        predictor: Predictor | None = None,
+    ) -> Self:
+        """The steps of a model of this shape: documents weigh what it computes on them.
+
+        Args:
+            documents: ``"stdlib"``, a document store, or sequences of token numbers.
+            data: which documents enter a step.
+            shape: of the model, such as ``LanguageModule.model_shape``.
+            at: where this rank stands in the mesh; None: the only rank.
+            sharding: see the class.
+            schedule: see the class.
+            predictor: of times on a device, which an adaptive sharding and ``auto`` packing go by;
+                None: model FLOPs and the reference kernel cost.
+
+        Raises:
+            MisconfigurationException: documents that are no store, or a vocabulary smaller than
+                theirs.
+            ValueError: heads that the sharding cannot spread over the context-parallel group.
+        """
+        check_documents("documents", documents)
+        store, at = open_documents(documents), at or Rank()
+        if 0 < shape.vocab_size < store.vocab_size:
+            raise MisconfigurationException(
+                f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
+                f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
+            )
+        if sharding == HEADS and at.mesh.context > 1:
+            check_heads(shape.heads, shape.kv_heads, at.mesh.context, at.mesh.tensor)
+        return cls(
+            store,
+            data,
+            Work.of(shape),
+            at,
+            sharding,
+            schedule,
+            kernel_cost=(
+                partial(reference_kernel_cost, sliding_window=shape.sliding_window)
+                if predictor is None
+                else predictor.latency.segment_cost
+            ),
+            judge=None if predictor is None else PredictedJudge(predictor),
+        )
 
     def planner(self) -> Planner:
         """A planner that stands at :attr:`state`."""
@@ -120,7 +191,7 @@ class StepDataset(IterableDataset[StepBatch]):
                 # The epoch or the run is over: a resume must not find an empty rest of it.
                 state = planner.state_dict()
             if index % shares == share:
-                yield make_step_batch(
+                batch = make_step_batch(
                     plan,
                     self.store,
                     self.at,
@@ -129,8 +200,38 @@ class StepDataset(IterableDataset[StepBatch]):
                     last=following is None and planner.finished,
                     sliding_window=self.work.total.window,
                 )
+                self.state = state
+                yield batch
             plan = following
             index += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch yielded; empty before the first step."""
+        return {} if self.state is None else {"planner": self.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Stand where :meth:`state_dict` stood, on this or another mesh.
+
+        The data settings are compared when the next iteration begins.
+
+        Raises:
+            ValueError: the state of something else; or in one of several loader workers, each of
+                which knows only its own batches: a StatefulDataLoader that is no StepLoader.
+        """
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"A StatefulDataLoader with num_workers={worker.num_workers} cannot resume a"
+                " StepDataset, since its state is one of each worker, and which steps are a"
+                " worker's depends on where all began. Use lightning_wlb.StepLoader, which resumes"
+                " with any number of workers."
+            )
+        if set(state_dict) - {"planner"}:
+            raise ValueError(
+                f"A state with the keys {sorted(state_dict)} is not that of a StepLoader, which is"
+                " {'planner': ...}, or empty. Give what its state_dict() returned."
+            )
+        self.state = state_dict.get("planner")
 
 
 class ConsumedState:
@@ -157,67 +258,111 @@ class ConsumedState:
         self._consumed, self._pending = state, None
 
 
-class StepLoader(DataLoader[StepBatch]):
-    """A DataLoader over a :class:`StepDataset` whose every iteration begins at ``begin_at()``.
+class StepLoader(StatefulDataLoader[StepBatch]):
+    """The loader over a :class:`StepDataset`, with a position that survives its process.
 
-    ``state_dict`` and ``load_state_dict`` are empty on purpose: they tell Lightning that a
-    checkpoint inside an epoch resumes exactly. The position itself is the data module's, because
-    a loader's own would be that of the batches read ahead.
+    In a loop without a Trainer::
+
+        for batch in loader:
+            ...  # train on it
+            torch.save({"loader": loader.state_dict(), ...}, path)
+
+    ``state_dict`` is the position after the last batch handed out to the loop, whatever workers
+    have read ahead, and ``load_state_dict`` makes the next iteration begin with the batch after
+    it. Save once the batch's optimiser step has been taken. An iteration that was left (``break``)
+    is continued by the next one; after the last batch of an epoch the next one begins. With
+    ``max_tokens`` the last batch says so (``batch.last``), and later iterations are empty.
+
+    Under Lightning the position is the data module's, which gives ``begin_at``: every iteration
+    begins there. ``state_dict`` is then empty on purpose: there being one tells Lightning that a
+    checkpoint inside an epoch resumes exactly, and the loader's own would be that of the batch read
+    ahead.
+
+    A StatefulDataLoader by itself saves a snapshot of each worker, which as many workers must load
+    again. Here every batch brings the state after its step along, so that no snapshots are taken
+    (``snapshot_every_n_steps``) and the number of workers may change.
 
     Args:
-        dataset: the steps.
-        begin_at: the state that the next iteration begins at; None: the run's beginning.
+        dataset: the steps. Its ``state`` is the loader's position.
+        begin_at: the state that each iteration begins at, or None for the run's beginning; without
+            this function the loader keeps its position itself.
         num_workers: processes that plan and read ahead; 0: none, the caller waits for it.
         pin_memory: whether batches come in page-locked memory.
     """
 
+    dataset: StepDataset
+
     def __init__(
         self,
         dataset: StepDataset,
-        begin_at: Callable[[], dict[str, Any] | None],
+        begin_at: Callable[[], dict[str, Any] | None] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        # The generator of its own keeps the loader from drawing on the global random numbers: a
-        # resumed run makes another number of iterators than an unbroken one.
-        super().__init__(
-            dataset,
-            batch_size=None,
-            num_workers=num_workers,
-            # Persistent workers would begin every epoch where they began the first.
-            prefetch_factor=BATCHES_AHEAD if num_workers else None,
-            # Workers touch neither devices nor process groups, so that they can be forked from a
-            # rank that has both. Any other start would run a script without the guard
-            # `if __name__ == "__main__"` again in every worker.
-            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-            pin_memory=pin_memory,
-            worker_init_fn=_ignore_users_signals,
-            generator=Generator(),
-        )
-        self._begin_at = begin_at
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 has deprecated.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            super().__init__(
+                dataset,
+                batch_size=None,
+                num_workers=num_workers,
+                # Persistent workers would begin every epoch where they began the first.
+                prefetch_factor=BATCHES_AHEAD if num_workers else None,
+                # Workers touch neither devices nor process groups, so that they can be forked from
+                # a rank that has both. Any other start would run a script without the guard
+                # `if __name__ == "__main__"` again in every worker.
+                multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+                pin_memory=pin_memory,
+                worker_init_fn=_ignore_users_signals,
+                # Its own, or the loader would draw on the global random numbers: a resumed run
+                # makes another number of iterators than an unbroken one.
+                generator=Generator(),
+                snapshot_every_n_steps=None,
+            )
+        self.begin_at = begin_at
 
     def __iter__(self) -> Any:
-        assert isinstance(self.dataset, StepDataset)
-        self.dataset.state = self._begin_at()
-        return _timed(super().__iter__())
+        begin = time.perf_counter()
+        if self.begin_at is not None:
+            self.dataset.state = self.begin_at()
+        batches = super().__iter__()
+        # The loop alone holds the iterator, so that leaving the loop ends the workers.
+        self._iterator = None
+        return self._hand_out(batches, time.perf_counter() - begin)
+
+    def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
+        """The batches, each with the time that it took to get it; the position moves with them.
+
+        Args:
+            batches: as the workers made them.
+            waited: seconds until the workers had started, which the first batch counts too.
+        """
+        while True:
+            begin = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            batch.wait_seconds = waited + time.perf_counter() - begin
+            waited = 0.0
+            # With workers the dataset here has not moved: their copies have.
+            self.dataset.state = batch.state
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: see the class."""
-        return {}
+        """The position after the last batch handed out; empty where ``begin_at`` says it."""
+        return {} if self.begin_at is not None else self.dataset.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do: see the class."""
+        """Let the next iteration begin where :meth:`state_dict` stood, unless ``begin_at`` says so.
 
+        The number of workers, the mesh and ``max_tokens`` may differ from the run that saved it. A
+        run of other data settings is refused (ValueError) when the iteration begins.
 
-def _timed(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-    """The batches, each with the time that it took to get it."""
-    while True:
-        begin = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
-            return
-        batch.wait_seconds = time.perf_counter() - begin
-        yield batch
+        Raises:
+            ValueError: the state of another kind of loader.
+        """
+        if self.begin_at is None:
+            self.dataset.load_state_dict(state_dict)
 
 
 def _ignore_users_signals(worker: int) -> None:

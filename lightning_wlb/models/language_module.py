@@ -30,6 +30,7 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
@@ -194,6 +195,20 @@ class LanguageModule(L.LightningModule):
         if self.loss_normalisation == "nominal":
             return max(plan.nominal_tokens, 1)
         return max(plan.target_tokens, 1)
+
+    def on_train_start(self) -> None:
+        """Refuse a StepLoader of the user's own, whose checkpoints would lose a batch.
+
+        Lightning takes one batch ahead, which such a loader counts as trained on.
+        """
+        loader = self.trainer.train_dataloader
+        if isinstance(loader, StepLoader) and loader.begin_at is None:
+            raise MisconfigurationException(
+                "The Trainer was given a StepLoader. Lightning takes a batch ahead of the one that"
+                " it trains on, so that a resumed run would skip a step. Give the Trainer a"
+                " WLBDataModule: trainer.fit(model, WLBDataModule(documents, context_window=...,"
+                " micro_batches=...)). A StepLoader of your own is for a loop without a Trainer."
+            )
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""

@@ -124,7 +124,7 @@ def test_resume_equals_an_unbroken_run(tmp_path: Path, unbroken: Recorder, worke
         assert runner.global_step == stop + epoch + 2
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_resume_from_checkpoints_of_the_callback(
     tmp_path: Path, unbroken: Recorder, workers: int
 ) -> None:

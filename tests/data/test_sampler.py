@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_wlb.cost.flops import ModelShape, PassWork, Work
 from lightning_wlb.data.batch import StepBatch
@@ -18,6 +26,7 @@ from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning.planner import DataSettings, Planner
+from tests import ranks  # noqa: F401  (what a new process has imported already)
 
 # Documents wait in queues and are drained at the end of an epoch.
 DATA = DataSettings(context_window=64, micro_batches=2, packing="wlb", seed=3)
@@ -39,13 +48,9 @@ def dataset(**changes: Any) -> StepDataset:
     return StepDataset(**arguments)
 
 
-def epochs(steps: StepDataset, count: int) -> list[StepBatch]:
-    """The batches of the next epochs, each begun at the state of the last batch before."""
-    batches: list[StepBatch] = []
-    for _ in range(count):
-        batches += list(steps)
-        steps.state = batches[-1].state
-    return batches
+def epochs(steps: StepDataset | StepLoader, count: int) -> list[StepBatch]:
+    """The batches of the next epochs."""
+    return [batch for _ in range(count) for batch in steps]
 
 
 def content(batch: StepBatch) -> tuple[Any, ...]:
@@ -102,7 +107,6 @@ def test_max_tokens_marks_the_last_batch_and_a_longer_run_continues_from_it() ->
         batches = list(bounded)
         assert [batch.last for batch in batches] == [False] * (steps - 1) + [True]
         assert batches[-1].next_digest == 0
-        bounded.state = batches[-1].state
         assert list(bounded) == []
         longer = dataset(data=replace(DATA, max_tokens=10**9), state=batches[-1].state)
         assert next(iter(longer)).plan == unbroken[steps].plan
@@ -181,7 +185,6 @@ def test_the_loader_begins_each_epoch_where_it_is_told_and_draws_no_random_numbe
     position["state"] = first.state
     assert next(iter(loader)).plan.step == 1
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert loader.state_dict() == {}
     with pytest.raises(TypeError):
         len(loader)
 
@@ -200,3 +203,188 @@ def test_only_a_taken_step_is_consumed() -> None:
     assert consumed.current(1) == first.state, "tried again"
     consumed.restore({"elsewhere": 1})
     assert consumed.current(9) == {"elsewhere": 1}
+
+
+# --- the position of a loop without a Trainer ----------------------------------------------
+
+
+def test_an_iteration_that_was_left_is_continued_by_the_next() -> None:
+    unbroken = epochs(dataset(), 2)
+    steps = dataset()
+    batches = [*islice(steps, 3), *steps, *steps]
+    assert [content(batch) for batch in batches] == [content(batch) for batch in unbroken]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_plain_loop_resumes_with_the_batch_after_the_last_one_handed_out(workers: int) -> None:
+    """With the state of any number of workers, which read ahead: they all have the same."""
+    unbroken = epochs(dataset(), 2)
+    want = [content(batch) for batch in unbroken]
+    end = [batch.plan.epoch for batch in unbroken].index(1)
+    loader = StepLoader(dataset(), num_workers=workers)
+    states = [loader.state_dict()]
+    for _ in range(2):
+        for batch in loader:
+            assert loader.state_dict() == {"planner": batch.state}
+            states.append(loader.state_dict())
+    assert states == [{}, *({"planner": batch.state} for batch in unbroken)]
+    # Before the first step, inside the epoch, before and after its last batch, in the next one.
+    for taken in (0, 4, end - 1, end, end + 1) if workers != 1 else (4, end):
+        resumed = StepLoader(dataset(), num_workers=workers)
+        resumed.load_state_dict(states[taken])
+        rest = epochs(resumed, 2 if taken < end else 1)
+        assert [content(batch) for batch in rest] == want[taken:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_was_left_goes_on_and_takes_its_workers_along(workers: int) -> None:
+    unbroken = [content(batch) for batch in dataset()]
+    loader = StepLoader(dataset(), num_workers=workers)
+    first = []
+    for batch in loader:
+        first.append(batch)
+        assert len(multiprocessing.active_children()) == workers
+        if len(first) == 3:
+            break
+    del batch
+    assert not multiprocessing.active_children(), "none outlives the loop"
+    before = torch.random.get_rng_state()
+    assert [content(batch) for batch in [*first, *loader]] == unbroken
+    assert torch.equal(torch.random.get_rng_state(), before)
+    # Back to where it was before.
+    loader.load_state_dict({"planner": first[1].state})
+    assert content(next(iter(loader))) == unbroken[2]
+    loader.load_state_dict({})
+    assert content(next(iter(loader))) == unbroken[0]
+
+
+def test_a_plain_loop_resumes_on_another_mesh() -> None:
+    unbroken = list(dataset())
+    elsewhere = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)
+    loader = StepLoader(dataset(at=elsewhere), num_workers=1)
+    loader.load_state_dict({"planner": unbroken[2].state})
+    assert [batch.plan.pieces for batch in loader] == [batch.plan.pieces for batch in unbroken[3:]]
+
+
+def test_max_tokens_ends_a_plain_loop() -> None:
+    tokens = [batch.tokens for batch in dataset()]
+    loader = StepLoader(dataset(data=replace(DATA, max_tokens=sum(tokens[:3]))))
+    assert [batch.last for batch in loader] == [False, False, True]
+    assert list(loader) == []
+
+
+def told(batch: StepBatch) -> tuple[int, Any]:
+    """What tells one batch from another, in types that torch loads with ``weights_only``."""
+    return batch.plan.digest, [
+        each.tokens.tolist() for each in batch.micro_batches if each.tokens is not None
+    ]
+
+
+def train_until_killed(folder: Path, talk: Connection) -> None:
+    """A plain loop that saves after each of five steps and never ends the sixth."""
+    os.setsid()  # its workers are to be killed with it
+    loader, trained = StepLoader(dataset(), num_workers=2), []
+    for batch in loader:
+        if len(trained) == 5:
+            talk.send("in the sixth step")
+            signal.pause()
+        trained.append(told(batch))
+        torch.save({"loader": loader.state_dict(), "trained": trained}, folder / "partial")
+        os.replace(folder / "partial", folder / "last.pt")
+
+
+def test_a_killed_loop_continues_with_exactly_the_next_batch(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    hear, talk = context.Pipe(duplex=False)
+    process = context.Process(target=train_until_killed, args=(tmp_path, talk))
+    process.start()
+    assert process.pid is not None
+    talk.close()
+    try:
+        assert hear.recv() == "in the sixth step"
+        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+    unbroken = [told(batch) for batch in epochs(dataset(), 2)]
+    saved = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert saved["trained"] == unbroken[:5]
+    for workers in (2, 0, 1):
+        loader = StepLoader(dataset(), num_workers=workers)
+        loader.load_state_dict(saved["loader"])
+        assert [told(batch) for batch in epochs(loader, 2)] == unbroken[5:]
+
+
+def test_fabric_saves_and_loads_the_loader(tmp_path: Path) -> None:
+    unbroken = [content(batch) for batch in dataset()]
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader = StepLoader(dataset(), num_workers=1)
+    batches = list(islice(fabric.setup_dataloaders(loader), 3))
+    fabric.save(tmp_path / "last.ckpt", {"loader": loader})
+    resumed = StepLoader(dataset(), num_workers=2)
+    fabric.load(tmp_path / "last.ckpt", {"loader": resumed})
+    assert [content(batch) for batch in [*batches, *resumed]] == unbroken
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_of_the_users_own_resumes(workers: int) -> None:
+    def loader() -> StatefulDataLoader:
+        return StatefulDataLoader(dataset(), batch_size=None, num_workers=workers)
+
+    first, second = loader(), loader()
+    batches = list(islice(first, 3))
+    second.load_state_dict(first.state_dict())
+    assert [content(batch) for batch in [*batches, *second]] == [
+        content(batch) for batch in dataset()
+    ]
+
+
+def test_states_that_cannot_be_resumed_from_are_refused() -> None:
+    several = StatefulDataLoader(dataset(), batch_size=None, num_workers=2)
+    next(iter(several))
+    state = several.state_dict()
+    several.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"num_workers=2 cannot resume.*lightning_wlb\.StepLoader"):
+        iter(several)
+    loader = StepLoader(dataset())
+    with pytest.raises(ValueError, match=r"_snapshot.* not that of a StepLoader"):
+        loader.load_state_dict(state)
+    next(iter(loader))
+    other = StepLoader(dataset(data=replace(DATA, seed=4)))
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="seed=3 in the saved state, 4 here"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_is_told_where_to_begin_has_no_position(workers: int) -> None:
+    """Under Lightning, where the loader's own would be that of the batch read ahead."""
+    loader = StepLoader(dataset(), lambda: None, num_workers=workers)
+    first = next(iter(loader))
+    assert loader.state_dict() == {}
+    loader.load_state_dict({"planner": first.state})
+    assert content(next(iter(loader))) == content(first)
+
+
+def test_a_dataset_for_a_model() -> None:
+    """It weighs documents by the model, and knows them by their tokens."""
+    sequences = [store().read(n, 0, length).tolist() for n, length in enumerate(store().lengths)]
+    steps = StepDataset.for_model(sequences, DATA, SHAPE)
+    weighed = dataset(work=Work(SHAPE).total, forward=Work(SHAPE).forward)
+    assert [content(batch) for batch in steps] == [content(batch) for batch in weighed]
+    with pytest.raises(MisconfigurationException, match=r"101 different tokens.* of 99"):
+        StepDataset.for_model([[1, 100]], DATA, SHAPE)
+    with pytest.raises(MisconfigurationException, match="documents='books'"):
+        StepDataset.for_model("books", DATA, SHAPE)
+    with pytest.raises(ValueError, match="splits the 1 query and 1 key/value heads"):
+        StepDataset.for_model(sequences, DATA, SHAPE, Rank(Mesh(context=2)), sharding="heads")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_pins(workers: int) -> None:
+    batches = list(StepLoader(dataset(), num_workers=workers, pin_memory=True))
+    assert [content(batch) for batch in batches] == [content(batch) for batch in dataset()]
+    assert all(each.positions.is_pinned() for batch in batches for each in batch.micro_batches)

@@ -7,9 +7,12 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_wlb.data.sampler import StepDataset, StepLoader
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.planning import DataSettings
 from tests.models.steps import GROUPS, PIECES, VOCABULARY, config, documents, loss_masks, step_batch
 from tests.oracle import count_targets, oracle, relative_error
 
@@ -99,6 +102,32 @@ def test_trains_under_the_trainer_and_the_loss_falls(tmp_path):
     assert recorder.losses[-1] < recorder.losses[0] - 0.2
     assert trained.tokens_seen == 12 * 85
     assert fit.callback_metrics["tokens"].item() == 85
+
+
+def test_a_loop_without_a_trainer_is_data_parallel_by_summing_gradients():
+    def gradients(replicas):
+        trained = module()
+        for replica in range(replicas):
+            dataset = StepDataset.for_model(
+                documents(),
+                DataSettings(context_window=32, micro_batches=2, packing="wlb"),
+                trained.model_shape,
+                Rank(Mesh(data=replicas), replica),
+            )
+            trained.step(next(iter(StepLoader(dataset)))).backward()
+        return {name: parameter.grad for name, parameter in trained.named_parameters()}
+
+    wanted = gradients(1)
+    for name, gradient in gradients(2).items():
+        assert relative_error(gradient, wanted[name]) <= 1e-10, name
+
+
+def test_a_trainer_refuses_a_loader_that_keeps_its_own_position(tmp_path):
+    trained = LanguageModule(config(), seed=3)
+    settings = DataSettings(context_window=32, micro_batches=2)
+    dataset = StepDataset.for_model(documents(), settings, trained.model_shape)
+    with pytest.raises(MisconfigurationException, match=r"would skip a step.*WLBDataModule"):
+        trainer(tmp_path, max_steps=1).fit(trained, StepLoader(dataset))
 
 
 def test_precision_does_not_change_initial_values(tmp_path):

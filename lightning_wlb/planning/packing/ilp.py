@@ -30,6 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+import pulp
+
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.longest_first import deal_capped
@@ -168,7 +170,7 @@ def require(solver: str) -> None:
     if solver == "highs" and importlib.util.find_spec("highspy") is None:
         raise ModuleNotFoundError(
             "solver='highs' needs highspy, which is not installed. Install it with"
-            " `pip install highspy`, or leave the solver to 'cbc', which comes with PuLP.",
+            " `pip install '.[highs]'` in a clone, or leave the solver to 'cbc', which comes with PuLP.",
             name="highspy",
         )
 
@@ -187,8 +189,6 @@ def solve(
     Returns:
         None where the solver found no packing within its nodes.
     """
-    import pulp
-
     items, bins = range(len(problem.weights)), range(problem.bins)
     # Weights near 1: solvers work in floating point with absolute tolerances.
     unit = max(sum(problem.weights) / problem.bins, 1.0)
@@ -210,7 +210,7 @@ def solve(
         heaviest.setInitialValue(max(loads) / unit)
     # PuLP's HiGHS has read the values, but knows no name for the status "node limit reached".
     with contextlib.suppress(KeyError):
-        model.solve(_command(pulp, solver, nodes, start is not None))
+        model.solve(_command(solver, nodes, start is not None))
     answer = []
     for i in items:
         # A solution may be integral up to a tolerance only; anything else is no solution.
@@ -247,7 +247,7 @@ def report(method: str, problem: Problem, found: int | None, greedy: int) -> Non
     )
 
 
-def _command(pulp: Any, solver: str, nodes: int, warm: bool) -> Any:
+def _command(solver: str, nodes: int, warm: bool) -> Any:
     if solver == "cbc":
         return pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes, warmStart=warm)
     return pulp.HiGHS(

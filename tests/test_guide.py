@@ -1,0 +1,30 @@
+"""The guide's loop without a Trainer runs, and goes on where it was."""
+
+import re
+from pathlib import Path
+
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+
+
+def loop() -> str:
+    """The block of Python in the guide that makes a StepLoader."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if "StepLoader(" in block]
+    return block
+
+
+def test_the_loop_without_a_trainer_resumes(tmp_path, monkeypatch, capsys) -> None:
+    def run(steps: int) -> list[str]:
+        code, replaced = re.subn(r"islice\(loader, \d+", f"islice(loader, {steps}", loop())
+        assert replaced == 1
+        code, replaced = re.subn(r"context_window=\d+", "context_window=64", code)
+        assert replaced == 1
+        exec(compile(code, "guide.md", "exec"), {})
+        return capsys.readouterr().out.splitlines()
+
+    (tmp_path / "unbroken").mkdir()
+    monkeypatch.chdir(tmp_path / "unbroken")
+    unbroken = run(4)
+    assert [line.split(":")[0] for line in unbroken] == [f"step {number}" for number in range(4)]
+    monkeypatch.chdir(tmp_path)
+    assert run(2) + run(2) == unbroken
