@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.slices import Run, SlicedIndices
+from lightning_wlb.sharding.slices import Run, SlicedIndices
 
 
 @dataclass

@@ -32,8 +32,8 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.attention.context_parallel import added_up, gathered, summed, wide
 from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
 from lightning_wlb.attention.read_again import attend_reading_again
-from lightning_wlb.attention.slices import OWN
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.sharding.slices import OWN
 
 
 def sliced_attention(

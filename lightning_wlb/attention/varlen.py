@@ -35,7 +35,7 @@ from torch import Tensor
 from lightning_wlb.attention.cpu_kernel import cpu_attention
 from lightning_wlb.attention.gpu_kernels import Kernel, load_flash, load_torch
 from lightning_wlb.attention.kv_cache import SliceMetadata
-from lightning_wlb.attention.sharding import RankIndices
+from lightning_wlb.sharding import RankIndices
 
 
 @dataclass(frozen=True)

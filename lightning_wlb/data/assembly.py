@@ -24,14 +24,14 @@ import numpy as np
 import torch
 
 from lightning_wlb.attention.kv_cache import SliceMetadata
-from lightning_wlb.attention.sharding import Layout, RankIndices, head_indices, rank_indices
-from lightning_wlb.attention.slices import SlicedIndices, SlicedReplica
 from lightning_wlb.attention.varlen import AttentionMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Slice, StepPlan
-from lightning_wlb.planning.units import layout_of, units
+from lightning_wlb.prediction.executed import layout_of, units
+from lightning_wlb.sharding import Layout, RankIndices, head_indices, rank_indices
+from lightning_wlb.sharding.slices import SlicedIndices, SlicedReplica
 
 
 def make_step_batch(

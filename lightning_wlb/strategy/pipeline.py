@@ -27,7 +27,7 @@ class Pipeline:
     Args:
         at: where this rank stands in the mesh.
         stages: layers of every stage, by global layer number.
-        schedule: name of the schedule (``lightning_wlb.schedule.registry.SCHEDULES``).
+        schedule: name of the schedule (``lightning_wlb.schedule.programs.SCHEDULES``).
         groups: the communicator of each channel; empty for a single rank.
         hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
         dtype: of boundary tensors.
@@ -53,12 +53,12 @@ class Pipeline:
         See :func:`~lightning_wlb.schedule.programs.program_of`.
 
         Args:
-            replicas: plans of all replicas, as they are executed (``planning.units``).
+            replicas: plans of all replicas, as they are executed (``prediction.executed``).
             number: this replica's.
         """
-        ranks, per_rank = self.at.mesh.pipeline, self.at.mesh.virtual_stages
+        ranks, virtual_stages = self.at.mesh.pipeline, self.at.mesh.virtual_stages
         return {
-            place: program_of(self.schedule, place, ranks, per_rank, replicas, number)
+            place: program_of(self.schedule, place, ranks, virtual_stages, replicas, number)
             for place in {(self.at.pipeline + step) % ranks for step in (-1, 0, 1)}
         }
 

@@ -35,8 +35,8 @@ from lightning_wlb.arguments import choice, whole
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.planning.predict import model_stages
-from lightning_wlb.schedule.registry import SCHEDULES, make_program
+from lightning_wlb.prediction.predictor import model_stages
+from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
@@ -94,7 +94,7 @@ class WLBStrategy(MeshStrategy):
         if virtual_pipeline_size is None:
             virtual_pipeline_size = 2 if schedule == "interleaved" else 1
         virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
-        make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # whether the two go together
+        check_stages(schedule, virtual_pipeline_size)  # whether the two go together
         super().__init__(
             data_parallel_size,
             pipeline_parallel_size,

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.reference import dense_attention
-from lightning_wlb.attention.sharding import Layout, RankIndices, rank_indices
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 
 HALF = [97, 1, 31, 300]
 """A micro-batch for half types."""

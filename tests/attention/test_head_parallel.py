@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.attention.head_parallel import head_parallel_attention
-from lightning_wlb.attention.sharding import HEADS, check_heads, head_indices, layout, rank_indices
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.sharding import HEADS, check_heads, head_indices, layout, rank_indices
 from tests.attention.support import HALF, errors_by_keys, rank_errors
 from tests.ranks import run_ranks
 

@@ -12,7 +12,6 @@ from random import Random
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.sharding import layout
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
@@ -22,6 +21,7 @@ from lightning_wlb.models.transformer import ActivationCheckpointing, Transforme
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.sharding import layout
 from lightning_wlb.strategy.messages import Messages
 from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.step import Step

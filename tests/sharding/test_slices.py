@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.attention.sharding import SHARDINGS
-from lightning_wlb.attention.slices import OWN, SlicedReplica
-from lightning_wlb.planning.units import layout_of
+from lightning_wlb.prediction.executed import layout_of
+from lightning_wlb.sharding import SHARDINGS
+from lightning_wlb.sharding.slices import OWN, SlicedReplica
 from tests.strategy.random_plans import random_replica
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=4)

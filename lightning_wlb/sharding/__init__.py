@@ -22,16 +22,16 @@ first key that its first query sees) to the chunk's end, causal and aligned at t
 last query is that of the last key). Under ``heads`` the segments are the whole pieces.
 """
 
-from lightning_wlb.attention.sharding.choice import ADAPTIVE, choose, predicted_latency
-from lightning_wlb.attention.sharding.heads import HEADS, check_heads
-from lightning_wlb.attention.sharding.indices import (
+from lightning_wlb.sharding.choice import ADAPTIVE, choose, predicted_latency
+from lightning_wlb.sharding.heads import HEADS, check_heads
+from lightning_wlb.sharding.indices import (
     RankIndices,
     head_indices,
     rank_indices,
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.attention.sharding.layout import (
+from lightning_wlb.sharding.layout import (
     NAMES,
     SHARDINGS,
     Chunk,

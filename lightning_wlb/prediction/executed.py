@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_wlb.attention.sharding import Layout, layout
 from lightning_wlb.plan import MicroBatch, ReplicaPlan
+from lightning_wlb.sharding import Layout, layout
 
 
 def units(

@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from lightning_wlb.attention.sharding import Layout, traffic, uses_all_to_all
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.prediction import MicroBatchCost
+from lightning_wlb.prediction.step import MicroBatchCost
+from lightning_wlb.sharding import Layout, traffic, uses_all_to_all
 
 
 def micro_batch_cost(

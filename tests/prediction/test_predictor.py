@@ -14,7 +14,7 @@ from lightning_wlb.cost.profile import ActionOverhead, Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
 SHAPE = ModelShape(
     dim=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn_dim=2816, vocab_size=32000

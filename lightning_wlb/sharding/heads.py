@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_wlb.attention.sharding.arrays import Integers, distinct, offsets
+from lightning_wlb.sharding.arrays import Integers, distinct, offsets
 
 HEADS = "heads"
 """The name of this sharding."""

@@ -85,7 +85,7 @@ def draw_gantt(path: Path, timelines: Mapping[str, Timeline], title: str = "") -
     )[:, 0]
     end = max(each.end_ns for each in rows.values())
     unit, size = next((unit for unit in _UNITS if end >= 5 * unit[1]), _UNITS[-1])
-    stages = max(each.stages_per_rank for each in rows.values())
+    stages = max(each.virtual_stages for each in rows.values())
     numbered = False
     for panel, (name, each) in zip(panels, rows.items(), strict=True):
         panel.set_title(f"{name}: {_shown(each.end_ns / size)} {unit}", fontsize=10, loc="left")
@@ -149,7 +149,7 @@ class _Rows(NamedTuple):
         return self.synchronisation[1] if self.synchronisation else self.compute_ns
 
     @property
-    def stages_per_rank(self) -> int:
+    def virtual_stages(self) -> int:
         return max((len(_stages(rank)) for rank in self.spans), default=1) or 1
 
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_wlb.attention.sharding.arrays import Integers, distinct, offsets
 from lightning_wlb.cost.kernel import TILE, reference_kernel_cost
+from lightning_wlb.sharding.arrays import Integers, distinct, offsets
 
 
 def ptrr(lengths: Integers, ranks: int) -> Integers:

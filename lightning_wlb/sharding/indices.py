@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.attention.sharding.arrays import Integers, offsets, ranges
-from lightning_wlb.attention.sharding.layout import Layout
+from lightning_wlb.sharding.arrays import Integers, offsets, ranges
+from lightning_wlb.sharding.layout import Layout
 
 ALL_TO_ALL_PERCENT = 75
 """The all-to-all is used where its busiest rank moves at most this share of the all-gather's rows.

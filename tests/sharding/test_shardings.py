@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.attention import sharding as sharding_module
-from lightning_wlb.attention.sharding import (
+from lightning_wlb.sharding import (
     SHARDINGS,
     Chunk,
     Layout,
@@ -271,7 +271,7 @@ def test_planning_can_use_it_without_torch() -> None:
             "-c",
             "import sys, types; package = types.ModuleType('lightning_wlb');"
             "package.__path__ = [sys.argv[1]]; sys.modules['lightning_wlb'] = package;"
-            "import lightning_wlb.attention.sharding;"
+            "import lightning_wlb.sharding;"
             "print([name for name in ('torch', 'lightning') if name in sys.modules])",
             str(Path(sharding_module.__file__).parents[2]),
         ],

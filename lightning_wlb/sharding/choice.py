@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_wlb.attention.sharding.arrays import offsets
-from lightning_wlb.attention.sharding.layout import Layout, layout
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.sharding.arrays import offsets
+from lightning_wlb.sharding.layout import Layout, layout
 
 ADAPTIVE = "adaptive"
 """The name that stands for the choice where a sharding is asked for."""

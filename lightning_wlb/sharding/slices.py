@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.attention.sharding import Layout, RankIndices, rank_indices
 from lightning_wlb.plan import Slice
+from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 
 Indices = npt.NDArray[np.int64]
 

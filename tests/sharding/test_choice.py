@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.context_parallel import sequences
-from lightning_wlb.attention.sharding import (
+from lightning_wlb.cost.kernel import Integers, reference_kernel_cost
+from lightning_wlb.sharding import (
     SHARDINGS,
     choose,
     layout,
@@ -16,7 +17,6 @@ from lightning_wlb.attention.sharding import (
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.cost.kernel import Integers, reference_kernel_cost
 from tests.attention.test_sharding import as_tuples
 
 

@@ -12,7 +12,7 @@ import heapq
 
 import numpy as np
 
-from lightning_wlb.attention.sharding.arrays import Integers, distinct, offsets, ranges
+from lightning_wlb.sharding.arrays import Integers, distinct, offsets, ranges
 
 
 def _owners(ranks: int) -> Integers:

@@ -37,8 +37,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.attention.sharding.arrays import Integers
 from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_cost
+from lightning_wlb.sharding.arrays import Integers
 
 SHARES = (8, 32)
 """A piece stays whole up to one part in so many of a rank's work; tried in this order."""

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.attention.sharding.arrays import Integers, offsets
-from lightning_wlb.attention.sharding.heads import HEADS, equal_ranges
-from lightning_wlb.attention.sharding.hybrid import hybrid
-from lightning_wlb.attention.sharding.paired import (
+from lightning_wlb.sharding.arrays import Integers, offsets
+from lightning_wlb.sharding.heads import HEADS, equal_ranges
+from lightning_wlb.sharding.hybrid import hybrid
+from lightning_wlb.sharding.paired import (
     per_document,
     per_document_contiguous,
     per_sequence,
 )
-from lightning_wlb.attention.sharding.ptrr import ptrr
+from lightning_wlb.sharding.ptrr import ptrr
 
 SHARDINGS: dict[str, Callable[[Integers, int], Integers]] = {
     "hybrid": hybrid,

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.schedule.actions import Action, parse_program
-from lightning_wlb.schedule.registry import make_programs
+from lightning_wlb.schedule.programs import make_programs
 from lightning_wlb.schedule.simulate import simulate
 from lightning_wlb.schedule.timeline import Timing
-from lightning_wlb.schedule.trace import draw_gantt, write_trace
 
 
 def predicted():

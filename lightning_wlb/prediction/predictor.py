@@ -1,10 +1,10 @@
 """What a plan will take: every action's duration, and the simulated step.
 
 The glue between the plan, the cost model and the simulator. A micro-batch is laid out on its
-context-parallel group as the plan says (:mod:`~lightning_wlb.planning.micro_batch_cost`). An action
+context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
 is its stage's layers, its ends and its overhead; messages between stages are the simulator's
 transfers; parameters and gradients travel once, at the end. What the passes hold is in
-:mod:`~lightning_wlb.planning.step_memory`.
+:mod:`~lightning_wlb.prediction.memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
 action. Communication is not overlapped with computation here, because the executor overlaps none.
@@ -26,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.attention.sharding import layout
 from lightning_wlb.cost.flops import (
     ModelShape,
     Work,
@@ -38,15 +37,15 @@ from lightning_wlb.cost.flops import (
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning.micro_batch_cost import micro_batch_cost
-from lightning_wlb.planning.prediction import MicroBatchCost, StepPrediction
-from lightning_wlb.planning.step_memory import StepMemory
-from lightning_wlb.planning.units import units
+from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.memory import StepMemory
+from lightning_wlb.prediction.micro_batch import micro_batch_cost
+from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.programs import meetings_of, program_of
-from lightning_wlb.schedule.registry import make_programs
+from lightning_wlb.schedule.programs import make_programs, meetings_of, program_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
+from lightning_wlb.sharding import layout
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -101,7 +100,7 @@ class Predictor:
     Args:
         latency: of the model on the mesh.
         stages: layers of each stage, virtual ones in order.
-        schedule: name in ``lightning_wlb.schedule.registry.SCHEDULES``.
+        schedule: name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         rest_dtype: of parameters and optimizer state at rest.
 
     Raises:
@@ -346,10 +345,10 @@ class Predictor:
         return make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
 
     def _programs_of(self, replicas: Sequence[ReplicaPlan]) -> list[list[list[Action]]]:
-        ranks, per_rank = self.latency.mesh.pipeline, self.latency.mesh.virtual_stages
+        ranks, virtual_stages = self.latency.mesh.pipeline, self.latency.mesh.virtual_stages
         return [
             [
-                program_of(self.schedule, rank, ranks, per_rank, replicas, number)
+                program_of(self.schedule, rank, ranks, virtual_stages, replicas, number)
                 for rank in range(ranks)
             ]
             for number in range(len(replicas))
