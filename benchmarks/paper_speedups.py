@@ -38,7 +38,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings
 from lightning_wlb.planning.packing import PACKINGS
-from lightning_wlb.planning.predict import Predictor, model_stages
+from lightning_wlb.prediction.predictor import Predictor, model_stages
 
 SHAPES: dict[str, ModelShape] = {
     "550M": TransformerConfig.preset("550m").shape,

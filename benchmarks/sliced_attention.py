@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 import lightning_wlb as wlb
-from lightning_wlb.attention.sharding import layout
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Rank
@@ -31,6 +30,7 @@ from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.sharding import layout
 from lightning_wlb.strategy.messages import Messages
 from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.step import Step

@@ -63,7 +63,7 @@ from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.packing.best_fit import pack as best_fit
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
-from lightning_wlb.planning.units import units
+from lightning_wlb.prediction.executed import units
 
 SLIM = ((2, 1, 0), (2, 1.25, 0), (4, 1, 0), (2, 1.25, RANKS - 1), (4, 1, RANKS - 1))
 PLANNED: dict[str, dict[str, Any]] = {  # row: settings, the cap in windows

@@ -1,7 +1,7 @@
 """From the plan of a step to the tensors of one rank.
 
 :func:`make_step_batch` walks the micro-batches of this rank's replica, lays each over the
-context-parallel group as the plan says (``attention.sharding``), and reads from the store the
+context-parallel group as the plan says (``sharding``), and reads from the store the
 tokens that this rank's rows hold, and no others: tokens on the first pipeline stage, labels on
 the last. All index arithmetic of attention happens here, in the data loader, off the training
 path.

@@ -19,13 +19,13 @@ The schedules of the field are cases of it:
   with all M open at once;
 * with V virtual stages per rank it is **interleaved 1F1B** (Megatron-LM). Rank p of P owns the
   stages p, p + P, p + 2P, ...; a micro-batch goes round the ring of ranks V times, and forwards and
-  backwards are taken in groups (:func:`groups_of`) that run stage by stage. n_i then counts a rank's
-  stage passes; every rank alternates from its first backward on, after a warm-up long enough for
-  the most demanding backward, and rank p runs 2·(P - 1 - p) passes more ahead. With equal
-  micro-batches and f, b the times of *one stage* a step takes (V·max(M, P) + min(M, P) - 1)·(f +
-  b); from M = P on that is 1F1B with its bubble divided by V. The price: V times the messages, and
-  more open activations, at most 2·(P - 1 - p) + (V - 1)·G + 1 stage passes per rank, G the size of
-  the largest group, where 1F1B holds V·(P - p).
+  backwards are taken in groups (:func:`groups_of`) that run stage by stage. n_i then counts the
+  stage passes of a rank; every rank alternates from its first backward on, after a warm-up long
+  enough for the most demanding backward, and rank p runs 2·(P - 1 - p) passes more ahead. With
+  equal micro-batches and f, b the times of *one stage* a step takes (V·max(M, P) + min(M, P) -
+  1)·(f + b); from M = P on that is 1F1B with its bubble divided by V. The price: V times the
+  messages, and more open activations, at most 2·(P - 1 - p) + (V - 1)·G + 1 stage passes per rank,
+  G the size of the largest group, where 1F1B holds V·(P - p).
 
 It does not prove itself free of deadlock: :func:`~lightning_wlb.schedule.proof.check_schedule`
 does, over all ranks. Linear in the number of actions. Open micro-batches per stage: up to

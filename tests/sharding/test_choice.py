@@ -17,7 +17,7 @@ from lightning_wlb.sharding import (
     traffic,
     uses_all_to_all,
 )
-from tests.attention.test_sharding import as_tuples
+from tests.sharding.test_shardings import as_tuples
 
 
 @cache
