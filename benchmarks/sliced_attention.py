@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 import lightning_wlb as wlb
+from lightning_wlb.attention.process_groups import NO_GROUPS
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Rank
@@ -79,7 +80,8 @@ def seconds(model: Transformer, batch: StepBatch) -> float:
         device=torch.device("cpu"),
     )
     begin = time.process_time()
-    step = Step(model, pipeline, batch, Messages(pipeline, {}), batch.target_tokens, None, None)
+    messages = Messages(pipeline, {})
+    step = Step(model, pipeline, NO_GROUPS, batch, messages, batch.target_tokens, None, None)
     for action in program_of(pipeline.schedule, 0, 1, 1, batch.executed, 0):
         step.run(action)
     return time.process_time() - begin

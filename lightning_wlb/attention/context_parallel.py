@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_wlb.attention.process_groups import group_size
 from lightning_wlb.attention.read_again import attend_reading_again
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 
@@ -82,7 +83,7 @@ def context_parallel_attention(
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
     """
-    size = 1 if group is None else dist.get_world_size(group)
+    size = group_size(group)
     _check(k.shape[0], "k", metadata)
     if (metadata.key_index is None) != (size == 1):
         raise ValueError(

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -31,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import added_up, gathered, summed, wide
 from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
+from lightning_wlb.attention.process_groups import group_size
 from lightning_wlb.attention.read_again import attend_reading_again
 from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
 from lightning_wlb.sharding.slices import OWN
@@ -132,7 +132,7 @@ class _Reader:
         self.cache = cache
         self.layer = layer
         self.group = group
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.size = group_size(group)
 
     @property
     def copies(self) -> bool:

@@ -9,12 +9,14 @@ Messages follow :mod:`.messages`, actions :mod:`.step`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 
 import torch
 from torch import Tensor, nn
 
+from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import FORWARD
@@ -36,12 +38,17 @@ class Executor:
     Args:
         model: the stage's model, sharded by :func:`fully_sharded.shard`.
         pipeline: where the rank stands.
-        merged: makes the communicators of micro-batches that several replicas share.
+        groups: what the model's forward communicates over. Groups over several replicas are added
+            in each step.
+        merged: makes these, when a plan first asks.
     """
 
-    def __init__(self, model: nn.Module, pipeline: Pipeline, merged: MergedGroups) -> None:
+    def __init__(
+        self, model: nn.Module, pipeline: Pipeline, groups: ProcessGroups, merged: MergedGroups
+    ) -> None:
         self.model = model
         self.pipeline = pipeline
+        self.groups = groups
         self.merged = merged
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
@@ -96,7 +103,7 @@ class Executor:
         """
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
-        self.model.merged_groups = self.merged.prepare(batch.plan)  # type: ignore[assignment]
+        groups = replace(self.groups, merged=self.merged.prepare(batch.plan))
         fully_sharded.begin_step(self.model)
         programs = self.pipeline.programs(batch.executed, batch.replica)
         if not training:
@@ -111,6 +118,7 @@ class Executor:
         step = Step(
             self.model,
             self.pipeline,
+            groups,
             batch,
             messages,
             denominator,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.strategy.activations import ActivationCount
@@ -28,6 +29,7 @@ class Step:
     Args:
         model: the rank's stages.
         pipeline: where the rank stands.
+        groups: what the model's forward communicates over.
         batch: this rank's part of the step.
         messages: to and from the other stages.
         denominator: what the summed loss of all ranks is divided by, in tokens.
@@ -42,6 +44,7 @@ class Step:
         self,
         model: nn.Module,
         pipeline: Pipeline,
+        groups: ProcessGroups,
         batch: StepBatch,
         messages: Messages,
         denominator: int,
@@ -50,6 +53,7 @@ class Step:
     ) -> None:
         self.model = model
         self.pipeline = pipeline
+        self.groups = groups
         self.batch = batch
         self.messages = messages
         self.cache = KeyValueCache()
@@ -83,7 +87,10 @@ class Step:
             hidden.requires_grad_(training)
         with self._timed(action):
             output = self.model(
-                micro_batch.with_cache(self.cache), hidden, self.pipeline.stages[action.stage]
+                micro_batch.with_cache(self.cache),
+                hidden,
+                self.pipeline.stages[action.stage],
+                groups=self.groups,
             )
         if training:
             self.boundaries[action] = (hidden, output)

@@ -42,7 +42,7 @@ from lightning_wlb.strategy import fully_sharded
 from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
 from lightning_wlb.strategy.clip import clip_gradients
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.mesh import Size
+from lightning_wlb.strategy.mesh import Size, process_groups
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.precision import WLBPrecision
@@ -211,6 +211,7 @@ class WLBStrategy(MeshStrategy):
                 dtype=precision.compute_dtype,
                 device=self.root_device,
             ),
+            process_groups(self.device_mesh),
             self.communicators.merged,
         )
         precision.clip = partial(self._clip, model)

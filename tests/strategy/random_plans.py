@@ -12,6 +12,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lightning_wlb.attention.process_groups import NO_GROUPS
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
@@ -132,7 +133,7 @@ def run_step(
         dtype=torch.float64,
         device=torch.device("cpu"),
     )
-    step = Step(model, pipeline, batch, Messages(pipeline, {}), 1, None, None)
+    step = Step(model, pipeline, NO_GROUPS, batch, Messages(pipeline, {}), 1, None, None)
     program = program_of(pipeline.schedule, 0, 1, stages, batch.executed, 0)
     for action in program:
         step.run(action)
