@@ -38,8 +38,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.context_parallel import PAPER, sequences
 from benchmarks.workloads import LLAMA2_7B_LAYER
-from lightning_wlb.attention.gpu_kernels import flash_function
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.kernels_gpu import flash_function
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile

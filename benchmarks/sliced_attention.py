@@ -32,9 +32,8 @@ from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
-from lightning_wlb.strategy.messages import Messages
-from lightning_wlb.strategy.pipeline import Pipeline
-from lightning_wlb.strategy.step import Step
+from lightning_wlb.strategy.executor import Step
+from lightning_wlb.strategy.messages import Messages, Pipeline
 
 VOCABULARY = 256
 

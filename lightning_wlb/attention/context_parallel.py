@@ -22,7 +22,7 @@ and in every gradient, whatever they hold; no index points at them. Every rank o
 the same collectives, also one without any token.
 
 Only the local keys and values are kept for backward, which exchanges them again
-(:mod:`.read_again`), unless the whole layer runs again there anyway.
+(:mod:`.refetch`), unless the whole layer runs again there anyway.
 
 Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
 backward; those read are in memory during each (1 + 1/(2·CP) times the micro-batch for shardings
@@ -42,9 +42,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.process_groups import group_size
-from lightning_wlb.attention.read_again import attend_reading_again
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.refetch import attend_reading_again
+from lightning_wlb.attention.varlen import VarlenAttention
 
 # torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

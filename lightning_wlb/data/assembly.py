@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_wlb.attention.kv_cache import SliceMetadata
-from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.mesh import Rank

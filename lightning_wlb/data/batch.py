@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
-from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 
 IGNORE = -100

@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.head_parallel import head_parallel_attention
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.process_groups import (
     NO_GROUPS,
     ProcessGroups,
@@ -40,10 +40,12 @@ from lightning_wlb.attention.process_groups import (
     group_size,
 )
 from lightning_wlb.attention.sliced import sliced_attention
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.ulysses import head_parallel_attention
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import token_loss
+from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -52,7 +54,7 @@ Queries = Tensor | Callable[[], Tensor]
 Project = Callable[[Tensor], Tensor]
 """What a layer makes of attention's output, [rows, heads, head_dim], by products of rows alone."""
 Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata, Project], Tensor]
-"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project returns."""
+"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project refreqs."""
 
 
 class Transformer(nn.Module):
@@ -127,7 +129,7 @@ class Transformer(nn.Module):
                 stage; all that it holds if None.
             groups: the ranks that share the rows and the parameters.
 
-        Returns:
+        Refreqs:
             Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
             losses, 0-dim, float32 or wider, the same on every tensor-parallel rank. With a head
             and no labels: logits [P, vocabulary/TP] of this rank's share of the vocabulary.
@@ -136,11 +138,11 @@ class Transformer(nn.Module):
             assert self.embed is not None
             assert micro_batch.tokens is not None
             hidden = self.embed(micro_batch.tokens, groups.tensor)
-        turns = rotation(micro_batch.positions, self.config, hidden.dtype)
+        freqs = rotary_frequencies(micro_batch.positions, self.config, hidden.dtype)
         attend = partial(self.attend, groups=groups)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
             metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
-            hidden = self.layers[str(number)](hidden, turns, metadata, attend, groups.tensor)
+            hidden = self.layers[str(number)](hidden, freqs, metadata, attend, groups.tensor)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels, groups.tensor)
         return hidden
@@ -165,8 +167,8 @@ class Transformer(nn.Module):
                 while its own backward runs.
             groups: as of :meth:`forward`.
 
-        Returns:
-            What ``project`` returns.
+        Refreqs:
+            What ``project`` refreqs.
         """
         queries = q if callable(q) else lambda: q
         kernel, group = self.attention_kernel, groups.of_rows(metadata.replicas)
@@ -217,34 +219,6 @@ class Transformer(nn.Module):
         return 0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02
 
 
-def rotation(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
-    """The turn of each pair of a head at each position, as complex numbers of modulus 1.
-
-    Angles are computed in float64, since float32 is off by 0.01 rad at position 100,000. The
-    table is complex64 (complex128 for float64 models), which mixed precision leaves alone.
-
-    Args:
-        positions: int64 [rows].
-        config: for ``head_dim`` and ``rope_theta``.
-        dtype: of the hidden states.
-
-    Returns:
-        [rows, head_dim / 2].
-    """
-    assert config.head_dim is not None
-    pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64)
-    angles = positions[:, None] * config.rope_theta ** (-pairs / config.head_dim)
-    turns = torch.polar(torch.ones_like(angles), angles)
-    return turns if dtype == torch.float64 else turns.to(torch.complex64)
-
-
-def rotate(heads: Tensor, turns: Tensor) -> Tensor:
-    """Turn neighbouring pairs of [rows, heads, head_dim] by [rows, head_dim / 2]."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], turns.shape[-1], 2))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(heads.dtype)
-
-
 class Layer(nn.Module):
     """One decoder layer on [rows/TP, dim]."""
 
@@ -261,7 +235,7 @@ class Layer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        turns: Tensor,
+        freqs: Tensor,
         metadata: AttentionMetadata,
         attend: Attend,
         group: ProcessGroup | None,
@@ -272,19 +246,19 @@ class Layer(nn.Module):
         """
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
         if self.activation_checkpointing == "full":
-            return _again_in_backward(self._both, hidden, turns, metadata, attend, group)
-        return self._both(hidden, turns, metadata, attend, group)
+            return _again_in_backward(self._both, hidden, freqs, metadata, attend, group)
+        return self._both(hidden, freqs, metadata, attend, group)
 
     def _both(
         self,
         hidden: Tensor,
-        turns: Tensor,
+        freqs: Tensor,
         metadata: AttentionMetadata,
         attend: Attend,
         group: ProcessGroup | None,
     ) -> Tensor:
         normal = self.attention_norm(hidden)
-        hidden = hidden + self.attention(normal, turns, metadata, attend, group)
+        hidden = hidden + self.attention(normal, freqs, metadata, attend, group)
         if self.activation_checkpointing == "selective":
             return _again_in_backward(self._feed_forward, hidden, group)
         return self._feed_forward(hidden, group)
@@ -311,18 +285,18 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        turns: Tensor,
+        freqs: Tensor,
         metadata: AttentionMetadata,
         attend: Attend,
         group: ProcessGroup | None,
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
         hidden = gather_rows(hidden, group)
-        k = rotate(self._heads(hidden, self._of_own_heads(self.wk, group)), turns)
+        k = apply_rotary(self._heads(hidden, self._of_own_heads(self.wk, group)), freqs)
         v = self._heads(hidden, self._of_own_heads(self.wv, group))
 
         def queries() -> Tensor:
-            return rotate(self._heads(hidden, local(self.wq)), turns)
+            return apply_rotary(self._heads(hidden, local(self.wq)), freqs)
 
         def project(out: Tensor) -> Tensor:
             return F.linear(out.flatten(-2), local(self.wo))

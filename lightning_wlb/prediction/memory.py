@@ -4,7 +4,7 @@ A forward opens bytes that its own backward frees (:class:`StepMemory`, from ``c
 Besides, actions leave bytes for others to free (:func:`freed_bytes`):
 
 * the backward of a later slice leaves gradients of an earlier micro-batch's keys, which that one's
-  own backward takes (:mod:`~lightning_wlb.attention.kv_cache`). The first such backward makes them,
+  own backward takes (:mod:`~lightning_wlb.attention.sliced`). The first such backward makes them,
   for the whole micro-batch;
 * a backward leaves the gradient that it sends to the stage before, until a message comes back that
   proves its arrival (:mod:`~lightning_wlb.schedule.receipts`). What a forward sends on is held

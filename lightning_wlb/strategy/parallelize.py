@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_wlb.models.tensor_parallel import shard_parameters
-from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy import fsdp
+from lightning_wlb.strategy.gradients import Tie, find_ties
 from lightning_wlb.strategy.mesh import data_context
-from lightning_wlb.strategy.tied import Tie, find_ties
 
 
 def parallelize(
@@ -72,7 +72,7 @@ def parallelize(
         lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None),
     )
 
-    fully_sharded.shard(model, _units(model, ties), data_context(mesh), policy)
+    fsdp.shard(model, _units(model, ties), data_context(mesh), policy)
     return ties
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.reference import dense_attention
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 
 HALF = [97, 1, 31, 300]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_wlb.attention import context_parallel
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import as_it_is
 from tests.ranks import run_ranks

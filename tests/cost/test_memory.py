@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.mesh import Mesh

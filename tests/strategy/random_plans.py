@@ -23,9 +23,8 @@ from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, 
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
-from lightning_wlb.strategy.messages import Messages
-from lightning_wlb.strategy.pipeline import Pipeline
-from lightning_wlb.strategy.step import Step
+from lightning_wlb.strategy.executor import Step
+from lightning_wlb.strategy.messages import Messages, Pipeline
 from tests.models.steps import config, documents
 
 SHARDING = "per_document_contiguous"

@@ -128,7 +128,7 @@ def test_process_groups_pass_where_fsdp_casts_arguments():
 
 
 def test_bfloat16_is_reduced_in_float32():
-    """What that is worth is in test_fully_sharded.py."""
+    """What that is worth is in test_fsdp.py."""
     for precision in ("bf16-true", "bf16-mixed"):
         policy = WLBPrecision(precision).policy
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)

@@ -13,7 +13,7 @@ gradients, also where a rank has no micro-batch at all. So:
 
 :func:`finish_step` goes through private functions, as torch's own pipelining does
 (``PipelineStage.perform_reduce_grad``): autograd fires FSDP's reduction only inside a backward,
-and a rank without micro-batches has none. tests/strategy/test_fully_sharded.py pins it.
+and a rank without micro-batches has none. tests/strategy/test_fsdp.py pins it.
 
 Cost: within a step this is ZeRO-1. A rank holds its stage's parameters whole in the compute
 dtype and their gradients whole in fp32: 6 bytes per parameter in bf16. Not for models whose

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.strategy.checks import check_process_group
-from lightning_wlb.strategy.communicators import Communicators, communicators
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
+from lightning_wlb.strategy.process_groups import Communicators, communicators
 
 
 class MeshStrategy(ParallelStrategy):

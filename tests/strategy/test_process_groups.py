@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import _world as process_groups
 
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.strategy.communicators import communicators
+from lightning_wlb.strategy.process_groups import communicators
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import free_port, run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer

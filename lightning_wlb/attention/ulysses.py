@@ -27,7 +27,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import wide
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import check_heads
 
 

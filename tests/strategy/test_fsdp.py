@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy import fsdp
 from tests.ranks import run_ranks
 from tests.strategy.harness import relative_error, whole
 
@@ -37,7 +37,7 @@ def sharded(dtype: torch.dtype, policy: MixedPrecisionPolicy | None = None) -> T
     model = toy(dtype)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     units = [model.first, model.second]
-    fully_sharded.shard(model, units, mesh, policy or MixedPrecisionPolicy())
+    fsdp.shard(model, units, mesh, policy or MixedPrecisionPolicy())
     return model
 
 
@@ -50,10 +50,10 @@ def inputs(seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def step(model: nn.Module, batches: list[torch.Tensor]) -> None:
-    fully_sharded.begin_step(model)
+    fsdp.begin_step(model)
     for batch in batches:
         model(batch).backward()
-    fully_sharded.finish_step(model)
+    fsdp.finish_step(model)
 
 
 def gradients(model: nn.Module) -> dict[str, np.ndarray]:
@@ -77,13 +77,13 @@ def sums(rank: int, dtype: torch.dtype) -> list[dict[str, np.ndarray]]:
     results = []
     for counts in ((3, 2), (0, 4), (1, 0)):
         batches = inputs(rank, counts[rank], dtype)
-        fully_sharded.begin_step(model)
+        fsdp.begin_step(model)
         for batch in batches:
             model(batch).backward()
         # Lightning calls training_step, zero_grad, backward: what accumulated must survive, and
         # the gradients of the step before must not.
         optimizer.zero_grad()
-        fully_sharded.finish_step(model)
+        fsdp.finish_step(model)
         results.append(gradients(model))
     return results
 
@@ -106,12 +106,12 @@ def life_of_gradients(rank: int) -> None:
     model = sharded(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = optimizer.param_groups[0]["params"]
-    fully_sharded.begin_step(model)
+    fsdp.begin_step(model)
     for batch in inputs(rank, 2, torch.float64):
         model(batch).backward()
     assert [p.grad for p in parameters] == [None] * 4, "set only by finish_step"
     optimizer.zero_grad()
-    fully_sharded.finish_step(model)
+    fsdp.finish_step(model)
     assert all(p.grad is not None and p.grad.shape == p.shape for p in parameters)
     optimizer.zero_grad()
     assert [p.grad for p in parameters] == [None] * 4
@@ -127,9 +127,9 @@ def evaluation_sees_the_optimizer_step(rank: int) -> tuple[float, float, float]:
 
     def evaluate() -> float:
         with torch.no_grad():
-            fully_sharded.begin_step(model)
+            fsdp.begin_step(model)
             loss = float(model(batch))
-            fully_sharded.reshard(model)
+            fsdp.reshard(model)
         return loss
 
     losses = [evaluate()]
