@@ -54,7 +54,7 @@ Queries = Tensor | Callable[[], Tensor]
 Project = Callable[[Tensor], Tensor]
 """What a layer makes of attention's output, [rows, heads, head_dim], by products of rows alone."""
 Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata, Project], Tensor]
-"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project refreqs."""
+"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project returns."""
 
 
 class Transformer(nn.Module):
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
                 stage; all that it holds if None.
             groups: the ranks that share the rows and the parameters.
 
-        Refreqs:
+        Returns:
             Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
             losses, 0-dim, float32 or wider, the same on every tensor-parallel rank. With a head
             and no labels: logits [P, vocabulary/TP] of this rank's share of the vocabulary.
@@ -167,8 +167,8 @@ class Transformer(nn.Module):
                 while its own backward runs.
             groups: as of :meth:`forward`.
 
-        Refreqs:
-            What ``project`` refreqs.
+        Returns:
+            What ``project`` returns.
         """
         queries = q if callable(q) else lambda: q
         kernel, group = self.attention_kernel, groups.of_rows(metadata.replicas)
