@@ -325,9 +325,9 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         begin = time.perf_counter()
         if self.begin_at is not None:
             self.dataset.state = self.begin_at()
-        batches = super().__iter__()
-        # The loop alone holds the iterator, so that leaving the loop ends the workers.
-        self._iterator = None
+        # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
+        # here, and with it the workers of a loop that was left.
+        batches = self._get_iterator()
         return self._hand_out(batches, time.perf_counter() - begin)
 
     def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
