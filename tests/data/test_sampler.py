@@ -371,7 +371,7 @@ def test_a_dataset_for_a_model() -> None:
     """It weighs documents by the model, and knows them by their tokens."""
     sequences = [store().read(n, 0, length).tolist() for n, length in enumerate(store().lengths)]
     steps = StepDataset.for_model(sequences, DATA, SHAPE)
-    weighed = dataset(work=Work(SHAPE).total, forward=Work(SHAPE).forward)
+    weighed = dataset(work=Work.of(SHAPE))
     assert [content(batch) for batch in steps] == [content(batch) for batch in weighed]
     with pytest.raises(MisconfigurationException, match=r"101 different tokens.* of 99"):
         StepDataset.for_model([[1, 100]], DATA, SHAPE)
