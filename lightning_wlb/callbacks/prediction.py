@@ -68,7 +68,7 @@ class Predictions:
 
         Args:
             plan: what runs.
-            slots: K of the pipeline level, see :func:`imbalance.slots`.
+            slots: K of the pipeline level, see :func:`.imbalance.slots`.
         """
         step = self._predictor.predict(plan)
         work = step.work_ns.astype(float)

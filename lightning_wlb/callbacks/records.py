@@ -113,7 +113,7 @@ class Records:
         return rates
 
     def summary(self) -> dict[str, float]:
-        """The run in plain numbers; see :meth:`ImbalanceMonitor.summary`."""
+        """The run in plain numbers; see :meth:`.ImbalanceMonitor.summary`."""
         every = self.columns()
         timed = {name: column[self.warm_up_steps :] for name, column in every.items()}
         drain = every["drain"] > 0

@@ -1,7 +1,7 @@
 """A timeline as a trace for Perfetto or chrome://tracing, and as a picture.
 
-Both take any number of named timelines, predicted (:class:`Simulation`) and measured (each rank's
-:class:`Timing` list) alike, and put them on one time axis, so that prediction and measurement
+Both take any number of named timelines, predicted (:class:`.Simulation`) and measured (each rank's
+:class:`.Timing` list) alike, and put them on one time axis, so that prediction and measurement
 compare action by action. Ranks measured on their own clocks are aligned at the start of the step
 (see :func:`~lightning_wlb.schedule.timeline.spans_of`). Linear in the number of actions; a picture
 of more than some thousand actions is better read as a trace.

@@ -66,7 +66,7 @@ global batches together plan several steps at once and then none for a while."""
 class StepDataset(IterableDataset[StepBatch]):
     """The step batches of one rank: each iteration is one epoch, or the rest of one.
 
-    It has a position, :attr:`state`, at which an iteration begins and which every batch that is
+    It has a position, ``state``, at which an iteration begins and which every batch that is
     yielded moves on. So the next iteration continues where the last one ended, or was left.
     :meth:`for_model` makes one from what a user has.
 
@@ -160,7 +160,7 @@ class StepDataset(IterableDataset[StepBatch]):
         )
 
     def planner(self) -> Planner:
-        """A planner that stands at :attr:`state`."""
+        """A planner that stands at ``state``."""
         planner = Planner(
             self.store.lengths,
             self.data,

@@ -58,7 +58,7 @@ class WindowedOptions(PackingOptions):
 
 
 class WindowedPacker(Packer):
-    """Groups W global batches at a time with the subclass's :meth:`group`."""
+    """Groups W global batches at a time with the subclass's :meth:`.Packer.group`."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
