@@ -1,7 +1,7 @@
 """The steps of one epoch, from wherever the run stands, and what "stands" means.
 
 Every rank runs the same planner on the same lengths and so knows every step's plan;
-:class:`StepDataset` then materialises this rank's share of it. It plans one step ahead: a batch
+:class:`.StepDataset` then materialises this rank's share of it. It plans one step ahead: a batch
 carries the digest of the following plan, so that the step's last collective can tell ranks that
 disagree before they hang.
 
@@ -259,7 +259,7 @@ class ConsumedState:
 
 
 class StepLoader(StatefulDataLoader[StepBatch]):
-    """The loader over a :class:`StepDataset`, with a position that survives its process.
+    """The loader over a :class:`.StepDataset`, with a position that survives its process.
 
     In a loop without a Trainer::
 
