@@ -27,6 +27,7 @@ include_patterns = [
     "docs/modules/lightning_wlb*.rst",
     "benchmarks/**.md",
 ]
+smartquotes = False  # options begin with two hyphens
 html_theme = "furo"
 html_title = project
 myst_heading_anchors = 3
