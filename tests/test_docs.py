@@ -6,6 +6,7 @@ Links between its pages, and from docstrings, are checked where the site is buil
 import contextlib
 import io
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import lightning_wlb
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.packing.base import PackingOptions
+from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -44,7 +46,9 @@ def test_the_guide_has_every_option_of_every_packing() -> None:
     for name, cap, options in rows:
         packer = PACKINGS[name]
         assert float(cap) == packer.cap_percent / 100
-        known = [f"{each.name}={each.default!r}".replace("'", '"') for each in fields(packer.Options)]
+        known = [
+            f"{each.name}={each.default!r}".replace("'", '"') for each in fields(packer.Options)
+        ]
         assert re.findall(r"`([^`]+)`", options) == known
 
 
@@ -58,6 +62,27 @@ def test_the_reference_has_every_public_name() -> None:
     public |= {packer.Options for packer in PACKINGS.values()} - {PackingOptions}
     for item in public:
         assert listed.get(item.__name__) == f"{item.__module__}.{item.__name__}"
+
+
+def test_the_guide_has_every_sharding() -> None:
+    section = (DOCS / "guide.md").read_text().split("### Sharding over")[1].split("###")[0]
+    rows = re.findall(r'^\| `"(\w+)"`', section, re.MULTILINE)
+    assert sorted(rows) == sorted([ADAPTIVE, *NAMES])
+
+
+def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = contracts["contracts"][0]["layers"]
+    floors = {
+        (len(layers) - place, room)
+        for place, layer in enumerate(layers)
+        for room in layer.split(" | ")
+    }
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", (DOCS / "design.md").read_text(), re.MULTILINE)
+    named = {
+        (int(floor), room) for floor, rooms in rows for room in re.findall(r"`(\w+)[/.]", rooms)
+    }
+    assert named == floors
 
 
 def mentioned(page: Path) -> Iterator[str]:
