@@ -247,9 +247,7 @@ def _draw_rows(panel: Axes, rows: _Rows, size: int, stages: int, end: int) -> bo
     return numbered
 
 
-def _bars(
-    panel: Axes, rank: int, times: Iterable[tuple[int, int]], size: int, **look: Any
-) -> None:
+def _bars(panel: Axes, rank: int, times: Iterable[tuple[int, int]], size: int, **look: Any) -> None:
     """Bars in a rank's row, from begin to end in ns."""
     widths = [(begin / size, (stop - begin) / size) for begin, stop in times]
     panel.broken_barh(widths, (rank - 0.42, 0.84), **look)
@@ -265,9 +263,10 @@ def _shown(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _colour(forward: bool, turn: int, stages: int) -> tuple[float, ...]:
+def _colour(forward: bool, turn: int, stages: int) -> tuple[float, float, float]:
     """Red, green, blue of the ``turn``-th of a rank's ``stages``."""
     # One stage per rank is drawn half way, which is neither blackish nor pale.
     share = turn / (stages - 1) if stages > 1 else 0.5 if forward else 0.0
     first, second = map(to_rgb, FORWARD_COLOURS if forward else BACKWARD_COLOURS)
-    return tuple(a + (b - a) * share for a, b in zip(first, second, strict=True))
+    red, green, blue = (a + (b - a) * share for a, b in zip(first, second, strict=True))
+    return red, green, blue
