@@ -22,13 +22,8 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.drawing import new_figure, save_png, text_colour
-from lightning_wlb.callbacks.imbalance import (
-    COMPUTE,
-    data_level,
-    micro_batch_seconds,
-    pipeline_level,
-)
 from lightning_wlb.mesh import AXES, Mesh
 
 KEPT_STEPS = 64
@@ -39,11 +34,7 @@ MOST_LABELS = 16
 
 
 class HeatMap:
-    """Collects steps and draws them.
-
-    Args:
-        mesh: that the steps run on.
-    """
+    """Collects the steps of a run on a mesh, and draws them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -57,20 +48,21 @@ class HeatMap:
 
         Args:
             step: its number.
-            seconds: [data, pipeline, context, tensor, micro_batches, 2, 2], see ``on_mesh``.
+            seconds: its timings array, see :mod:`lightning_wlb.callbacks.imbalance`.
             counts: micro-batches of each replica.
-            slots: K, see ``imbalance.slots``.
+            slots: K of the pipeline level.
         """
         if not seconds.any():
             return
-        work = micro_batch_seconds(seconds)
+        work = imbalance.micro_batch_seconds(seconds)
         # [data, the replica's ranks, micro_batches]: forward + backward compute.
-        cells = seconds[..., COMPUTE].sum(axis=-1).reshape(len(work), -1, work.shape[1])
+        cells = seconds[..., imbalance.COMPUTE].sum(axis=-1).reshape(len(work), -1, work.shape[1])
         self._add_sorted(cells, work, slots)
         absent = np.arange(work.shape[1]) >= np.array(counts)[:, None]
         shown = np.where(absent[:, None], np.nan, cells * 1e3)
         # Both levels count: a step is typical if its slowest place is.
-        degree = max(pipeline_level(work, slots).degree, data_level(work).degree)
+        levels = imbalance.pipeline_level(work, slots), imbalance.data_level(work)
+        degree = max(level.degree for level in levels)
         self._kept.append((degree, step, shown.reshape(-1, work.shape[1])))
 
     def _add_sorted(self, cells: np.ndarray, work: np.ndarray, slots: int) -> None:
@@ -100,12 +92,7 @@ class HeatMap:
         return step, milliseconds
 
     def draw(self, path: Path, title: str) -> None:
-        """Write the figure as PNG; does nothing if no step was taken in.
-
-        Args:
-            path: of the file; its folder is made.
-            title: above both panels.
-        """
+        """Write the figure as PNG, making its folder; does nothing if no step was taken in."""
         if not self.steps:
             return
         step, milliseconds = self.typical

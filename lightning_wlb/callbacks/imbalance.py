@@ -15,6 +15,10 @@ and the part of it above 1 is what a perfect balance could save at that level:
 The first two are also computed from a plan's FLOPs, and all three from a predicted step. A ratio of
 sums keeps its two sums (:class:`Level`), so that steps are aggregated by adding them up.
 
+A *timings array* here is float64 seconds [data, pipeline, context, tensor, micro_batches,
+2 (forward, backward), 2 (compute, attention)], zero where a replica has no such micro-batch. *Work*
+is float64 [data, micro_batches] in any unit, likewise zero there.
+
 Cost: linear in ranks × micro-batches, and in the plan's slices for its FLOPs.
 """
 
@@ -65,12 +69,7 @@ UNKNOWN = Imbalance(*(Level(float("nan"), float("nan")),) * 3)
 
 
 def measured_imbalance(seconds: np.ndarray, slots: int) -> Imbalance:
-    """The three levels of a measured step.
-
-    Args:
-        seconds: [data, pipeline, context, tensor, micro_batches, 2, 2], see :func:`on_mesh`.
-        slots: K, see :func:`slots`.
-    """
+    """The three levels of a step, from its timings array and K (see :func:`slots`)."""
     work = micro_batch_seconds(seconds)
     return Imbalance(pipeline_level(work, slots), data_level(work), context_level(seconds))
 
@@ -90,15 +89,11 @@ def predicted_imbalance(step: StepPrediction) -> Imbalance:
 
 
 def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
-    """One rank's timings as an array of a size that every rank knows from the plan.
+    """One rank's part of a timings array, of a size that every rank knows from the plan.
 
     Args:
         timings: of one step; micro-batches are numbered in the order of the replica's forward.
         micro_batches: of the replica that has the most in this step.
-
-    Returns:
-        float64 seconds [micro_batches, 2 (forward, backward), 2 (compute, attention)]; zero for
-        micro-batches that the rank's replica does not have.
     """
     seconds = np.zeros((micro_batches, 2, 2))
     for timing in timings:
@@ -108,7 +103,7 @@ def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
 
 
 def on_mesh(seconds: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """[ranks, ...] in order of global rank -> [data, pipeline, context, tensor, ...]."""
+    """The timings array from every rank's part, in order of global rank: [ranks, ...]."""
     return seconds.reshape(*mesh.shape, *seconds.shape[1:])
 
 
@@ -118,39 +113,30 @@ def slots(plan: StepPlan) -> int:
 
 
 def micro_batch_seconds(seconds: np.ndarray) -> np.ndarray:
-    """What each micro-batch costs its replica: float64 [data, micro_batches].
-
-    Args:
-        seconds: [data, pipeline, context, tensor, micro_batches, 2, 2], see :func:`on_mesh`.
-    """
+    """The work of a timings array in seconds: what each micro-batch costs its replica."""
     result: np.ndarray = seconds[..., COMPUTE].max(axis=(2, 3)).sum(axis=(1, 3))
     return result
 
 
 def pipeline_level(work: np.ndarray, slots: int) -> Level:
-    """max·K/Σ over the micro-batches of all replicas.
-
-    Args:
-        work: [data, micro_batches] in any unit; zero where there is no micro-batch.
-        slots: K.
-    """
+    """max·K/Σ over the micro-batches of all replicas; ``slots`` is K."""
     return Level(float(work.max(initial=0.0)) * slots, float(work.sum()))
 
 
 def data_level(work: np.ndarray) -> Level:
-    """max/mean of the replicas' totals; ``work`` as for :func:`pipeline_level`."""
+    """max/mean of the replicas' totals."""
     totals = work.sum(axis=1)
     return Level(float(totals.max()) * len(totals), float(totals.sum()))
 
 
 def context_level(seconds: np.ndarray) -> Level:
-    """Σ max / Σ mean of attention compute over context ranks; ``seconds`` as for `on_mesh`."""
+    """Σ max / Σ mean of attention compute over context ranks, from a timings array."""
     attention = seconds[..., ATTENTION]
     return Level(float(attention.max(axis=2).sum()), float(attention.mean(axis=2).sum()))
 
 
 def planned_work(plan: StepPlan, work: Work) -> np.ndarray:
-    """Forward + backward FLOPs of each micro-batch: float64 [data, micro_batches].
+    """The work of a plan in FLOPs, forward + backward.
 
     Replicas that share a micro-batch have an equal part of it each.
     """

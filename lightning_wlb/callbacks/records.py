@@ -14,48 +14,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.callbacks.imbalance import Level
+from lightning_wlb.callbacks.imbalance import Imbalance, Level
 
 LEVELS = (
-    "pipeline",
-    "data",
-    "context",
+    *Imbalance._fields,
     "pipeline_planned",
     "data_planned",
-    "pipeline_predicted",
-    "data_predicted",
-    "context_predicted",
+    *(f"{level}_predicted" for level in Imbalance._fields),
 )
 """Imbalance degrees of a step: measured, from the plan's FLOPs, and by the cost model."""
 
 
 class StepRecord(NamedTuple):
-    """One step of the whole mesh, numbers only.
+    """One step of the whole mesh, numbers only."""
 
-    Args:
-        tokens: new tokens.
-        target_tokens: tokens with a target.
-        delay_mean: mean delay of the step's tokens in steps.
-        delay_max: largest delay of a piece in steps.
-        drain: 1 if the step empties queues at the end of an epoch, else 0.
-        flops: model FLOPs, forward + backward.
-        seconds: wall time from the start of the step to its end, on the slowest rank.
-        wait: seconds that training was blocked until the loader handed over the step's batch, on
-            the rank that waited longest.
-        seconds_predicted: what the cost model gives for ``seconds``; NaN without a profile.
-        levels: one for each of :data:`LEVELS`, in that order.
-    """
-
-    tokens: float
+    tokens: float  # new ones
     target_tokens: float
-    delay_mean: float
-    delay_max: float
-    drain: float
-    flops: float
-    seconds: float
-    wait: float
-    seconds_predicted: float
-    levels: tuple[Level, ...]
+    delay_mean: float  # over the step's tokens, in steps
+    delay_max: float  # over its pieces, in steps
+    drain: float  # 1 if the step empties queues at the end of an epoch, else 0
+    flops: float  # of the model, forward + backward
+    seconds: float  # wall time from the start of the step to its end, on the slowest rank
+    wait: float  # seconds until the loader handed the batch over, on the rank that waited longest
+    seconds_predicted: float  # what the cost model gives for ``seconds``; NaN without a profile
+    levels: tuple[Level, ...]  # one for each of LEVELS, in that order
 
 
 COLUMNS = (

@@ -20,8 +20,8 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help=f"{', '.join(preset_names())}; or sizes, as in dim=4096,layers=32,heads=32,kv_heads=8,"
-        "ffn_dim=14336,vocab_size=128256; or a preset and sizes that replace its own",
+        help=f"{', '.join(preset_names())}; or all of {', '.join(_SIZES)}, as in"
+        " dim=64,layers=4,...; or a preset and sizes that replace its own, as in 7b,layers=16",
     )
 
 

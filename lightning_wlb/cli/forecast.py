@@ -32,13 +32,7 @@ from lightning_wlb.prediction.step import StepPrediction
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Predicted steps of one packing under one sharding.
-
-    Args:
-        packing: name of the packing.
-        sharding: name of the sharding.
-        steps: at least one prediction.
-    """
+    """Predicted steps, at least one, of a packing under a sharding, both by name."""
 
     packing: str
     sharding: str
@@ -75,10 +69,11 @@ class Forecast:
     def typical_step(self) -> StepPrediction:
         """The step nearest to the mean in both its time and its work."""
         time, flops = self.total_ns / len(self.steps), self.flops / len(self.steps)
-        return min(
-            self.steps,
-            key=lambda step: abs(step.total_ns / time - 1) + abs(step.flops / flops - 1),
-        )
+
+        def distance(step: StepPrediction) -> float:
+            return abs(step.total_ns / time - 1) + abs(step.flops / flops - 1)
+
+        return min(self.steps, key=distance)
 
     def summary(self, baseline: Forecast) -> dict[str, Any]:
         """Plain numbers; speed-ups are over ``baseline``, per token and per model FLOP.
@@ -91,6 +86,7 @@ class Forecast:
         tokens = np.array([step.plan.tokens for step in self.steps])
         delays = np.array([step.plan.delay for step in self.steps])
         first = self.steps[0]
+        possible_flops = self.total_ns * first.devices * first.peak_flops
         return {
             "packing": self.packing,
             "sharding": self.sharding,
@@ -106,9 +102,7 @@ class Forecast:
             "step_ms_mean": float(times.mean()),
             "step_ms_p99": float(np.percentile(times, 99)),
             "tokens_per_second": self.tokens * 1e9 / self.total_ns,
-            "model_flop_utilisation": self.flops
-            * 1e9
-            / (self.total_ns * first.devices * first.peak_flops),
+            "model_flop_utilisation": self.flops * 1e9 / possible_flops,
             "peak_gigabytes": self.peak_bytes / 1e9,
             "speedup_per_token": _ratio(baseline, self, "tokens"),
             "speedup_per_flop": _ratio(baseline, self, "flops"),

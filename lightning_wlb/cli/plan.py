@@ -71,14 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context-window",
         type=int,
         required=True,
-        metavar="TOKENS",
-        help="C: most tokens that a document is trained on in one piece",
+        help="C: most tokens of a document in one micro-batch",
     )
     data.add_argument(
         "--micro-batches",
         type=int,
-        metavar="N",
-        help="a step is N·C tokens over all replicas (default: data × pipeline)",
+        help="N: a step is N·C tokens over all replicas (default: data × pipeline)",
     )
     data.add_argument(
         "--long-documents",
@@ -86,12 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="what becomes of documents above the window (default: error)",
     )
-    data.add_argument(
-        "--steps", type=int, default=100, metavar="N", help="steps to plan (default 100)"
-    )
-    data.add_argument(
-        "--seed", type=int, default=0, help="seed of the order of documents (default 0)"
-    )
+    data.add_argument("--steps", type=int, default=100, help="number to plan (default 100)")
+    data.add_argument("--seed", type=int, default=0, help="of the documents' order (default 0)")
 
     run = parser.add_argument_group("model and devices")
     add_model(run)
@@ -133,7 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--cap",
         type=int,
-        metavar="TOKENS",
         help="most tokens of a micro-batch (default: the packing's own, C or 1.5·C)",
     )
     how.add_argument(
@@ -156,17 +149,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--virtual-stages",
         type=int,
-        metavar="N",
         help="stages per pipeline rank (default: 2 for interleaved, else 1)",
     )
 
     out = parser.add_argument_group("output")
-    out.add_argument(
-        "--picture", type=Path, metavar="FILE", help="PNG: a typical step of each row as a timeline"
-    )
-    out.add_argument(
-        "--trace", type=Path, metavar="FILE", help="JSON of the same for ui.perfetto.dev"
-    )
+    out.add_argument("--picture", type=Path, help="PNG: a typical step of each row as a timeline")
+    out.add_argument("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
 
@@ -180,12 +168,9 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console(width=None if Console().is_terminal else 160)
     comparison = compare(Request.of(arguments))
     console.print(_table(comparison))
-    for each in comparison.too_large:
-        console.print(
-            f"Does not fit in memory: {each.packing}, {each.sharding}, which would fill"
-            f" {each.peak_bytes / 1e9:.1f} GB.",
-            highlight=False,
-        )
+    for row in comparison.too_large:
+        filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.1f} GB"
+        console.print(f"Does not fit in memory: {filled}.", highlight=False)
     if arguments.picture is not None:
         request = comparison.request
         draw_gantt(
@@ -203,19 +188,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
-    """A typical step of each row, on the replica that takes longest."""
-    return {
-        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": max(
-            step.simulations, key=_last_action_ns
-        )
-        for row in comparison.forecasts
-        for step in [row.typical_step]
-    }
+    """A typical step of each row, on the replica whose last action ends last."""
 
+    def end(simulation: Simulation) -> int:
+        return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
 
-def _last_action_ns(simulation: Simulation) -> int:
-    """When the last action of this replica ends."""
-    return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
+    found = {}
+    for row in comparison.forecasts:
+        step = row.typical_step
+        name = f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens"
+        found[name] = max(step.simulations, key=end)
+    return found
 
 
 def _table(comparison: Comparison) -> Table:
@@ -272,11 +255,7 @@ def _report(arguments: argparse.Namespace, comparison: Comparison) -> dict[str, 
         "seed": arguments.seed,
         "rows": comparison.rows,
         "does_not_fit": [
-            {
-                "packing": each.packing,
-                "sharding": each.sharding,
-                "peak_gigabytes": each.peak_bytes / 1e9,
-            }
-            for each in comparison.too_large
+            dict(packing=row.packing, sharding=row.sharding, peak_gigabytes=row.peak_bytes / 1e9)
+            for row in comparison.too_large
         ],
     }

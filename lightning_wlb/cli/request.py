@@ -33,31 +33,18 @@ PRECISIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is compared, and for which run.
+    """What is compared, and for which run."""
 
-    Args:
-        lengths: tokens of each document.
-        config: of the model.
-        mesh: with its virtual stages.
-        profile: of the device.
-        rest_dtype: of parameters and optimizer state at rest.
-        schedule: name of the pipeline's schedule.
-        steps: to plan with each packing.
-        checkpointing: kinds of activation checkpointing that may be used, the least first.
-        settings: of the data, for the baseline and every packing that is compared.
-        candidates: packing and sharding of each row, the baseline first.
-    """
-
-    lengths: Lengths
+    lengths: Lengths  # of the documents
     config: TransformerConfig
-    mesh: Mesh
+    mesh: Mesh  # with its virtual stages
     profile: Profile
-    rest_dtype: str
+    rest_dtype: str  # of parameters and optimizer state at rest
     schedule: str
-    steps: int
-    checkpointing: Sequence[Checkpointing]
-    settings: Mapping[str, DataSettings]
-    candidates: Sequence[tuple[str, str]]
+    steps: int  # to plan with each packing
+    checkpointing: Sequence[Checkpointing]  # activation checkpointing that is tried, least first
+    settings: Mapping[str, DataSettings]  # by packing, those of the baseline among them
+    candidates: Sequence[tuple[str, str]]  # packing and sharding of each row, the baseline first
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> Request:

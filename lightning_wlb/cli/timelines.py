@@ -41,29 +41,24 @@ _UNITS = (("s", 10**9), ("ms", 10**6), ("µs", 10**3), ("ns", 1))
 
 
 class _Rows(NamedTuple):
-    """A timeline by rank.
-
-    Attributes:
-        spans: of each rank.
-        compute_ns: when the last action of the step ends.
-        end_ns: when gradients are synchronised after that.
-    """
+    """The spans of each rank, when the last of them ends, and when the step ends."""
 
     spans: Sequence[Sequence[Span]]
     compute_ns: int
     end_ns: int
 
-    @staticmethod
-    def of(timeline: Timeline) -> _Rows:
-        if isinstance(timeline, Simulation):
-            return _Rows(timeline.spans, timeline.compute_ns, timeline.total_ns)
-        spans = [spans_of(timings) for timings in timeline]
-        last = max((span.end_ns for rank in spans for span in rank), default=0)
-        return _Rows(spans, last, last)
-
     @property
     def synchronises(self) -> bool:
+        """Whether gradients are synchronised in the end."""
         return self.end_ns > self.compute_ns
+
+
+def _rows(timeline: Timeline) -> _Rows:
+    if isinstance(timeline, Simulation):
+        return _Rows(timeline.spans, timeline.compute_ns, timeline.total_ns)
+    spans = [spans_of(timings) for timings in timeline]
+    last = max((span.end_ns for rank in spans for span in rank), default=0)
+    return _Rows(spans, last, last)
 
 
 def write_trace(path: Path, timelines: Mapping[str, Timeline]) -> None:
@@ -85,7 +80,7 @@ def write_trace(path: Path, timelines: Mapping[str, Timeline]) -> None:
 
 
 def _events(process: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    rows = _Rows.of(timeline)
+    rows = _rows(timeline)
     yield from _named("process", name, process, {"pid": process})
     for rank, spans in enumerate(rows.spans):
         place = {"pid": process, "tid": rank}
@@ -105,13 +100,8 @@ def _events(process: int, name: str, timeline: Timeline) -> Iterator[dict[str, A
         for rank, changes in enumerate(timeline.memory):
             # Without opened bytes there is one entry, the constant, and nothing to follow.
             for time, held in changes if len(changes) > 1 else ():
-                yield {
-                    "name": f"bytes held by rank {rank}",
-                    "ph": "C",
-                    "pid": process,
-                    "ts": time / 1000,
-                    "args": {"bytes": held},
-                }
+                counter = {"name": f"bytes held by rank {rank}", "ph": "C", "pid": process}
+                yield {**counter, "ts": time / 1000, "args": {"bytes": held}}
 
 
 def _named(kind: str, name: str, number: int, place: dict[str, int]) -> list[dict[str, Any]]:
@@ -147,7 +137,7 @@ def draw_gantt(path: Path, timelines: Mapping[str, Timeline], title: str = "") -
     """
     if not timelines:
         raise ValueError("there is no timeline to draw.")
-    rows = {name: _Rows.of(timeline) for name, timeline in timelines.items()}
+    rows = {name: _rows(timeline) for name, timeline in timelines.items()}
     heights = [0.9 + min(0.36 * len(each.spans), 9.0) for each in rows.values()]
     figure = new_figure(12, sum(heights) + 0.9)
     if title:
@@ -191,12 +181,8 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
 def _draw_rows(panel: Axes, rows: _Rows, size: int, stages: int, end: int) -> bool:
     """Draw a timeline, and return whether any bar had room for its micro-batch's number.
 
-    Args:
-        panel: to draw on.
-        rows: the timeline.
-        size: of the unit of time, in ns.
-        stages: most virtual stages that a rank of the picture has.
-        end: of the time axis, in ns.
+    The time axis counts in units of ``size`` ns and ends at ``end`` ns; a rank of the picture has
+    at most so many ``stages``.
     """
     numbered = False
     ranks = len(rows.spans)

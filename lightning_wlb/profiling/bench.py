@@ -1,4 +1,8 @@
-"""The measurements behind a profile: kernels, layers, ends, and how well a prediction fits."""
+"""The measurements behind a profile: kernels, layers, the head, and how well a prediction fits.
+
+Arrays of two are (forward, backward) throughout. Times are medians of repeated calls, the first of
+which warms up and does not count.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ CUDA_GRID = Grid(
 
 
 class Stages(NamedTuple):
-    """Seconds [numbers of rows, 2 (forward, backward)], attention left out."""
+    """Seconds [numbers of rows, 2], attention left out."""
 
     layer: np.ndarray
     head: np.ndarray
@@ -121,7 +125,7 @@ class Bench:
         return np.maximum(few - 4 * (many - few) / 16, 0.0)
 
     def _kernel_seconds(self, segments: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Seconds [2] of one call over segments of (queries, keys), forward and backward."""
+        """Seconds [2] of one call over segments of (queries, keys)."""
         shape = self.config.shape
         total_q, total_k = (sum(segment[side] for segment in segments) for side in (0, 1))
         q = self._random(total_q, shape.heads, shape.head_dim)
@@ -203,7 +207,7 @@ class Bench:
         return made[0], made[1]
 
     def _traffic(self, traffic: Callable[..., int]) -> np.ndarray:
-        """Bytes of element-wise work [numbers of rows, 2 (forward, backward)]."""
+        """Bytes of element-wise work [numbers of rows, 2]."""
         passes = (False, True)
         return np.array(
             [[traffic(rows, backward=backward) for backward in passes] for rows in self.grid.rows]
@@ -247,12 +251,12 @@ class Bench:
         return model.to(device=self.device, dtype=self.dtype)
 
     def _linear_seconds(self, model: Transformer, lengths: Sequence[int]) -> np.ndarray:
-        """Seconds [2 (forward, backward)] without attention, medians."""
+        """Seconds [2] of a micro-batch without attention."""
         whole, attention = self._stage_seconds(model, lengths).T
         return np.asarray(whole - attention)
 
     def _stage_seconds(self, model: Transformer, lengths: Sequence[int]) -> np.ndarray:
-        """Seconds [2 (forward, backward), 2 (whole, attention)] of a micro-batch, medians."""
+        """Seconds [2, 2 (whole, attention)] of a micro-batch."""
         placed = layout("per_sequence", lengths, 1, 1)
         indices, rows = rank_indices(placed, 0), placed.rows
         words = torch.randint(model.config.vocab_size, (rows,))
@@ -267,17 +271,15 @@ class Bench:
         stopwatch = make_stopwatch(self.device)
         model.attention_kernel.timer = stopwatch
         samples = []
-        for repeat in range(self.grid.repeats + 1):
+        for _ in range(self.grid.repeats + 1):
             stopwatch.begin_step()
             with stopwatch.action(Action(0, FORWARD, 0)):
                 out = model(batch, hidden)
             gradient = torch.ones_like(out)
             with stopwatch.action(Action(0, BACKWARD, 0)):
                 torch.autograd.backward(out, gradient)
-            timings = stopwatch.timings()
-            if repeat:  # the first warms up
-                samples.append([(each.compute, each.attention) for each in timings])
-        return np.asarray(np.median(np.array(samples), axis=0))
+            samples.append([(each.compute, each.attention) for each in stopwatch.timings()])
+        return np.asarray(np.median(np.array(samples[1:]), axis=0))
 
     def _timed(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> np.ndarray:
         """Median seconds [2] of each; short calls are sampled more often."""
@@ -296,13 +298,11 @@ class Bench:
             return clock() - start, result
 
         samples: list[tuple[float, float]] = []
-        spent = 0.0
-        while not self._enough(len(samples) - 1, spent):
+        while not self._enough(len(samples) - 1, sum(map(sum, samples))):
             there, out = run(forward)
             back, _ = run(partial(backward, out))
             samples.append((there, back))
-            spent += there + back
-        return np.asarray(np.median(np.array(samples[1:]), axis=0))  # the first warms up
+        return np.asarray(np.median(np.array(samples[1:]), axis=0))
 
     def _enough(self, samples: int, seconds: float) -> bool:
         """As many as asked for; more of short ones, fewer of long ones."""
