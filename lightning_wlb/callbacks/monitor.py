@@ -31,6 +31,7 @@ from rich.console import Console
 from lightning_wlb.arguments import flag, whole
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
+from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
 from lightning_wlb.callbacks.records import LEVELS, Records, StepRecord
 from lightning_wlb.callbacks.table import summary_table
@@ -39,6 +40,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import AXES, ONE_DEVICE, Mesh
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.strategy.executor import Executor
@@ -132,10 +134,9 @@ class ImbalanceMonitor(L.Callback):
         """Gather every rank's timings, keep the step's figures and log them. Collective."""
         assert self._records is not None
         assert isinstance(batch, StepBatch)
-        plan = batch.plan
         counts = [
             len(units(replica, self._mesh.context, self._mesh.tensor).forward)
-            for replica in plan.replicas
+            for replica in batch.plan.replicas
         ]
         elapsed, wait, everyone = _all_gather(
             time.perf_counter() - self._begin,
@@ -145,41 +146,40 @@ class ImbalanceMonitor(L.Callback):
         )
         seconds = imbalance.on_mesh(everyone, self._mesh)
         # Of an asymmetric plan, units ran in place of micro-batches.
-        slots = max(plan.micro_batches, sum(counts))
+        slots = max(batch.plan.micro_batches, sum(counts))
+        measured = imbalance.measured_imbalance(seconds, slots)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
+        record = self._record(batch.plan, work, elapsed, wait, measured)
+        self._records.add(record)
+        if self._drawing is not None and len(self._records) > self.warm_up_steps:
+            self._drawing.add(batch.plan.step, seconds, counts, slots)
+        if self.profile is not None and len(self._records) == self.warm_up_steps + STEPS:
+            warning = departure(self.summary(), self.profile)
+            if warning is not None:
+                rank_zero_warn(warning)
+        rates = self._records.rates(record.tokens, record.flops, record.seconds)
+        pl_module.log_dict(_logged(record, rates), batch_size=1)
+
+    def _record(
+        self, plan: StepPlan, work: Work, seconds: float, wait: float, measured: Imbalance
+    ) -> StepRecord:
+        """A step's figures: what was measured, what was planned, and what was predicted."""
         predicted_seconds, predicted = float("nan"), imbalance.UNKNOWN
         if self._predictor is not None:
             step = self._predictor.predict(plan)
             predicted_seconds, predicted = step.total_ns / 1e9, imbalance.predicted_imbalance(step)
-        record = StepRecord(
+        return StepRecord(
             tokens=plan.tokens,
             target_tokens=plan.target_tokens,
             delay_mean=plan.delay,
             delay_max=plan.max_delay,
             drain=plan.drain,
             flops=imbalance.step_flops(plan, work),
-            seconds=elapsed,
+            seconds=seconds,
             wait=wait,
             seconds_predicted=predicted_seconds,
-            levels=(
-                *imbalance.measured_imbalance(seconds, slots),
-                *imbalance.planned_imbalance(plan, work),
-                *predicted,
-            ),
+            levels=(*measured, *imbalance.planned_imbalance(plan, work), *predicted),
         )
-        self._records.add(record)
-        if self._drawing is not None and len(self._records) > self.warm_up_steps:
-            self._drawing.add(plan.step, seconds, counts, slots)
-        if self.profile is not None and len(self._records) == self.warm_up_steps + STEPS:
-            warning = departure(self.summary(), self.profile)
-            if warning is not None:
-                rank_zero_warn(warning)
-        figures = _logged(record)
-        figures |= self._records.rates(record.tokens, record.flops, record.seconds)
-        # A figure is not a number where nothing was predicted or no attention was timed, as in a
-        # model without our kernel.
-        known = {name: float(value) for name, value in figures.items() if not np.isnan(value)}
-        pl_module.log_dict({f"wlb/{name}": value for name, value in known.items()}, batch_size=1)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table and write the heat map, on rank 0."""
@@ -228,13 +228,11 @@ class ImbalanceMonitor(L.Callback):
         return self._records.summary()
 
 
-def _logged(record: StepRecord) -> dict[str, float]:
+def _logged(record: StepRecord, rates: dict[str, float]) -> dict[str, float]:
     """The figures of one step by the name under which they are logged."""
-    return {
-        **{
-            f"imbalance_{name}": level.degree
-            for name, level in zip(LEVELS, record.levels, strict=True)
-        },
+    levels = zip(LEVELS, record.levels, strict=True)
+    figures = {
+        **{f"imbalance_{name}": level.degree for name, level in levels},
         "step_seconds": record.seconds,
         "step_seconds_predicted": record.seconds_predicted,
         "loader_wait_seconds": record.wait,
@@ -242,7 +240,11 @@ def _logged(record: StepRecord) -> dict[str, float]:
         "delay_max": record.delay_max,
         "tokens": record.tokens,
         "target_tokens": record.target_tokens,
+        **rates,
     }
+    # A figure is not a number where nothing was predicted, or where no attention was timed, as in
+    # a model without our kernel.
+    return {f"wlb/{name}": float(value) for name, value in figures.items() if not np.isnan(value)}
 
 
 def _mesh_name(mesh: Mesh) -> str:

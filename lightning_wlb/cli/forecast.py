@@ -104,8 +104,9 @@ class Forecast:
             "tokens_per_second": self.tokens * 1e9 / self.total_ns,
             "model_flop_utilisation": self.flops * 1e9 / possible_flops,
             "peak_gigabytes": self.peak_bytes / 1e9,
-            "speedup_per_token": _ratio(baseline, self, "tokens"),
-            "speedup_per_flop": _ratio(baseline, self, "flops"),
+            "speedup_per_token": (baseline.total_ns / baseline.tokens)
+            / (self.total_ns / self.tokens),
+            "speedup_per_flop": (baseline.total_ns / baseline.flops) / (self.total_ns / self.flops),
         }
 
 
@@ -242,11 +243,6 @@ def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
         if plan is not None:
             plans.append(plan)
     return plans
-
-
-def _ratio(baseline: Forecast, other: Forecast, unit: str) -> float:
-    """Time per unit of the baseline over that of the other."""
-    return (baseline.total_ns / getattr(baseline, unit)) / (other.total_ns / getattr(other, unit))
 
 
 def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
