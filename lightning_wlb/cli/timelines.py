@@ -129,11 +129,11 @@ def draw_gantt(path: Path, timelines: Mapping[str, Timeline], title: str = "") -
 
     Args:
         path: of the file; its folder is made.
-        timelines: by name; at least one.
+        timelines: by name.
         title: above the picture.
 
     Raises:
-        ValueError: if there is no timeline.
+        ValueError: there is no timeline.
     """
     if not timelines:
         raise ValueError("there is no timeline to draw.")

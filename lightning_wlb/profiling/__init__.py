@@ -51,7 +51,7 @@ def measure(
     """Measure a device.
 
     Args:
-        config: whose layers and ends are run; their number of layers does not matter.
+        config: whose layers and head are run; their number of layers does not matter.
         name: of the profile.
         device: to measure.
         dtype: to compute in.
@@ -71,7 +71,7 @@ def measure(
     bench = Bench(config, device, dtype, grid)
     report("attention kernel")
     attention = bench.attention()
-    report("layers, ends and overhead")
+    report("layers, head and overhead")
     stages = bench.stages()
     report("memory bandwidth")
     bandwidth = bench.element_bytes_per_second(stages)

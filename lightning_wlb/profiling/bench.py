@@ -1,4 +1,4 @@
-"""The measurements behind a profile: kernels, layers, the head, and how well a prediction fits.
+"""The measurements behind a profile: kernel, layers, head, and how well a prediction fits.
 
 Arrays of two are (forward, backward) throughout. Times are medians of repeated calls, the first of
 which warms up and does not count.
@@ -43,7 +43,7 @@ class Grid:
         queries: of attention segments.
         keys_per_query: of attention segments.
         pairs: most query-key pairs of a segment; points beyond repeat the rate of the last.
-        rows: of layers and ends.
+        rows: of layers and of the head.
         repeats: of every measurement, of which the median counts.
         held_out: micro-batches that the finished profile is judged by.
     """
@@ -130,7 +130,17 @@ class Bench:
         total_q, total_k = (sum(segment[side] for segment in segments) for side in (0, 1))
         q = self._random(total_q, shape.heads, shape.head_dim)
         k, v = (self._random(total_k, shape.kv_heads, shape.head_dim) for _ in range(2))
-        metadata = self._metadata(segments, total_q, total_k)
+        lengths = np.array(segments)
+        firsts = np.concatenate((np.zeros((1, 2)), np.cumsum(lengths, axis=0))).astype(np.int32)
+        metadata = AttentionMetadata(
+            rows=total_q,
+            queries=total_q,
+            cu_seqlens_q=torch.from_numpy(firsts[:, 0].copy()),
+            cu_seqlens_k=torch.from_numpy(firsts[:, 1].copy()),
+            max_seqlen_q=int(lengths[:, 0].max()),
+            max_seqlen_k=int(lengths[:, 1].max()),
+            key_index=torch.arange(total_k),  # keys of their own, not the local rows
+        ).to(self.device)
         kernel = VarlenAttention()
         gradient = torch.randn_like(q)
 
@@ -141,22 +151,6 @@ class Bench:
             torch.autograd.grad(out, (q, k, v), gradient)
 
         return self._timed(forward, backward)
-
-    def _metadata(
-        self, segments: Sequence[tuple[int, int]], queries: int, keys: int
-    ) -> AttentionMetadata:
-        lengths = np.array(segments, dtype=np.int64)
-        ends = [np.concatenate(([0], np.cumsum(lengths[:, side]))) for side in (0, 1)]
-        whole = rank_indices(layout("per_sequence", [queries], 1, 1), 0)
-        return replace(
-            AttentionMetadata.from_indices(whole, queries, 1),
-            cu_seqlens_q=torch.from_numpy(ends[0].astype(np.int32)),
-            cu_seqlens_k=torch.from_numpy(ends[1].astype(np.int32)),
-            max_seqlen_q=int(lengths[:, 0].max()),
-            max_seqlen_k=int(lengths[:, 1].max()),
-            # Keys of their own, not the local rows.
-            key_index=torch.arange(keys),
-        ).to(self.device)
 
     def stages(self) -> Stages:
         """Layers, head and overhead over the grid of rows."""

@@ -81,10 +81,10 @@ def start_ranks(
     timeout: float,
     backend: str | None = None,
 ) -> tuple[list[BaseProcess], list[Connection]]:
-    """Start what :func:`run_ranks` waits for.
+    """Start the ranks that :func:`run_ranks` waits for.
 
     Args:
-        function: that every rank calls.
+        function: as there, like the arguments that follow.
         world_size: number of processes.
         args: passed on to every rank.
         timeout: seconds that a collective may take.
