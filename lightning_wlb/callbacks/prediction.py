@@ -60,7 +60,7 @@ class Predictions:
         dtype = str(pipeline.dtype).removeprefix("torch.")
         self.profile.check(device_type=pipeline.device.type, dtype=dtype)
         mesh, checkpointing = pipeline.at.mesh, module.activation_checkpointing
-        latency = LatencyModel(self.profile, module.model_shape, mesh, checkpointing, dtype)
+        latency = LatencyModel(self.profile, module.model_shape, mesh, checkpointing)
         self._predictor = Predictor(latency, pipeline.stages, pipeline.schedule)
 
     def predict(self, plan: StepPlan, slots: int) -> Predicted:

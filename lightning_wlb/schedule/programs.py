@@ -98,7 +98,10 @@ def program_of(
     different orders.
 
     Args:
-        schedule, rank, ranks, virtual_stages: as for :func:`make_programs`.
+        schedule: a name in :data:`SCHEDULES`.
+        rank: 0-based rank of the pipeline.
+        ranks: P.
+        virtual_stages: V.
         replicas: plans of all replicas, as they are executed (``prediction.executed``).
         number: the number of the rank's replica.
 
