@@ -111,7 +111,7 @@ def _check_complete(
 
 
 class _Transfer(NamedTuple):
-    """One side of a message: ``action`` is the one that receives it, on whichever rank."""
+    """One side of a message; ``action`` is the one that receives it."""
 
     what: Literal["receive", "send"]
     action: Action
@@ -144,9 +144,9 @@ def _transfers(
 def _run_to_the_end(programs: list[list[_Step]], meetings: dict[Hashable, int]) -> None:
     """Advance every rank as far as it goes; raise if all stand still before the end.
 
-    A send is posted without waiting; a receive is posted and waited for. Posted transfers of one
-    channel leave a rank's queue in order, each when it is at the head on both sides. A meeting is
-    waited for until as many ranks have come as it takes.
+    A rank posts a send and goes on; it posts a receive and waits. Posted transfers of one channel
+    leave a rank's queue in order, each when it is at the head on both sides. At a meeting a rank
+    waits until all ranks that take part have come.
     """
     ranks = len(programs)
     at = [0] * ranks

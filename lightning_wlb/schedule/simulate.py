@@ -6,12 +6,11 @@ that one ran on another rank. One pass in topological order gives every time, in
 time linear in the number of actions (``benchmarks/simulator_scale.py``). Replicas and steps with
 the same programs share their graph.
 
-When the last action of the last replica has ended, gradients are synchronised: the executor sums
-the loss over all ranks before it reduces gradients, so no rank starts early.
+Gradients are synchronised when the last action of the last replica has ended, because the executor
+sums the loss over all ranks before it reduces gradients.
 
-A prediction leaves out, and is therefore a lower bound in these respects: messages do not share
-links and do not occupy the rank's compute; a send does not wait for its receive; ranks do not slow
-each other down.
+A prediction is a lower bound in three respects: messages do not share links and do not occupy the
+rank's compute; a send does not wait for its receive; ranks do not slow each other down.
 
 Memory: each rank holds constant bytes. A forward opens bytes when it begins, and its backward frees
 them when it ends; a forward without a backward (an evaluation) frees its own. Bytes that one action
@@ -82,10 +81,18 @@ class Simulation:
     @cached_property
     def memory(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each rank its changes: (time in ns, bytes held from then on), from time 0 on."""
-        return tuple(
-            tuple(self._changes(numbers, constant))
-            for numbers, constant in zip(self._graph.ranks, self._constant, strict=True)
-        )
+        result = []
+        for numbers, held in zip(self._graph.ranks, self._constant, strict=True):
+            changes = [(0, held)]
+            for number in numbers:
+                if self._opened[number]:
+                    held += self._opened[number]
+                    changes.append((self._begin[number], held))
+                if self._freed[number]:
+                    held -= self._freed[number]
+                    changes.append((self._end[number], held))
+            result.append(tuple(changes))
+        return tuple(result)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -104,17 +111,6 @@ class Simulation:
                 held -= self._freed[number]
             result.append(tuple(of_rank))
         return tuple(result)
-
-    def _changes(self, numbers: range, held: int) -> list[tuple[int, int]]:
-        changes = [(0, held)]
-        for number in numbers:
-            if self._opened[number]:
-                held += self._opened[number]
-                changes.append((self._begin[number], held))
-            if self._freed[number]:
-                held -= self._freed[number]
-                changes.append((self._end[number], held))
-        return changes
 
 
 def simulate(
