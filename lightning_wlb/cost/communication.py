@@ -46,19 +46,13 @@ class Communication:
             )
 
     @cached_property
-    def tensor(self) -> Link:
-        """The link of tensor-parallel collectives."""
-        return self._of_groups("tensor")
-
-    @cached_property
-    def context(self) -> Link:
-        """The link of context-parallel collectives."""
-        return self._of_groups("context")
-
-    @cached_property
-    def data(self) -> Link:
-        """The link of the collectives over data × context, which parameters are sharded over."""
-        return self._of_groups("data", "context")
+    def links(self) -> dict[str, Link]:
+        """Links of collectives; ``"data"`` is data × context, which parameters are sharded over."""
+        return {
+            "tensor": self._of_groups("tensor"),
+            "context": self._of_groups("context"),
+            "data": self._of_groups("data", "context"),
+        }
 
     @cached_property
     def pipeline(self) -> tuple[Link, ...]:
@@ -71,7 +65,7 @@ class Communication:
         """An all-gather or reduce-scatter over a process group of ``ranks`` ranks.
 
         Args:
-            axis: ``"tensor"``, ``"context"`` or ``"data"``.
+            axis: a key of :attr:`links`.
             ranks: number of ranks of the group.
             size: bytes of the whole tensor, which every rank has after an all-gather or before a
                 reduce-scatter.
@@ -85,7 +79,7 @@ class Communication:
         """
         if ranks == 1 or size == 0:
             return 0
-        link: Link = getattr(self, axis)
+        link = self.links[axis]
         return round((ranks - 1) * link.latency_ns + size * 1e9 / link.bytes_per_second)
 
     def all_to_all_ns(self, size: int) -> int:

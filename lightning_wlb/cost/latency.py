@@ -7,9 +7,7 @@ Every time is that of one rank, forward and backward apart:
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
-* communication (communication.py): tensor-parallel gathers and reduce-scatters of each layer, the
-  keys and values of context parallelism, boundary tensors of the pipeline, and the parameters and
-  gradients of data parallelism. Nothing overlaps, because nothing does in the executor;
+* communication of all axes (communication.py), which overlaps with nothing;
 * activation checkpointing adds to a layer's backward the forward that it recomputes.
 
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
@@ -28,6 +26,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.arguments import choice
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import ModelShape, head_flops, layer_linear_flops
 from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
@@ -70,11 +69,7 @@ class LatencyModel:
                 f"The device profile {self.profile.name!r} is for dtype {self.profile.dtype!r};"
                 f" known are {', '.join(DTYPE_BYTES)}."
             )
-        if self.activation_checkpointing not in get_args(Checkpointing):
-            raise ValueError(
-                f"activation_checkpointing={self.activation_checkpointing!r} is not one of"
-                f" {', '.join(get_args(Checkpointing))}."
-            )
+        choice("activation_checkpointing", self.activation_checkpointing, get_args(Checkpointing))
         size = self.mesh.tensor
         for name in ("heads", "ffn_dim", "vocab_size"):
             if getattr(self.shape, name) % size:
@@ -237,8 +232,7 @@ class LatencyModel:
     def data_parallel_ns(self, parameters: int) -> int:
         """Once a step: parameters gathered, gradients summed, and the optimizer's update.
 
-        Args:
-            parameters: of one rank's stage and tensor share, before sharding over data × context.
+        ``parameters`` are a rank's stage and tensor share, before sharding over data × context.
         """
         ranks = self.mesh.data * self.mesh.context
         shard = -(-parameters // ranks)
@@ -351,9 +345,9 @@ def inverse_rate(
     column, column_weight = _cell(keys / queries, table.keys_per_query)
     next_row = np.minimum(row + 1, rates.shape[0] - 1)
     next_column = np.minimum(column + 1, rates.shape[1] - 1)
-    low = inverse[row, column] * column_weight + inverse[row, next_column] * (1.0 - column_weight)
-    high = inverse[next_row, column] * column_weight + inverse[next_row, next_column] * (
-        1.0 - column_weight
+    low, high = (
+        inverse[at, column] * column_weight + inverse[at, next_column] * (1.0 - column_weight)
+        for at in (row, next_row)
     )
     result: _Floats = low * row_weight + high * (1.0 - row_weight)
     return result

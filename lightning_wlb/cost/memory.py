@@ -67,13 +67,14 @@ class MemoryModel:
 
     def parameters(self, parts: StageParts) -> int:
         """Parameters of a rank's tensor-parallel share, before sharding over data × context."""
-        count = parts.layers * self._layer_parameters
-        ends = self.shape.vocab_size // self.mesh.tensor * self.shape.dim
-        if parts.embedding:
-            count += ends
-        if parts.head:
-            count += ends + self.shape.dim
-        return count
+        shape, size = self.shape, self.mesh.tensor
+        # Keys and values are replicated where there are fewer heads than ranks.
+        kv_heads = shape.kv_heads // size if size <= shape.kv_heads else shape.kv_heads
+        attention = 2 * shape.dim * shape.head_dim * (shape.heads // size + kv_heads)
+        layer = attention + 3 * shape.dim * shape.ffn_dim // size + 2 * shape.dim
+        table = shape.vocab_size // size * shape.dim
+        head = parts.head * (table + shape.dim)
+        return parts.layers * layer + parts.embedding * table + head
 
     def state_bytes(self, parts: StageParts) -> int:
         """Parameters, gradients and optimizer state during a step, activations left out."""
@@ -191,21 +192,8 @@ class MemoryModel:
         """Bytes of an element of a gradient, at least float32."""
         return max(self._width, 4)
 
-    @property
-    def _layer_parameters(self) -> int:
-        shape, size = self.shape, self.mesh.tensor
-        queries = 2 * shape.dim * shape.heads * shape.head_dim // size
-        # Replicated where there are fewer heads than ranks.
-        kv_heads = shape.kv_heads // size if size <= shape.kv_heads else shape.kv_heads
-        keys = 2 * shape.dim * kv_heads * shape.head_dim
-        return queries + keys + 3 * shape.dim * shape.ffn_dim // size + 2 * shape.dim
-
     def longest_micro_batch(
-        self,
-        parts: StageParts,
-        open_micro_batches: int,
-        memory_bytes: int,
-        micro_batches: int,
+        self, parts: StageParts, open_micro_batches: int, memory_bytes: int, micro_batches: int
     ) -> int:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 

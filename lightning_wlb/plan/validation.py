@@ -137,7 +137,7 @@ def _check_micro_batches(
 
 def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
     """Slices of a piece are on the same replicas and run forward in order, backward reversed."""
-    homes: dict[tuple[int, int], tuple[int, ...]] = {}
+    on: dict[tuple[int, int], tuple[int, ...]] = {}
     for number, replica in enumerate(replicas):
         for pass_name, micro_batches in replica.passes:
             rising = pass_name == "forward"
@@ -145,10 +145,10 @@ def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
             for index, micro_batch in enumerate(micro_batches):
                 for part in sorted(replica.slices_of(micro_batch), reverse=not rising):
                     key = part.document, part.origin
-                    if homes.setdefault(key, micro_batch.replicas) != micro_batch.replicas:
+                    if on.setdefault(key, micro_batch.replicas) != micro_batch.replicas:
                         raise ValueError(
                             f"step {step}: slices of the piece of document {part.document} at"
-                            f" {part.origin} are on replicas {homes[key]} and"
+                            f" {part.origin} are on replicas {on[key]} and"
                             f" {micro_batch.replicas}."
                         )
                     at, before = seen.get(key, (index, part))
@@ -164,13 +164,12 @@ def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
 def _check_merged(step: int, replicas: Sequence[ReplicaPlan]) -> None:
     """A shared micro-batch names an aligned power-of-two range of replicas, which all list it."""
     listed = dict.fromkeys(
-        (number, pass_name, _contents(replica, micro_batch))
+        (number, pass_name, each.replicas, each.sharding, each.rows, replica.slices_of(each))
         for number, replica in enumerate(replicas)
         for pass_name, micro_batches in replica.passes
-        for micro_batch in micro_batches
+        for each in micro_batches
     )
-    for number, pass_name, contents in listed:
-        members = contents[0]
+    for number, pass_name, members, *contents in listed:
         first, size = members[0], len(members)
         if size & (size - 1) or first % size or members != tuple(range(first, first + size)):
             raise ValueError(
@@ -178,20 +177,8 @@ def _check_merged(step: int, replicas: Sequence[ReplicaPlan]) -> None:
                 " which is not an aligned power-of-two range."
             )
         for other in members:
-            if (other, pass_name, contents) not in listed:
+            if (other, pass_name, members, *contents) not in listed:
                 raise ValueError(
                     f"step {step}: replica {number} shares a {pass_name} micro-batch with replicas"
                     f" {members}, but replica {other} does not list it."
                 )
-
-
-def _contents(
-    replica: ReplicaPlan, micro_batch: MicroBatch
-) -> tuple[tuple[int, ...], str, int, tuple[Slice, ...]]:
-    """What the replicas that share a micro-batch must agree on."""
-    return (
-        micro_batch.replicas,
-        micro_batch.sharding,
-        micro_batch.rows,
-        replica.slices_of(micro_batch),
-    )

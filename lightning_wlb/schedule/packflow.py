@@ -42,11 +42,7 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 
 
 def packflow(
-    rank: int,
-    ranks: int,
-    backward: Sequence[int],
-    needs: Sequence[int],
-    virtual_stages: int = 1,
+    rank: int, ranks: int, backward: Sequence[int], needs: Sequence[int], virtual_stages: int = 1
 ) -> list[Action]:
     """The program of one rank.
 

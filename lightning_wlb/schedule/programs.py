@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from lightning_wlb.arguments import whole
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.packflow import backward_order, backward_orders, packflow
@@ -75,9 +76,7 @@ def check_stages(schedule: str, virtual_stages: int) -> None:
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}.")
-    if virtual_stages < 1:
-        raise ValueError(f"virtual_stages={virtual_stages}: a rank runs at least one stage.")
-    if virtual_stages > 1 and not SCHEDULES[schedule].virtual_stages:
+    if whole("virtual_stages", virtual_stages, 1) > 1 and not SCHEDULES[schedule].virtual_stages:
         raise ValueError(
             f"schedule {schedule!r} runs one stage per rank, not {virtual_stages}: use"
             " 'interleaved' for several."

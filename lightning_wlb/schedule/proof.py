@@ -83,11 +83,7 @@ def check_replicas(
 
 
 def _check_complete(
-    rank: int,
-    program: Sequence[Action],
-    own_stages: range,
-    stages: int,
-    micro_batches: int,
+    rank: int, program: Sequence[Action], own_stages: range, stages: int, micro_batches: int
 ) -> None:
     wanted = {
         Action(stage, kind, number)

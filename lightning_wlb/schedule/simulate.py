@@ -179,14 +179,7 @@ def simulate_replicas(
         TypeError: if a number is not an integer.
     """
     runs = [
-        _run(
-            graph_of(tuple(map(tuple, of_replica))),
-            replica,
-            duration,
-            transfer,
-            opened_bytes,
-            freed_bytes,
-        )
+        _run(replica, of_replica, duration, transfer, opened_bytes, freed_bytes)
         for replica, of_replica in enumerate(programs)
     ]
     if shared is not None:
@@ -220,16 +213,16 @@ class _Run(NamedTuple):
 
 
 def _run(
-    graph: Graph,
     replica: int,
+    programs: Programs,
     duration: _Function,
     transfer: _Function | None,
     opened_bytes: _Function | None,
     freed_bytes: _Function | None,
 ) -> _Run:
     """The run of a replica that meets no other."""
-    every = range(len(graph.actions))
-    durations = _integers("duration", duration, replica, graph, every)
+    graph = graph_of(tuple(map(tuple, programs)))
+    durations = _integers("duration", duration, replica, graph, range(len(graph.actions)))
     transfers = _integers("transfer", transfer, replica, graph, graph.received)
     opened = _integers("opened_bytes", opened_bytes, replica, graph, graph.forwards)
     freed = [0 if forward == NONE else opened[forward] for forward in graph.frees]

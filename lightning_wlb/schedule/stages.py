@@ -34,29 +34,24 @@ def split_stages(
             " (pipeline_parallel_size, times virtual_pipeline_size): every stage needs at least"
             f" one layer. Use at most {count} stages, or a deeper model."
         )
-    prefix = [0, *accumulate(layers)]
-
-    def stage_cost(stage: int, first: int, stop: int) -> int:
-        ends = (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
-        return prefix[stop] - prefix[first] + ends
+    costs = list(layers)
+    costs[0] += embedding
+    costs[-1] += head
+    prefix = [0, *accumulate(costs)]
 
     @cache
     def best(stage: int, first: int) -> tuple[int, int]:
-        """(cost of the most expensive stage from this one on, where this one stops)."""
+        """(cost of the most expensive stage from here on, minus the layer where this one stops)."""
         if stage == stages - 1:
-            return stage_cost(stage, first, count), count
-        options = range(first + 1, count - (stages - 1 - stage) + 1)
+            return prefix[count] - prefix[first], -count
         return min(
-            (
-                (max(stage_cost(stage, first, stop), best(stage + 1, stop)[0]), stop)
-                for stop in options
-            ),
-            key=lambda choice: (choice[0], -choice[1]),
+            (max(prefix[stop] - prefix[first], best(stage + 1, stop)[0]), -stop)
+            for stop in range(first + 1, count - (stages - 1 - stage) + 1)
         )
 
     result, first = [], 0
     for stage in range(stages):
-        stop = best(stage, first)[1]
+        stop = -best(stage, first)[1]
         result.append(range(first, stop))
         first = stop
     return result
