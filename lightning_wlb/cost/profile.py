@@ -199,8 +199,8 @@ class Profile:
             ),
         )
 
-    def check(self, *, device_type: str, dtype: str) -> None:
-        """Refuse another device or dtype than the profile's.
+    def check(self, *, device_type: str | None = None, dtype: str | None = None) -> None:
+        """Refuse another device or dtype than the profile's; None fits any.
 
         Raises:
             ValueError: naming both, and the remedy.
@@ -209,7 +209,7 @@ class Profile:
             ("device", device_type, self.device_type),
             ("dtype", dtype, self.dtype),
         ):
-            if wanted != own:
+            if wanted not in (None, own):
                 raise ValueError(
                     f"The device profile {self.name!r} was made for {what} {own!r}, not for"
                     f" {wanted!r}: its rates say nothing about that. Choose a profile of {what}"
