@@ -42,7 +42,7 @@ def run_predictor(
     dtype = str(pipeline.dtype).removeprefix("torch.")
     profile.check(device_type=pipeline.device.type, dtype=dtype)
     checkpointing = module.activation_checkpointing
-    latency = LatencyModel(profile, module.model_shape, mesh, checkpointing, dtype)
+    latency = LatencyModel(profile, module.model_shape, mesh, checkpointing)
     return Predictor(latency, pipeline.stages, pipeline.schedule)
 
 
