@@ -1,9 +1,9 @@
 """The order of documents, cut into global batches.
 
 An epoch is a permutation of the store's documents, from ``numpy.random.default_rng((seed,
-epoch))``. A global batch is the next documents until N·C tokens: the document that crosses the
-line belongs to it, and the surplus is taken off the following ones. Or, where the method cuts the
-stream, exactly N·C tokens, cut every C.
+epoch))``. Where the packing method cuts the stream of documents, a global batch is its next N·C
+tokens, cut every C. Else it is the next whole documents until N·C tokens: the document that crosses
+the line belongs to it, and the surplus is taken off the following global batches.
 
 Cost: linear in the documents of the global batches drawn; once per epoch a permutation.
 """
@@ -47,12 +47,10 @@ class GlobalBatches:
     ) -> None:
         self._lengths, self._tokens, self._window = lengths, tokens, window
         self._cuts_stream, self._seed, self._shuffle = cuts_stream, seed, shuffle
-        self.step = 0
-        """Optimiser step that a piece drawn now arrives at."""
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        """Stand before the first document of an epoch."""
+        """Go to the first document of an epoch."""
         self.epoch = epoch
         self._order = np.arange(len(self._lengths))
         if self._shuffle:
@@ -64,12 +62,16 @@ class GlobalBatches:
         """Whether the epoch's last global batch has been drawn."""
         return self._at.position >= len(self._order)
 
-    def draw(self) -> list[Piece] | None:
-        """The pieces of the next global batch, which may be none; None after the epoch's last."""
+    def draw(self, step: int) -> list[Piece] | None:
+        """The pieces of the next global batch, which may be none; None after the epoch's last.
+
+        Args:
+            step: optimiser step at which they arrive.
+        """
         if self.exhausted:
             return None
         pieces, self._at = self._after(self._at)
-        return [Piece(*piece, self.step) for piece in pieces]
+        return [Piece(*piece, step) for piece in pieces]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, in plain integers."""

@@ -60,9 +60,9 @@ def slice_pieces_asymmetric(
     """
     made = slice_pieces(pieces, packs, cap, forward, tile=tile, least=least)
     stops = {(piece.document, piece.origin): piece.stop for piece in pieces}
-    groups = _Backward(made, stops, cap, backward, tile, least).groups(len(made))
+    micro_batches = _Backward(made, stops, cap, backward, tile, least).micro_batches(len(made))
     cuts: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for part in (part for pack in (*made, *groups) for part in pack):
+    for part in (part for pack in (*made, *micro_batches) for part in pack):
         cuts[part.document, part.origin].update((part.start, part.stop))
 
     def refined(pack: Sequence[Slice]) -> list[Slice]:
@@ -76,7 +76,7 @@ def slice_pieces_asymmetric(
             ]
         return result
 
-    return [refined(pack) for pack in made], [refined(group) for group in groups]
+    return [refined(pack) for pack in made], [refined(micro_batch) for micro_batch in micro_batches]
 
 
 class _Backward:
@@ -101,15 +101,15 @@ class _Backward:
         self._rest_work = sum(map(self._of, slices))
         self._rest_tokens = sum(part.tokens for part in slices)
 
-    def groups(self, count: int) -> list[list[Slice]]:
+    def micro_batches(self, count: int) -> list[list[Slice]]:
         """``count`` packs at most, none empty."""
-        made = (self._group(left) for left in range(count, 0, -1))
-        return [group for group in made if group]
+        made = (self._pack_in_time(left) for left in range(count, 0, -1))
+        return [micro_batch for micro_batch in made if micro_batch]
 
     def _of(self, part: Slice) -> int:
         return self._work(part.stop - part.origin) - self._work(part.context)
 
-    def _group(self, left: int) -> list[Slice]:
+    def _pack_in_time(self, left: int) -> list[Slice]:
         target = self._rest_work // left
         slack = target // OPEN_GAPS
         # What the packs after this one cannot hold.

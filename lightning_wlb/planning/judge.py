@@ -124,24 +124,24 @@ class PipelineJudge:
     def _passes(self, replica: ReplicaPlan) -> _Passes:
         forward, backward, tokens = [], [], []
         each, overhead = self.mesh.virtual_stages, self.overhead
-        for group in replica.forward:
-            first, second, count = self._work(replica, group)
+        for micro_batch in replica.forward:
+            first, second, count = self._work(replica, micro_batch)
             forward.append(first // each + overhead)
             backward.append(second // each + overhead)
             tokens.append(count)
         return _Passes(forward, backward, tokens)
 
-    def _work(self, replica: ReplicaPlan, group: MicroBatch) -> tuple[int, int, int]:
+    def _work(self, replica: ReplicaPlan, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """Of a micro-batch on one of its replicas: forward, backward, tokens."""
         window = self.work.forward.window
         tokens = pairs = 0
-        for index in group.slices:
+        for index in micro_batch.slices:
             _, origin, start, stop = replica.slices[index]
             tokens += stop - start
             pairs += causal_pairs(stop - start, start - origin, window)
         first = self.work.forward.per_token * tokens + self.work.forward.per_pair * pairs
         total = self.work.total.per_token * tokens + self.work.total.per_pair * pairs
-        members = len(group.replicas)
+        members = len(micro_batch.replicas)
         if members > 1:
             total, first = shared_work(total, members), shared_work(first, members)
         return first, total - first, -(-tokens // members)

@@ -36,17 +36,21 @@ def units(
     if sorted(map(_members, replica.forward)) == sorted(map(_members, replica.backward)):
         return replica
     place = {
-        index: number for number, group in enumerate(replica.backward) for index in group.slices
+        index: number
+        for number, micro_batch in enumerate(replica.backward)
+        for index in micro_batch.slices
     }
     forward: list[MicroBatch] = []
     order: list[tuple[int, int, MicroBatch]] = []
-    for at, group in enumerate(replica.forward):
+    for at, micro_batch in enumerate(replica.forward):
         parts: dict[int, list[int]] = {}
-        for index in group.slices:
+        for index in micro_batch.slices:
             parts.setdefault(place[index], []).append(index)
         # The later in backward, the earlier its slices are in their pieces.
         for number in sorted(parts, reverse=True):
-            unit = _unit(replica, group, parts[number], context_parallel_size, tensor_parallel_size)
+            unit = _unit(
+                replica, micro_batch, parts[number], context_parallel_size, tensor_parallel_size
+            )
             forward.append(unit)
             order.append((number, -at, unit))
     order.sort(key=lambda entry: entry[:2])
@@ -54,28 +58,31 @@ def units(
 
 
 def layout_of(
-    replica: ReplicaPlan, group: MicroBatch, context_parallel_size: int, tensor_parallel_size: int
+    replica: ReplicaPlan,
+    micro_batch: MicroBatch,
+    context_parallel_size: int,
+    tensor_parallel_size: int,
 ) -> Layout:
     """How a micro-batch lies on its context-parallel group."""
     return layout(
-        group.sharding,
-        [replica.slices[index].tokens for index in group.slices],
-        context_parallel_size * len(group.replicas),
+        micro_batch.sharding,
+        [replica.slices[index].tokens for index in micro_batch.slices],
+        context_parallel_size * len(micro_batch.replicas),
         tensor_parallel_size,
     )
 
 
-def _members(group: MicroBatch) -> tuple[int, ...]:
-    return tuple(sorted(group.slices))
+def _members(micro_batch: MicroBatch) -> tuple[int, ...]:
+    return tuple(sorted(micro_batch.slices))
 
 
 def _unit(
     replica: ReplicaPlan,
-    group: MicroBatch,
+    micro_batch: MicroBatch,
     members: list[int],
     context_parallel_size: int,
     tensor_parallel_size: int,
 ) -> MicroBatch:
-    unit = replace(group, slices=tuple(members))
+    unit = replace(micro_batch, slices=tuple(members))
     arrangement = layout_of(replica, unit, context_parallel_size, tensor_parallel_size)
     return replace(unit, rows=arrangement.rows)

@@ -148,13 +148,17 @@ def first_readers(replica: ReplicaPlan) -> dict[int, int]:
         Places in ``forward``, and in ``backward``.
     """
     slices_of: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    place = {number: at for at, group in enumerate(replica.forward) for number in group.slices}
+    place = {
+        number: at
+        for at, micro_batch in enumerate(replica.forward)
+        for number in micro_batch.slices
+    }
     for number, part in enumerate(replica.slices):
         slices_of[part.document, part.origin].append((part.start, number))
     readers: dict[int, int] = {}
-    for at, group in enumerate(replica.backward):
-        own = set(group.slices)
-        for part in replica.slices_of(group):
+    for at, micro_batch in enumerate(replica.backward):
+        own = set(micro_batch.slices)
+        for part in replica.slices_of(micro_batch):
             if part.context:
                 for start, number in slices_of[part.document, part.origin]:
                     if start < part.start and number not in own:

@@ -327,17 +327,17 @@ class Predictor:
     def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
         last = {
             (part.document, part.origin): at
-            for at, group in enumerate(replica.forward)
-            for part in replica.slices_of(group)
+            for at, micro_batch in enumerate(replica.forward)
+            for part in replica.slices_of(micro_batch)
         }
         return [
             self.micro_batch(
-                (parts := replica.slices_of(group)),
-                group.sharding,
-                replicas=len(group.replicas),
+                (parts := replica.slices_of(micro_batch)),
+                micro_batch.sharding,
+                replicas=len(micro_batch.replicas),
                 kept=any(last[part.document, part.origin] > at for part in parts),
             )
-            for at, group in enumerate(replica.forward)
+            for at, micro_batch in enumerate(replica.forward)
         ]
 
     def _programs(self, micro_batches: int) -> list[list[Action]]:

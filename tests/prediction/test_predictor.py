@@ -27,10 +27,10 @@ FREE_MEMORY = replace(H100, element_bytes_per_second=1e30, action=ActionOverhead
 def plan_of(replicas: list[list[list[int]]], sharding: str = "per_document_contiguous") -> StepPlan:
     """Whole documents: replicas of micro-batches of lengths. Rows are not read by a prediction."""
     made, pieces, document = [], [], 0
-    for number, groups in enumerate(replicas):
+    for number, micro_batches in enumerate(replicas):
         slices: list[Slice] = []
         forward = []
-        for lengths in groups:
+        for lengths in micro_batches:
             first = len(slices)
             for length in lengths:
                 slices.append(Slice(document, 0, 0, length))
@@ -256,7 +256,9 @@ def test_planned_steps_are_predicted_and_an_idle_replica_too() -> None:
         busiest = max(max(simulation.busy_ns) for simulation in prediction.simulations)
         assert busiest <= prediction.simulations[0].compute_ns < prediction.total_ns
         for replica, costs in zip(plan.replicas, prediction.costs, strict=True):
-            assert [cost.rows for cost in costs] == [group.rows for group in replica.forward]
+            assert [cost.rows for cost in costs] == [
+                micro_batch.rows for micro_batch in replica.forward
+            ]
         slowest, mean = prediction.context_ns
         assert slowest >= mean > 0
     assert steps > 10
@@ -335,10 +337,10 @@ def test_replicas_that_share_a_micro_batch_are_one_context_group() -> None:
 def test_slices_hold_their_own_keys_and_the_gradients_of_what_later_slices_read() -> None:
     model = predictor(Mesh())
     parts = (Slice(0, 0, 0, 1000), Slice(0, 0, 1000, 3000))
-    groups = tuple(
+    micro_batches = tuple(
         MicroBatch((at,), "per_sequence", part.tokens, (0,)) for at, part in enumerate(parts)
     )
-    replica = ReplicaPlan(parts, groups, groups[::-1])
+    replica = ReplicaPlan(parts, micro_batches, micro_batches[::-1])
     plan = replace(plan_of([[[3000]]]), replicas=(replica,)).validate()
     prediction = model.predict(plan)
     first, second = prediction.costs[0]

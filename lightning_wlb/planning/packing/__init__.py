@@ -1,9 +1,9 @@
 """Packing methods: one file each, and one line here that registers it.
 
 A packing method says how the documents of an epoch are cut into pieces, which of them may wait,
-how the pieces of a step are grouped into micro-batches, and how these are dealt to replicas
-(:class:`~lightning_wlb.planning.packing.base.Packer`). Options of its own are the fields of its
-``Packer.Options``, a dataclass.
+how the pieces of a step become micro-batches, and how these are dealt to replicas
+(:class:`~lightning_wlb.planning.packing.base.Packer`). Its own options are the fields of its
+dataclass ``Packer.Options``.
 """
 
 from __future__ import annotations
