@@ -2,9 +2,9 @@
 
 A piece whose work exceeds the share alpha of a replica's capacity (Σ work / replicas) runs on an
 aligned power-of-two set of replicas, whose context-parallel groups act as one: the smallest set on
-which each replica's part is within that share. Sets are chosen largest first, then by work, each
-where the busiest member has the least; the other pieces are then dealt one by one to the replica
-with the least work, as everywhere.
+which each replica's part is within that share. The pieces with the largest sets are placed first,
+among them those with the most work, each on the set whose busiest member has the least work. The
+other pieces are then dealt one by one to the replica with the least work.
 
 Shared micro-batches come first on all their replicas, those of larger sets before those of smaller
 ones. Sets are aligned, so a set lies within every larger set that it meets, and its members list
@@ -31,7 +31,7 @@ Members = tuple[int, ...]
 
 
 class Merged(NamedTuple):
-    """A dealing of pieces in which some are shared.
+    """The dealing of a step's pieces to replicas, of which several may share a piece.
 
     Attributes:
         shared: pieces and the replicas that share each, in the order in which they run.
@@ -97,7 +97,7 @@ def own_work(merged: Merged, work: Callable[[int], int]) -> list[int]:
 
 
 def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[Shared]:
-    """The shared pieces in MicroPacks that take as long as each of ``packs`` over all replicas."""
+    """The MicroPacks of the shared pieces, each as long as one of ``packs`` over all replicas."""
     shared: list[Shared] = []
     for piece, members in merged.shared:
         part = shared_work(work(piece.tokens), len(members))

@@ -1,10 +1,10 @@
 """Longest first: how pieces are sorted, and how sorted work is dealt.
 
-Dealing work in descending order, each time to whoever has the least so far, is the classic greedy
-for equal loads (Graham's LPT rule): the largest load is at most 4/3 of the best possible one, and
-where there are many small pieces it is even to within the smallest.
+Dealing work in descending order, each time to the receiver with the least so far, is the classic
+greedy for equal loads (Graham's LPT rule): the largest load is at most 4/3 of the best possible
+one, and where there are many small pieces, loads differ by no more than the smallest.
 
-Cost: O(n·log n) for n pieces, O(log R) more for each of those dealt to R.
+Cost: O(n·log n) for n pieces, and O(log R) for each piece dealt to R receivers.
 """
 
 from __future__ import annotations
