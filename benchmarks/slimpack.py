@@ -60,7 +60,7 @@ from lightning_wlb.plan import Piece, StepPlan
 from lightning_wlb.planning import DataSettings, MeshSettings, Planner
 from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
 from lightning_wlb.planning.judge import PipelineJudge
-from lightning_wlb.planning.packing.best_fit import pack_best_fit as best_fit
+from lightning_wlb.planning.packing.best_fit import pack as best_fit
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
 from lightning_wlb.prediction.executed import units

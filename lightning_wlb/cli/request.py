@@ -189,7 +189,7 @@ class Request:
         return self.profile.memory_bytes * USABLE_PERCENT // 100
 
     def _check_state(self, mode: Checkpointing) -> None:
-        state = max(self.predictor(mode).state_bytes)
+        state = max(self.predictor(mode).memory.state_bytes)
         if state > self.usable_bytes:
             raise ValueError(
                 f"The model does not fit on the mesh {self.mesh}: parameters, gradients and"

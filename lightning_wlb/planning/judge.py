@@ -233,4 +233,4 @@ class PredictedJudge:
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes."""
         step = self.predictor.simulate(replicas)
-        return Verdict(step.simulations[0].total_ns, self.predictor.peak_bytes(step))
+        return Verdict(step.simulations[0].total_ns, step.peak_bytes)

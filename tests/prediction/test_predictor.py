@@ -197,13 +197,13 @@ def test_the_peak_counts_the_open_micro_batches_of_the_schedule(schedule: str) -
     prediction = model.predict(plan_of([[[2048]] * 6]))
     most = 0
     for rank, opened in enumerate((2, 1) if schedule == "1f1b" else (6, 6)):
-        parts = model.parts(rank)
+        parts, memory = model.memory.parts[rank], model.memory.model
         most = max(
             most,
-            model.memory.state_bytes(parts)
-            + 6 * model.memory.input_bytes(parts, 2048, 0)
-            + opened * model.memory.micro_batch_bytes(parts, 2048)
-            + model.memory.transient_bytes(parts, 2048, 2048),
+            memory.state_bytes(parts)
+            + 6 * memory.input_bytes(parts, 2048, 0)
+            + opened * memory.micro_batch_bytes(parts, 2048)
+            + memory.transient_bytes(parts, 2048, 2048),
         )
     assert prediction.peak_bytes == most
     # The simulator's own account leaves out what lives inside a pass.
@@ -346,7 +346,7 @@ def test_slices_hold_their_own_keys_and_the_gradients_of_what_later_slices_read(
     first, second = prediction.costs[0]
     assert (first.keys, first.indexed, first.kept_rows) == (1000, 0, 1000)
     assert (second.keys, second.indexed, second.kept_rows) == (3000, 0, 0)
-    memory, ends = model.memory, model.parts(0)
+    memory, (ends,) = model.memory.model, model.memory.parts
     constant = memory.state_bytes(ends) + memory.input_bytes(ends, 3000, 0)
     opened = [memory.micro_batch_bytes(ends, rows) for rows in (1000, 2000)]
     gradients = 4 * 8 * 2 * 1000 * 4 * 64  # bytes, layers, keys and values, rows, heads, width
