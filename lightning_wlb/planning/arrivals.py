@@ -19,9 +19,9 @@ from lightning_wlb.plan import Piece
 
 
 class _Position(NamedTuple):
-    position: int  # in the order: documents before it have arrived
-    offset: int  # tokens of the document at `position` that a cut stream has taken
-    surplus: int  # tokens that earlier global batches took beyond N·C
+    position: int = 0  # in the order: documents before it have arrived
+    offset: int = 0  # tokens of the document at `position` that a cut stream has taken
+    surplus: int = 0  # tokens that earlier global batches took beyond N·C
 
 
 class GlobalBatches:
@@ -55,7 +55,7 @@ class GlobalBatches:
         self._order = np.arange(len(self._lengths))
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(self._order)
-        self._at = _Position(0, 0, 0)
+        self._at = _Position()
 
     @property
     def exhausted(self) -> bool:
@@ -88,7 +88,7 @@ class GlobalBatches:
             cut, position, offset = cut_stream(
                 self._order, self._lengths, at.position, at.offset, self._tokens, self._window
             )
-            return cut, _Position(position, offset, 0)
+            return cut, _Position(position, offset)
         pieces: list[tuple[int, int, int]] = []
         tokens, position = at.surplus, at.position
         while tokens < self._tokens and position < len(self._order):
@@ -100,7 +100,7 @@ class GlobalBatches:
             )
             tokens += length
             position += 1
-        return pieces, _Position(position, 0, max(tokens - self._tokens, 0))
+        return pieces, _Position(position, surplus=max(tokens - self._tokens, 0))
 
 
 def cut_stream(

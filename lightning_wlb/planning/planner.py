@@ -46,7 +46,7 @@ class Planner:
         work: forward and backward work of the model on a slice.
         mesh: the ranks that the steps are planned for.
         sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES``, or
-            ``"adaptive"``: for each micro-batch the one of least predicted attention latency.
+            ``"adaptive"``: for each micro-batch the one with the least predicted attention latency.
         schedule: of the pipeline, a name in ``lightning_wlb.schedule.programs.SCHEDULES``. With
             one that runs no slices (GPipe) ``auto`` keeps every piece whole.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
@@ -131,7 +131,8 @@ class Planner:
             return None
         micro_batches, drain = self._packer.next_step(self._arrivals, self._step)
         if not any(micro_batches):
-            self._start_epoch(self._arrivals.epoch + 1)
+            self._arrivals.start_epoch(self._arrivals.epoch + 1)
+            self._packer.reset()
             return None
         plan = self._plan(micro_batches, drain).validate()
         self._step += 1
@@ -172,24 +173,18 @@ class Planner:
                 + ". Documents would be lost or repeated. Resume with the settings of the saved"
                 " run, or start the data afresh by loading the weights alone."
             )
-        self._start_epoch(state["epoch"])
         self._arrivals.load_state_dict(state)
         self._step = state["step"]
         self._tokens = state["tokens"]
         self._packer.load_state_dict(state["packer"])
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._arrivals.start_epoch(epoch)
-        self._packer.reset()
-
     def _plan(self, micro_batches: MicroBatches, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
-        replicas = self._packer.replicas(micro_batches, self._place)
         pieces = tuple(sorted(piece for packed in micro_batches for piece in packed))
         return StepPlan(
             step=self._step,
             epoch=self._arrivals.epoch,
-            replicas=tuple(replicas),
+            replicas=tuple(self._packer.replicas(micro_batches, self._place)),
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces

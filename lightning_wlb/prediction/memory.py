@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan
@@ -99,17 +100,20 @@ class StepMemory:
         ]
 
     def peak(
-        self, program: Sequence[Action], held: Sequence[int], costs: Sequence[MicroBatchCost]
+        self,
+        programs: Sequence[Sequence[Action]],
+        held: Sequence[Sequence[int]],
+        costs: Sequence[MicroBatchCost],
     ) -> int:
-        """Most bytes on a pipeline rank: what it holds, and what lives only inside a backward.
+        """Most bytes on a rank of a replica, with what lives only inside a backward.
 
         Args:
-            program: of the rank.
-            held: while each action of it runs.
+            programs: of the ranks.
+            held: bytes on each rank while each action of its program runs.
             costs: of the replica.
         """
         most = 0
-        for action, bytes_held in zip(program, held, strict=True):
+        for action, bytes_held in zip(chain(*programs), chain(*held), strict=True):
             if action.kind == BACKWARD:
                 cost, parts = costs[action.micro_batch], self.parts[action.stage]
                 inside = self.model.transient_bytes(parts, cost.rows, cost.keys)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -154,28 +155,20 @@ class Predictor:
         """
         mesh, memory_bytes = self.latency.mesh, self.latency.profile.memory_bytes
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
-        return min(
-            self.memory.model.longest_micro_batch(
-                # Open passes through all the stages of the rank together.
-                parts,
-                -(-_most_open(program) // mesh.virtual_stages),
-                memory_bytes,
-                micro_batches,
+        limits = []
+        for parts, program in zip(self.memory.rank_parts, programs, strict=True):
+            passes = accumulate(-1 if action.kind == BACKWARD else 1 for action in program)
+            # Open passes through all the stages of the rank together.
+            most = -(-max(passes, default=0) // mesh.virtual_stages)
+            limits.append(
+                self.memory.model.longest_micro_batch(parts, most, memory_bytes, micro_batches)
             )
-            for parts, program in zip(self.memory.rank_parts, programs, strict=True)
-        )
+        return min(limits)
 
     def micro_batch(
         self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, kept: bool = False
     ) -> MicroBatchCost:
-        """The cost of a micro-batch of slices under a sharding of the registry.
-
-        Args:
-            slices: of the micro-batch.
-            sharding: its name.
-            replicas: how many share the micro-batch.
-            kept: whether a later micro-batch reads its keys.
-        """
+        """The cost of a micro-batch under the sharding of that name, see ``micro_batch_cost``."""
         lengths = [each.tokens for each in slices]
         mesh = self.latency.mesh
         placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
@@ -230,7 +223,15 @@ class Predictor:
         replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         costs = [self._costs(replica) for replica in replicas]
         durations = [self._durations(of_replica) for of_replica in costs]
-        programs = self._programs_of(replicas)
+        programs = [
+            [
+                program_of(
+                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number
+                )
+                for rank in range(mesh.pipeline)
+            ]
+            for number in range(len(replicas))
+        ]
         freed = [
             memory.freed(of_replica, replica, each)
             for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
@@ -252,17 +253,11 @@ class Predictor:
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
-        peak = max(
-            (
-                memory.peak(program, held, of_replica)
-                for simulation, of_ranks, of_replica in zip(
-                    simulations, programs, costs, strict=True
-                )
-                for program, held in zip(of_ranks, simulation.held_bytes, strict=True)
-            ),
-            default=0,
-        )
-        return SimulatedReplicas(costs, durations, programs, simulations, peak)
+        peaks = [
+            memory.peak(of_ranks, simulation.held_bytes, of_replica)
+            for of_ranks, simulation, of_replica in zip(programs, simulations, costs, strict=True)
+        ]
+        return SimulatedReplicas(costs, durations, programs, simulations, max(peaks, default=0))
 
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
         """How long each action of a replica computes, from the costs of its micro-batches."""
@@ -289,22 +284,3 @@ class Predictor:
             )
             for at, micro_batch in enumerate(replica.forward)
         ]
-
-    def _programs_of(self, replicas: Sequence[ReplicaPlan]) -> list[list[list[Action]]]:
-        ranks, virtual_stages = self.latency.mesh.pipeline, self.latency.mesh.virtual_stages
-        return [
-            [
-                program_of(self.schedule, rank, ranks, virtual_stages, replicas, number)
-                for rank in range(ranks)
-            ]
-            for number in range(len(replicas))
-        ]
-
-
-def _most_open(program: Sequence[Action]) -> int:
-    """Most stage passes between their forward and their backward."""
-    held = most = 0
-    for action in program:
-        held += -1 if action.kind == BACKWARD else 1
-        most = max(most, held)
-    return most

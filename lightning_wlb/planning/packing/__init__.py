@@ -59,17 +59,13 @@ class PackingChoice:
         """
         if isinstance(given, PackingChoice):
             return given
-        if isinstance(given, Mapping):
-            options = dict(given)
-            if "method" not in options:
-                raise ValueError(
-                    f"packing={options!r} names no method. Write it as in"
-                    " {'method': 'wlb', 'queues': 3}, or give the name alone: 'wlb'."
-                )
-            method = options.pop("method")
-        else:
-            method, options = given, {}
-        choice("packing", method, PACKINGS)
+        options = dict(given) if isinstance(given, Mapping) else {"method": given}
+        if "method" not in options:
+            raise ValueError(
+                f"packing={options!r} names no method. Write it as in"
+                " {'method': 'wlb', 'queues': 3}, or give the name alone: 'wlb'."
+            )
+        method = choice("packing", options.pop("method"), PACKINGS)
         made = PACKINGS[method].Options
         known = [field.name for field in fields(made)]
         for name in options:
