@@ -118,12 +118,11 @@ def cut_stream(
         lengths: tokens of each document of the store, by document number.
         position: index in ``documents`` where the stream stands.
         offset: tokens of that document which are already taken.
-        tokens: how many tokens to take; a multiple of ``window``.
+        tokens: how many to take, fewer at the epoch's end; a multiple of ``window``.
         window: tokens of a window, C.
 
     Returns:
         Pieces (document, origin, stop) in stream order, and the new ``position`` and ``offset``.
-        Fewer than ``tokens`` only at the epoch's end.
     """
     pieces: list[tuple[int, int, int]] = []
     taken = 0

@@ -44,15 +44,8 @@ def slice_pieces_asymmetric(
 ) -> tuple[list[list[Slice]], list[list[Slice]]]:
     """The MicroPacks of one replica, for forward and for backward.
 
-    Args:
-        pieces: the replica's pieces, in any order.
-        packs: MicroPacks of either pass, as for ``slice_pieces``.
-        cap: most tokens of a MicroPack.
-        forward: forward work of a piece's prefix.
-        backward: its backward work.
-        tile: cut positions are multiples of it from the piece's origin.
-        least: tokens of the shortest slice that either cut makes, but for whole pieces. Their
-            refinement may have shorter ones.
+    The arguments are those of :func:`~lightning_wlb.planning.slicing.slice_pieces`, with the work
+    of either pass. The common refinement of both cuts may have slices shorter than ``least``.
 
     Returns:
         The forward packs in forward order and the backward packs in backward order, both of the

@@ -52,15 +52,13 @@ def merge_pieces(
 ) -> Merged:
     """Deal pieces to replicas, and those of too much work to several at once.
 
+    Equal pieces go by (document, origin), equal replicas and sets by number.
+
     Args:
         pieces: of the step.
-        replicas: how many there are, any number; sets lie within the first ones that are whole.
+        replicas: any number of them; sets lie within the first ones that are whole.
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
-            0: none is.
-
-    Returns:
-        Equal pieces go by (document, origin), equal replicas and sets by number.
     """
     order = longest_first(pieces)
     works = [work(piece.tokens) for piece in order]

@@ -41,11 +41,9 @@ from lightning_wlb.schedule.simulate import simulate_replicas
 
 
 class Verdict(NamedTuple):
-    """The predicted step of some replicas.
+    """The time of the slowest of some replicas, and the most that one of their ranks holds at once.
 
-    Attributes:
-        time: of the slowest replica.
-        peak: most that one of their ranks holds at once, in the unit of the judge's ``limit``.
+    The unit of ``peak`` is that of the judge's ``limit``.
     """
 
     time: int
@@ -149,16 +147,10 @@ class PipelineJudge:
 
 
 class _Passes(NamedTuple):
-    """The micro-batches of a replica, by number.
+    """The micro-batches of a replica, by number."""
 
-    Attributes:
-        forward: time of each forward on one stage.
-        backward: time of each backward on one stage.
-        tokens: of each micro-batch.
-    """
-
-    forward: list[int]
-    backward: list[int]
+    forward: list[int]  # time on one stage
+    backward: list[int]  # time on one stage
     tokens: list[int]
 
     def of(self, action: Action) -> int:

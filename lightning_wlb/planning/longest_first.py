@@ -62,9 +62,8 @@ def deal_capped(
         work: cost of a piece from its tokens, an integer.
 
     Returns:
-        ``bins`` micro-batches, each with its pieces in the order in which they were added (some may
-        be empty), and the pieces that did not fit. Equal lengths go by (document, origin), equal
-        micro-batches by number.
+        ``bins`` micro-batches, some possibly empty, and the pieces that did not fit. Equal lengths
+        go by (document, origin), equal micro-batches by number.
     """
     dealt: list[list[Piece]] = [[] for _ in range(bins)]
     left: list[Piece] = []

@@ -116,15 +116,10 @@ def overdue(
 
 
 def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[Piece]]:
-    """Split waiting pieces into those that a drain step releases and those that wait on.
+    """The oldest pieces of at most ``tokens`` tokens together, and the rest.
 
-    Args:
-        held: waiting pieces, in any order.
-        tokens: most tokens to release; the oldest piece goes in any case.
-
-    Returns:
-        The oldest pieces of at most ``tokens`` tokens together, and the rest, both in order of
-        (arrival, document, origin).
+    The oldest piece is among the first in any case. Both are in order of (arrival, document,
+    origin), whatever the order of ``held``.
     """
     order = sorted(held, key=lambda piece: (piece.arrival, piece.document, piece.origin))
     taken = 0

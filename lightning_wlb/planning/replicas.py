@@ -33,9 +33,9 @@ def round_robin(works: Sequence[int], replicas: int) -> list[list[int]]:
 
 
 def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deal micro-batches by descending work, each to the replica with the least work so far.
+    """Deal micro-batches by descending work, each to the replica with the least; :data:`Deal`.
 
-    Equal micro-batches go by index, equal replicas by number. See :data:`Deal`.
+    Equal micro-batches go by index, equal replicas by number.
     """
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     order = sorted(range(len(works)), key=lambda index: (-works[index], index))
@@ -85,9 +85,8 @@ def replica_plan(
     of_replica = [each for each in shared if replica in each[1]]
     for pack, members in [*of_replica, *((pack, (replica,)) for pack in packs)]:
         numbers = tuple(range(len(slices), len(slices) + len(pack)))
-        sharding, rows = shard(pack, len(members))
         slices += pack
-        forward.append(MicroBatch(numbers, sharding, rows, members))
+        forward.append(MicroBatch(numbers, *shard(pack, len(members)), members))
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 
@@ -109,12 +108,11 @@ def asymmetric_replica_plan(
     number = {part: index for index, part in enumerate(slices)}
 
     def made(packs: Sequence[Sequence[Slice]]) -> tuple[MicroBatch, ...]:
-        result = []
-        for pack in packs:
-            members = tuple(sorted(number[part] for part in pack))
-            sharding, rows = shard([slices[index] for index in members], 1)
-            result.append(MicroBatch(members, sharding, rows, (replica,)))
-        return tuple(result)
+        numbers = [tuple(sorted(number[part] for part in pack)) for pack in packs]
+        return tuple(
+            MicroBatch(each, *shard([slices[index] for index in each], 1), (replica,))
+            for each in numbers
+        )
 
     return ReplicaPlan(tuple(slices), made(forward), made(backward))
 

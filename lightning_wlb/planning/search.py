@@ -29,7 +29,7 @@ from lightning_wlb.planning.longest_first import deal_capped
 from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 from lightning_wlb.planning.slicing import slice_pieces
 
-HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M in halves of the nominal number
+HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M over half of the nominal number
 START = HALVES.index(12)
 
 Kind = Literal["whole", "equal", "tapered"]
@@ -39,30 +39,20 @@ Packs = list[list[Slice]]
 
 
 class Way(NamedTuple):
-    """How pieces become micro-batches.
-
-    Attributes:
-        kind: what they are.
-        halves: how many, in halves of the nominal number; 0: as few as the pieces need.
-    """
+    """How pieces become micro-batches: of which kind, and how many."""
 
     kind: Kind
-    halves: int
+    halves: int  # of the nominal number; 0: as few micro-batches as the pieces need
 
 
 FEWEST = Way("whole", 0)
 
 
 class Score(NamedTuple):
-    """What a plan comes to; less is better.
+    """How good a plan is; less is better."""
 
-    Attributes:
-        overflows: whether it holds more than the judge's limit.
-        time: of the step.
-    """
-
-    overflows: bool
-    time: int
+    overflows: bool  # whether a rank holds more than the judge's limit
+    time: int  # of the step
 
 
 def score_of(replicas: Sequence[ReplicaPlan], judge: Judge) -> Score:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.arguments import choice, flag, whole
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.planning.packing import PackingChoice
+from lightning_wlb.planning.packing import PACKINGS, PackingChoice
 from lightning_wlb.planning.packing.base import Packer, Rules
 
 LongDocuments = Literal["split", "truncate", "error"]
@@ -86,7 +86,7 @@ class DataSettings:
     @property
     def packer(self) -> type[Packer]:
         """The packing method."""
-        return self.choice.packer
+        return PACKINGS[self.choice.method]
 
     @property
     def token_cap(self) -> int:

@@ -9,9 +9,9 @@ replica one after another, each to the work that is left divided by the packs th
 * a gap is filled with whole pieces, the largest that fits first ("mix", "pack");
 * only where none fits and more than 1/400 of the target is open, the smallest piece that does not
   fit is cut;
-* where so many tokens are left that a pack must take at least half of its cap, it gets first every
-  k-th of the short pieces, k packs being left. Else short pieces with little work for their tokens
-  would all be left for the last pack, which the cap then closes before it reaches the target.
+* a pack that must take at least half of its cap, by the tokens that are left, gets first every k-th
+  of the short pieces, k packs being left. Else short pieces with little work for their tokens would
+  all be left for the last pack, which the cap then closes before it reaches the target.
 
 So few pieces are cut, packs that share a piece are consecutive, and mostly they share only one
 long piece: its slices run forward in order and backward in reverse

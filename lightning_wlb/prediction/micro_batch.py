@@ -83,18 +83,15 @@ def micro_batch_cost(
         attention.append((forward, backward))
         layer.append((forward + exchange[0], backward + exchange[1]))
     rest = _rest_ns(latency, placed.rows)
-    slowest = _slowest(layer)
+    attentions, layers = list(zip(*attention, strict=True)), list(zip(*layer, strict=True))
     return MicroBatchCost(
         rows=placed.rows,
         keys=most_keys,
         indexed=most_keys if placed.ranks > 1 else 0,
         kept_rows=placed.rows if kept else 0,
-        attention_ns=_slowest(attention),
-        mean_attention_ns=(
-            sum(forward for forward, _ in attention) / len(attention),
-            sum(backward for _, backward in attention) / len(attention),
-        ),
-        layer_ns=(slowest[0] + rest[0], slowest[1] + rest[1]),
+        attention_ns=(max(attentions[0]), max(attentions[1])),
+        mean_attention_ns=(sum(attentions[0]) / placed.ranks, sum(attentions[1]) / placed.ranks),
+        layer_ns=(max(layers[0]) + rest[0], max(layers[1]) + rest[1]),
     )
 
 
@@ -137,8 +134,3 @@ def _travelling(placed: Layout, sliding_window: int | None) -> int:
     if uses_all_to_all(placed, moved):
         return max(int(moved.sum(axis=0).max()), int(moved.sum(axis=1).max()))
     return (placed.ranks - 1) * placed.shared
-
-
-def _slowest(ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The slowest rank's forward, and the slowest rank's backward."""
-    return max(forward for forward, _ in ranks), max(backward for _, backward in ranks)

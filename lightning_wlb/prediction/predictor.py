@@ -58,7 +58,7 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     Args:
         shape: of the whole model.
         stages: number of stages, virtual ones counted.
-        mean_context: tokens that a token attends to on average, see :func:`mean_context_of`.
+        mean_context: see :func:`mean_context_of`.
 
     Raises:
         ValueError: more stages than layers.
@@ -86,7 +86,7 @@ class SimulatedReplicas(NamedTuple):
 
     Attributes:
         costs: of each replica's micro-batches.
-        durations: for each replica, how long each action computes, in ns.
+        durations: of each replica, how long each action computes, in ns.
         programs: of each replica's ranks.
         simulations: one for each replica.
         peak_bytes: of the fullest rank, state included.
@@ -177,16 +177,14 @@ class Predictor:
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
         """Forward and backward of one micro-batch on one stage."""
         latency, parts, rows = self.latency, self.memory.parts[stage], cost.rows
-        result = []
-        for backward in (False, True):
-            time = parts.layers * cost.layer_ns[backward]
-            time += latency.action_ns(rows, backward=backward)
-            if parts.embedding:
-                time += latency.embedding_ns(rows, backward=backward)
-            if parts.head:
-                time += latency.head_ns(rows, backward=backward)
-            result.append(time)
-        return result[0], result[1]
+        forward, backward = (
+            parts.layers * cost.layer_ns[each]
+            + latency.action_ns(rows, backward=each)
+            + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
+            + (latency.head_ns(rows, backward=each) if parts.head else 0)
+            for each in (False, True)
+        )
+        return forward, backward
 
     def predict(self, plan: StepPlan) -> StepPrediction:
         """The simulated step.

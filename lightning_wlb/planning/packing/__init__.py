@@ -48,10 +48,7 @@ class PackingChoice:
 
     @staticmethod
     def of(given: str | Mapping[str, Any] | PackingChoice) -> PackingChoice:
-        """What a user asks for.
-
-        Args:
-            given: a method's name, or ``{"method": name, option: value, ...}``.
+        """The choice from a method's name, or from ``{"method": name, option: value, ...}``.
 
         Raises:
             ValueError: an unknown method, or an option that it has not or that is out of range;
@@ -73,8 +70,3 @@ class PackingChoice:
                 takes = f"It takes {', '.join(known)}." if known else "It takes none."
                 raise ValueError(f"packing {method!r} has no option {name!r}. {takes}")
         return PackingChoice(method, made(**options))
-
-    @property
-    def packer(self) -> type[Packer]:
-        """The method."""
-        return PACKINGS[self.method]

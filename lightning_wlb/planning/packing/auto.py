@@ -14,15 +14,14 @@ Times are predicted from a device profile if the planner has one (``Planner(judg
 are exact work, and every action has the overhead of the forward of a short piece of 1 % of a
 context window, which is what bounds the number of micro-batches.
 
-Nothing waits, because slices fill the pipeline without; a step only takes at most two global
-batches' tokens of a very long document. On a pipeline of one stage there is no bubble to fill, so
-pieces stay whole, in as few micro-batches as the cap allows. Where the schedule runs no slices
-(GPipe), pieces stay whole and none is shared.
+Nothing waits, because slices fill the pipeline without; only where a very long document brings
+more tokens than two global batches have, the rest is carried. On a pipeline of one stage there is
+no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows. Where the
+schedule runs no slices (GPipe), pieces stay whole and none is shared.
 
 Cost: 5 to 8 simulations per step, and one more for each further replica and dealing: milliseconds
 for hundreds of pieces (``benchmarks/results/packing.md``). A device profile beside context
-parallelism costs several times more, because every candidate's sharding is chosen. The data loader
-plans ahead of the step.
+parallelism costs several times more, because every candidate's sharding is chosen.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class AutoPacker(Packer):
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """The oldest pieces of at most 2·N·C tokens, all in one: the mesh will divide them."""
-        admitted, carried = oldest_first(pieces, 2 * self.rules.nominal_tokens)
+        admitted, carried = oldest_first(pieces, 2 * self.rules.micro_batches * self.rules.window)
         return [admitted], carried
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
@@ -113,17 +112,10 @@ class AutoPacker(Packer):
         result: list[Packs] = [[] for _ in loads]
         way, latest = FEWEST, Score(False, 0)
         for number in sorted(range(len(loads)), key=lambda number: -loads[number]):
-            if not merged.own[number]:
+            if not (own := merged.own[number]):
                 continue
             candidates = Candidates(
-                merged.own[number],
-                nominal[number],
-                self.rules.cap,
-                work,
-                place.mesh,
-                judge,
-                layout,
-                place.slices,
+                own, nominal[number], self.rules.cap, work, place.mesh, judge, layout, place.slices
             )
             if latest.time == 0 or candidates.score(way) > latest:
                 way = candidates.best()

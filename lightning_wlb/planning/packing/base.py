@@ -44,11 +44,7 @@ MicroBatches = list[list[Piece]]
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Options of one packing method; a method with any has a dataclass of its own.
-
-    Raises:
-        ValueError: an option out of range, with the remedy.
-    """
+    """Options of one packing method; those out of range raise ValueError, with the remedy."""
 
     decide_data: ClassVar[tuple[str, ...]] = ()
     """Options that change which pieces enter a step: a run resumes with the same ones only."""
@@ -83,26 +79,16 @@ class Rules:
     work: Work
     options: Any
 
-    @property
-    def nominal_tokens(self) -> int:
-        """Tokens of a global batch, N·C."""
-        return self.micro_batches * self.window
-
 
 class Placement(NamedTuple):
-    """What the pieces of a step are arranged for.
-
-    Attributes:
-        mesh: the ranks.
-        shard: how a micro-batch is laid out on its context-parallel ranks.
-        judge: what methods that try several plans choose by; None: simulations of exact work.
-        slices: whether the pipeline's schedule runs slices of pieces.
-    """
+    """What the pieces of a step are arranged for."""
 
     mesh: Mesh
     shard: Shard
     judge: Judge | None = None
+    """What methods that try several plans choose by; None: simulations of exact work."""
     slices: bool = True
+    """Whether the pipeline's schedule runs slices of pieces."""
 
 
 class Released(NamedTuple):
@@ -128,8 +114,7 @@ class Packer:
     Options: ClassVar[type[PackingOptions]] = PackingOptions
     """Dataclass of the method's own options."""
     cuts_stream: ClassVar[bool] = False
-    """Whether the concatenated documents are cut at every C tokens, so that a global batch has
-    exactly N windows. Else documents stay whole up to C."""
+    """Whether a global batch is the next N·C tokens of the documents, cut every C; see arrivals."""
     cap_percent: ClassVar[int] = 150
     """The cap where the user gives none, in percent of C."""
     deal: ClassVar[Deal] = heaviest_first
@@ -161,8 +146,9 @@ class Packer:
                 return Released(self._pack_in_time(admitted, step, self.rules.micro_batches), False)
         held = self.held
         self.reset()
-        admitted, self.carried = oldest_first(held, self.rules.nominal_tokens)
-        return Released(self._pack_in_time(admitted, step, self.rules.micro_batches), True)
+        bins = self.rules.micro_batches
+        admitted, self.carried = oldest_first(held, bins * self.rules.window)
+        return Released(self._pack_in_time(admitted, step, bins), True)
 
     def admit(self, batch: list[Piece], step: int) -> list[Piece]:
         """Let a global batch arrive; what may enter of it, and of the pieces that wait."""
@@ -193,9 +179,9 @@ class Packer:
     def _pack_in_time(self, pieces: list[Piece], step: int, bins: int) -> MicroBatches:
         """Pack, in up to twice as many micro-batches for pieces that may wait no longer.
 
-        Pieces just above half a cap fill micro-batches half: a run of them would be carried
-        faster than it is packed, for ever. A micro-batch that a carried piece does not fit is
-        filled at least half, so with 2·N of them a step takes as many tokens as arrive.
+        Pieces just above half a cap fill micro-batches half: a run of them would be carried faster
+        than it is packed. With 2·N micro-batches, each filled at least half where a piece is
+        carried, a step takes as many tokens as arrive.
         """
         if not pieces:
             return []

@@ -37,11 +37,9 @@ class BestFitPacker(Packer):
 
 
 def pack_best_fit(pieces: Sequence[Piece], cap: int) -> MicroBatches:
-    """Pieces in as many micro-batches of at most ``cap`` tokens as it takes.
+    """Pieces in as many micro-batches of at most ``cap`` tokens as it takes, as they were opened.
 
-    Returns:
-        The micro-batches in the order in which they were opened. Equal lengths go by (document,
-        origin), equally full micro-batches by number.
+    Equal lengths go by (document, origin), equally full micro-batches by number.
 
     Raises:
         ValueError: a piece is longer than ``cap``.

@@ -1,19 +1,17 @@
 """Packing several global batches together, and fixed-length greedy packing (WLB-LLM §3.2, §4.1).
 
 W global batches arrive at once and are packed into W·N micro-batches. These are sorted by work
-and cut into W steps of N, so that micro-batches of like work run in the same step; otherwise a
-single heavy one would still set the pace of its step. Balance improves with W because unlike
-documents are moved apart. The price is randomness, as documents change places over a longer
-distance: the paper's Figure 6 shows it in the loss. A piece arrives at the step at which its window
-opens, so its delay is its place in the window, (W - 1)/2 steps on average.
+and cut into W steps of N, so that micro-batches of like work run in the same step. Balance improves
+with W because unlike documents are moved apart. The price is randomness, as documents change places
+over a longer distance: the paper's Figure 6 shows it in the loss. A piece arrives at the step at
+which its window opens, so its delay is its place in the window, (W - 1)/2 steps on average.
 
-``fixed_greedy`` concatenates the documents, cuts them at every C tokens, and balances the attention
-work, the sum of d², of micro-batches of at most C tokens: pieces go in descending length to the
-micro-batch with the least attention that has room. A few short pieces at the end fit nowhere whole,
-because the micro-batches together have no room to spare. They are cut to fill the gaps, so that no
-padding is needed and nothing is carried. Where all have equal tokens, nothing but other long
-documents balances a long one, so at W = 1 the balance hardly improves. The method is here for
-comparison; choose it only where micro-batches must have equal lengths.
+``fixed_greedy`` cuts the stream of documents at every C tokens and balances the attention work, the
+sum of d², of micro-batches of at most C tokens: pieces go in descending length to the micro-batch
+with the least attention that has room. The last short pieces fit nowhere whole, because there is no
+room to spare; they are cut to fill the gaps, so that nothing is padded or carried. Under equal
+tokens only other long documents balance a long one, so at W = 1 the balance hardly improves. The
+method is here for comparison; choose it only where micro-batches must have equal lengths.
 
 Cost: O(P·(log P + W·N)) for P pieces, once every W steps; the other steps were packed with it.
 """
@@ -127,11 +125,11 @@ def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatch
     Args:
         pieces: at most ``bins`` times ``window`` tokens together, each at most ``window``.
         bins: number of micro-batches.
-        window: C, tokens of a micro-batch.
+        window: C, most tokens of a micro-batch.
 
     Returns:
-        The micro-batches. Equal lengths go by (document, origin), equal micro-batches by number;
-        a piece that fits nowhere whole is cut, first for the micro-batch with the most room.
+        Equal lengths go by (document, origin), equal micro-batches by number; a piece that fits
+        nowhere whole is cut, first for the micro-batch with the most room.
     """
     micro_batches: MicroBatches = [[] for _ in range(bins)]
     attention = [0] * bins

@@ -91,14 +91,14 @@ class _IlpPacker(WindowedPacker):
         start: list[int],
         greedy: MicroBatches,
     ) -> MicroBatches:
-        """The solver's packing if its heaviest micro-batch is lighter than the greedy one's.
+        """The solver's packing if its heaviest micro-batch is lighter than that of ``greedy``.
 
         Args:
             pieces: what to pack.
             weight: of a piece from its tokens.
             limit: most tokens of a micro-batch.
             start: the micro-batch of each piece in the packing that the solver starts from.
-            greedy: the greedy answer, with as many micro-batches.
+            greedy: the greedy packing.
         """
         options: IlpOptions = self.rules.options
         lengths = [piece.tokens for piece in pieces]
@@ -151,8 +151,8 @@ class Problem:
     """Pieces to put into equal bins.
 
     Args:
-        weights: to balance, at least 0.
-        sizes: tokens.
+        weights: of the pieces, which the bins are to have equal sums of; at least 0.
+        sizes: tokens of the pieces.
         bins: how many.
         limit: most tokens of a bin.
     """
@@ -164,16 +164,12 @@ class Problem:
 
     @property
     def bound(self) -> int:
-        """No packing has a lighter heaviest bin."""
+        """A bound that no packing's heaviest bin is below."""
         return max(max(self.weights, default=0), -(-sum(self.weights) // self.bins))
 
 
 def require(solver: str) -> None:
-    """Check that a solver can be called.
-
-    Raises:
-        ModuleNotFoundError: naming the missing package and how to install it.
-    """
+    """Raise ModuleNotFoundError if a solver's package is missing, with how to install it."""
     if solver == "highs" and importlib.util.find_spec("highspy") is None:
         raise ModuleNotFoundError(
             "solver='highs' needs highspy, which is not installed. Install it with"
@@ -224,18 +220,20 @@ def solve(
         if abs(max(values) - 1) > 1e-4 or abs(sum(values) - 1) > 1e-4:
             return None
         answer.append(values.index(max(values)))
-    filled = [0] * problem.bins
-    for i in items:
-        filled[answer[i]] += problem.sizes[i]
-    return answer if max(filled, default=0) <= problem.limit else None
+    fits = _largest_sum(problem.sizes, answer, problem.bins) <= problem.limit
+    return answer if fits else None
 
 
 def heaviest_of(problem: Problem, answer: Sequence[int]) -> int:
     """Weight of the heaviest bin of a packing."""
-    loads = [0] * problem.bins
-    for weight, index in zip(problem.weights, answer, strict=True):
-        loads[index] += weight
-    return max(loads)
+    return _largest_sum(problem.weights, answer, problem.bins)
+
+
+def _largest_sum(values: Sequence[int], answer: Sequence[int], bins: int) -> int:
+    sums = [0] * bins
+    for value, index in zip(values, answer, strict=True):
+        sums[index] += value
+    return max(sums)
 
 
 def report(method: str, problem: Problem, found: int | None, greedy: int) -> None:

@@ -34,15 +34,12 @@ class OriginalPacker(Packer):
 
 
 def pack_windows(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
-    """Gather pieces, in the order given, into windows.
+    """Gather pieces, in the order given, into ``bins`` windows, the last ones possibly empty.
 
     Args:
-        pieces: pieces cut at multiples of ``window`` tokens of their concatenation.
-        bins: number of micro-batches, N.
+        pieces: cut at multiples of ``window`` tokens of their concatenation.
+        bins: micro-batches, N.
         window: tokens of a window, C.
-
-    Returns:
-        ``bins`` micro-batches, the last ones empty at an epoch's end.
     """
     micro_batches: MicroBatches = [[] for _ in range(bins)]
     taken = 0

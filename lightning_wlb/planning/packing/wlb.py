@@ -1,9 +1,9 @@
 """WLB-LLM's variable-length packing by work, with outlier queues (Algorithm 1).
 
 Long pieces wait in the outlier queues (:mod:`~lightning_wlb.planning.outlier_queues`) until there
-is one for each micro-batch; the others, and what the queues let through, are packed by work under
-the cap (:func:`~lightning_wlb.planning.longest_first.deal_capped`). What does not fit is carried to
-the next step.
+is one for each micro-batch. They and the others are packed by work under the cap
+(:func:`~lightning_wlb.planning.longest_first.deal_capped`); what does not fit is carried to the
+next step.
 
 Departures from the listing as printed (docs/design.md, "Where we left the papers"): a piece may
 fill a micro-batch exactly, the carried pieces are those of this step only, and ages are bounded: a
