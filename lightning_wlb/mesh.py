@@ -21,6 +21,7 @@ import numpy.typing as npt
 from lightning_wlb.arguments import whole
 
 AXES = ("data", "pipeline", "context", "tensor")
+"""Names of the axes, outermost first."""
 
 
 @dataclass(frozen=True)

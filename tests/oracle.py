@@ -107,8 +107,8 @@ def _attend(
     queries: Callable[[], Tensor],
     k: Tensor,
     v: Tensor,
-    metadata: Any,
     project: Callable[[Tensor], Tensor],
+    metadata: Any,
     groups: ProcessGroups,
 ) -> Tensor:
     assert groups == ProcessGroups(), "one process"

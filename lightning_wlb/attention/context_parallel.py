@@ -56,8 +56,8 @@ def context_parallel_attention(
     queries: Callable[[], Tensor],
     k: Tensor,
     v: Tensor,
-    metadata: AttentionMetadata,
     project: Callable[[Tensor], Tensor],
+    metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup | None,
     scale: float | None = None,
@@ -70,10 +70,10 @@ def context_parallel_attention(
             that of the gradients.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
-        metadata: this rank's segments and key index, on the same device.
         project: what becomes of attention's output, [rows, heads, head_dim], zero in padding rows.
             Called once; its backward hides the exchange of the keys that attention's own backward
             reads again.
+        metadata: this rank's segments and key index, on the same device.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
         scale: factor of the scores, 1 / sqrt(head_dim) unless given.

@@ -1,7 +1,7 @@
 """Variable-length attention on CUDA: FlashAttention, from its own package or from inside torch.
 
 Each loader imports its kernel and returns it behind the signature of
-:func:`.cpu_kernel.cpu_attention`, or raises ImportError with the reason. All three kernels align
+:func:`.kernels_cpu.cpu_attention`, or raises ImportError with the reason. All three kernels align
 the causal mask at the bottom right, take grouped-query attention as it is and know float16 and
 bfloat16 only. A sliding window of W tokens is the query's own and W - 1 to its left; tiles of keys
 outside of it are not read.

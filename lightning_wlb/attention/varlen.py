@@ -12,8 +12,9 @@ name       kernel                                          dtypes               
 ``cpu``    torch's CPU kernel, two calls per segment        float16 to float64       CPU
 ``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)     float16, bfloat16        CUDA
 ``flash``  the ``flash_attn`` package, 2.x or 4.x           float16, bfloat16        CUDA
-``auto``   ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``
 =========  ==============================================  =======================  ==========
+
+``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``.
 
 A new backend is a loader and a line in :data:`BACKENDS`. The CPU backend is tested against dense
 attention on every change; the CUDA backends have not been run by this project yet
@@ -37,7 +38,7 @@ from lightning_wlb.attention.metadata import AttentionMetadata
 
 
 class Timer(Protocol):
-    """What :attr:`VarlenAttention.timer` calls: one start and stop around each kernel.
+    """What ``VarlenAttention.timer`` calls: one start and stop around each kernel.
 
     On CUDA kernels run after the call returns, so a timer there records events.
     """

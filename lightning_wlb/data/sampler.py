@@ -1,7 +1,7 @@
 """The steps of one epoch, from wherever the run stands, and what "stands" means.
 
 Every rank runs the same planner on the same lengths and so knows every step's plan;
-:class:`StepDataset` then materialises this rank's share of it. It plans one step ahead: a batch
+:class:`.StepDataset` then materialises this rank's share of it. It plans one step ahead: a batch
 carries the digest of the following plan, so that the step's last collective can tell ranks that
 disagree before they hang.
 
@@ -66,7 +66,7 @@ global batches together plan several steps at once and then none for a while."""
 class StepDataset(IterableDataset[StepBatch]):
     """The step batches of one rank: each iteration is one epoch, or the rest of one.
 
-    It has a position, :attr:`state`, at which an iteration begins and which every batch that is
+    It has a position, ``state``, at which an iteration begins and which every batch that is
     yielded moves on. So the next iteration continues where the last one ended, or was left.
     :meth:`for_model` makes one from what a user has.
 
@@ -160,7 +160,7 @@ class StepDataset(IterableDataset[StepBatch]):
         )
 
     def planner(self) -> Planner:
-        """A planner that stands at :attr:`state`."""
+        """A planner that stands at ``state``."""
         planner = Planner(
             self.store.lengths,
             self.data,
@@ -259,7 +259,7 @@ class ConsumedState:
 
 
 class StepLoader(StatefulDataLoader[StepBatch]):
-    """The loader over a :class:`StepDataset`, with a position that survives its process.
+    """The loader over a :class:`.StepDataset`, with a position that survives its process.
 
     In a loop without a Trainer::
 

@@ -5,7 +5,7 @@ sum of its token losses over the *global* number of target tokens, never a mean 
 
 Run with ``strategy="auto"`` on one device, :meth:`LanguageModule.step` loops over the
 micro-batches; that path is the reference that every parallel run equals. ``WLBStrategy`` replaces
-only that: it sets :attr:`LanguageModule.executor`.
+only that: it sets ``LanguageModule.executor``.
 
 Cost of the reference path: the activations of all micro-batches of a step live until its one
 backward. ``activation_checkpointing="full"`` bounds them.

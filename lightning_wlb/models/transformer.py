@@ -52,9 +52,9 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 Queries = Tensor | Callable[[], Tensor]
 """[rows, heads, head_dim], or what computes it: called once, while keys and values travel."""
 Project = Callable[[Tensor], Tensor]
-"""What a layer makes of attention's output, [rows, heads, head_dim], by products of rows alone."""
-Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata, Project], Tensor]
-"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project returns."""
+"""The output projection: from attention's output, [rows, heads, head_dim], to what a layer adds."""
+Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
+"""(queries, k and v [rows, kv_heads, head_dim], project) -> what project returns."""
 
 
 class Transformer(nn.Module):
@@ -139,10 +139,10 @@ class Transformer(nn.Module):
             assert micro_batch.tokens is not None
             hidden = self.embed(micro_batch.tokens, groups.tensor)
         freqs = rotary_frequencies(micro_batch.positions, self.config, hidden.dtype)
-        attend = partial(self.attend, groups=groups)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
             metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
-            hidden = self.layers[str(number)](hidden, freqs, metadata, attend, groups.tensor)
+            attend = partial(self.attend, metadata=metadata, groups=groups)
+            hidden = self.layers[str(number)](hidden, freqs, attend, groups.tensor)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels, groups.tensor)
         return hidden
@@ -152,8 +152,8 @@ class Transformer(nn.Module):
         q: Queries,
         k: Tensor,
         v: Tensor,
-        metadata: AttentionMetadata,
         project: Project,
+        metadata: AttentionMetadata,
         groups: ProcessGroups,
     ) -> Tensor:
         """Causal attention within each piece, over the context-parallel group, and its projection.
@@ -162,9 +162,9 @@ class Transformer(nn.Module):
             q: [rows, heads, head_dim], or what computes it.
             k: [rows, kv_heads, head_dim].
             v: [rows, kv_heads, head_dim].
-            metadata: of the micro-batch, for the layer.
             project: called once with the output, [rows, heads, head_dim]; in backward keys travel
                 while its own backward runs.
+            metadata: of the micro-batch, for the layer.
             groups: as of :meth:`forward`.
 
         Returns:
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         if metadata.head_rows:
             assert group is not None
             return project(head_parallel_attention(queries(), k, v, metadata, kernel, group))
-        return context_parallel_attention(queries, k, v, metadata, project, kernel, group)
+        return context_parallel_attention(queries, k, v, project, metadata, kernel, group)
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
         """Where each parameter is split over the tensor axis, by parameter-name pattern.
@@ -233,12 +233,7 @@ class Layer(nn.Module):
         self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self,
-        hidden: Tensor,
-        freqs: Tensor,
-        metadata: AttentionMetadata,
-        attend: Attend,
-        group: ProcessGroup | None,
+        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
         """Add attention, then the feed-forward network, to the residual stream.
 
@@ -246,19 +241,14 @@ class Layer(nn.Module):
         """
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
         if self.activation_checkpointing == "full":
-            return _again_in_backward(self._both, hidden, freqs, metadata, attend, group)
-        return self._both(hidden, freqs, metadata, attend, group)
+            return _again_in_backward(self._both, hidden, freqs, attend, group)
+        return self._both(hidden, freqs, attend, group)
 
     def _both(
-        self,
-        hidden: Tensor,
-        freqs: Tensor,
-        metadata: AttentionMetadata,
-        attend: Attend,
-        group: ProcessGroup | None,
+        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
         normal = self.attention_norm(hidden)
-        hidden = hidden + self.attention(normal, freqs, metadata, attend, group)
+        hidden = hidden + self.attention(normal, freqs, attend, group)
         if self.activation_checkpointing == "selective":
             return _again_in_backward(self._feed_forward, hidden, group)
         return self._feed_forward(hidden, group)
@@ -283,12 +273,7 @@ class Attention(nn.Module):
         self.wo = nn.Parameter(torch.empty(config.dim, queries))
 
     def forward(
-        self,
-        hidden: Tensor,
-        freqs: Tensor,
-        metadata: AttentionMetadata,
-        attend: Attend,
-        group: ProcessGroup | None,
+        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
         hidden = gather_rows(hidden, group)
@@ -301,8 +286,7 @@ class Attention(nn.Module):
         def project(out: Tensor) -> Tensor:
             return F.linear(out.flatten(-2), local(self.wo))
 
-        change = attend(queries, k, v, metadata, project)
-        return scatter_rows(change, group)
+        return scatter_rows(attend(queries, k, v, project), group)
 
     def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:
         heads = weight.shape[0] // self.head_dim

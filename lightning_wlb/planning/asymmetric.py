@@ -15,7 +15,7 @@ so many and so unequal that these plans are slower than symmetric ones
 (``benchmarks/results/slimpack.md``). So no packing makes them unless it is asked to
 (``{"method": "slim", "asymmetric": True}``).
 
-Cost: O(P log P + M·A) for P pieces in M packs, where A is :data:`LOOKAHEAD`: milliseconds in plain
+Cost: O(P log P + M·A) for P pieces in M packs, where A is ``LOOKAHEAD``: milliseconds in plain
 Python for hundreds of pieces.
 """
 

@@ -5,7 +5,7 @@ overhead beside it: what a pass through a stage costs beside the arithmetic, and
 kernels lose. Without it the smallest micro-batches would always win. Asymmetric plans are judged
 as the executor runs them, in units.
 
-There are two ways to the same result: the recurrence :func:`_run_alone` for replicas that share
+There are two ways to the same result: the recurrence ``_run_alone`` for replicas that share
 nothing and have one stage per rank, and the simulator for everything else. The recurrence is there
 because it needs no graph of actions and so takes a tenth of the time, which is most of what
 ``auto`` spends on planning a step; a test holds it to the simulator.

@@ -28,12 +28,12 @@ Shared = tuple[Sequence[Slice], tuple[int, ...]]
 
 
 def round_robin(works: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deal micro-batches in their order, one to each replica in turn; see :data:`Deal`."""
+    """Deal micro-batches in their order, one to each replica in turn; see :data:`.Deal`."""
     return [list(range(replica, len(works), replicas)) for replica in range(replicas)]
 
 
 def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deal micro-batches by descending work, each to the replica with the least; :data:`Deal`.
+    """Deal micro-batches by descending work, each to the replica with the least; :data:`.Deal`.
 
     Equal micro-batches go by index, equal replicas by number.
     """

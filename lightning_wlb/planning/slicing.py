@@ -15,7 +15,7 @@ replica one after another, each to the work that is left divided by the packs th
 
 So few pieces are cut, packs that share a piece are consecutive, and mostly they share only one
 long piece: its slices run forward in order and backward in reverse
-(:func:`~lightning_wlb.plan.symmetric_backward`), and nothing else waits for them.
+(:func:`.symmetric_backward`), and nothing else waits for them.
 
 Work is that of forward and backward together. The work of a slice is that of the prefix up to its
 end less that of the prefix up to its start; both are quadratic in tokens (beyond a sliding window

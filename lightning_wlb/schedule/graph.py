@@ -3,9 +3,8 @@
 An action waits for the one before it in its rank's program and for the one whose message it needs:
 a forward for the stage before, a backward for the stage after, the last stage's backward for its
 own forward. Programs are arbitrary lists; a topological order of their actions exists if and only
-if they do not deadlock when sends are buffered. (:func:`~lightning_wlb.schedule.actions
-.check_schedule` proves more: that they need no buffers.) Linear in the number of actions, under
-1 µs each in plain Python.
+if they do not deadlock when sends are buffered. (:func:`.check_schedule` proves more: that they
+need no buffers.) Linear in the number of actions, under 1 µs each in plain Python.
 """
 
 from __future__ import annotations

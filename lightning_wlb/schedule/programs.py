@@ -44,6 +44,7 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, slices=False, virtual_stages=False),
     "interleaved": Schedule(packflow, slices=True, virtual_stages=True),
 }
+"""Schedules by name."""
 
 
 def make_program(

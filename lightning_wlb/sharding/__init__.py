@@ -13,7 +13,7 @@ of one piece) and deals them to the ranks of the context-parallel group:
 ``heads``                    equal ranges of tokens; attention split by heads, not by queries
 ===========================  ==================================================================
 
-:func:`choose` takes the one of least predicted latency for a micro-batch; a plan names it.
+:func:`.choose` takes the one of least predicted latency for a micro-batch; a plan names it.
 
 The rows of a rank are its chunks one after another, padded at the end so that all ranks have
 equally many and tensor parallelism can divide them. Each chunk is one attention segment: its

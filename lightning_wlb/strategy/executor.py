@@ -36,7 +36,7 @@ class Executor:
     """Runs steps on one rank.
 
     Args:
-        model: the stage's model, sharded by :func:`fsdp.shard`.
+        model: the stage's model, sharded by :func:`.fsdp.shard`.
         pipeline: where the rank stands.
         groups: what the model's forward communicates over. Groups over several replicas are added
             in each step.
@@ -88,7 +88,7 @@ class Executor:
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients stay unreduced; :func:`fsdp.finish_step` reduces them. Collective over
+        Gradients stay unreduced; :func:`.fsdp.finish_step` reduces them. Collective over
         all ranks.
 
         Args:

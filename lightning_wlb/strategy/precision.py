@@ -1,7 +1,7 @@
 """Precision without autocast: FSDP2's policy says in which dtype a step computes and reduces.
 
 ==============  ================  ============  ==========  =========
-precision       parameters (rest) compute       gradients   reduction
+precision       parameters        compute       gradients   reduction
 ==============  ================  ============  ==========  =========
 ``32-true``     float32           float32       float32     float32
 ``64-true``     float64           float64       float64     float64
@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 class WLBPrecision(Precision):
-    """Lightning's precision plugin for :class:`~lightning_wlb.WLBStrategy`.
+    """Lightning's precision plugin for :class:`.WLBStrategy`.
 
     Made by the strategy from the Trainer's ``precision``; there is no need to pass it.
 

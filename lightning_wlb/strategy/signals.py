@@ -38,7 +38,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_wlb.strategy.executor import Executor
 
 REQUEUE, STOP = 1, 2
-"""Bits of :attr:`Executor.notice`."""
+"""Bits of ``Executor.notice``."""
 
 
 class EndOnSignal(pl.Callback):

@@ -8,7 +8,7 @@ A thin Lightning adapter. What it adds to a Trainer:
   calls training_step, zero_grad, backward, clip, step in this order;
 * gradients are clipped by their norm over all ranks; checkpoints are written by all ranks.
 
-Not for modules that are not a :class:`~lightning_wlb.LanguageModule`, nor for manual
+Not for modules that are not a :class:`.LanguageModule`, nor for manual
 optimisation: both are refused at set-up.
 """
 
@@ -118,7 +118,7 @@ class WLBStrategy(MeshStrategy):
 
     @property
     def precision_plugin(self) -> WLBPrecision:
-        """Always a :class:`WLBPrecision`, made from the Trainer's ``precision``."""
+        """Always a :class:`.WLBPrecision`, made from the Trainer's ``precision``."""
         plugin = self._precision_plugin
         return plugin if isinstance(plugin, WLBPrecision) else WLBPrecision()
 

@@ -134,7 +134,7 @@ def errors_by_keys(
     def attend(
         q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, attention: VarlenAttention
     ) -> Tensor:
-        return context_parallel_attention(lambda: q, k, v, metadata, as_it_is, attention, group)
+        return context_parallel_attention(lambda: q, k, v, as_it_is, metadata, attention, group)
 
     kernels = int(len(indices.offset) > 0)
     return rank_errors(attend, made, indices, kernels, dtype=dtype, sliding_window=sliding_window)

@@ -32,6 +32,7 @@ PACKINGS: dict[str, type[Packer]] = {
     "slim": SlimPacker,
     "auto": AutoPacker,
 }
+"""Packing methods by name."""
 
 
 @dataclass(frozen=True)

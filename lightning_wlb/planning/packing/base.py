@@ -105,7 +105,7 @@ class Released(NamedTuple):
 
 
 class Packer:
-    """One packing method over a run; a subclass defines :meth:`pack`.
+    """One packing method over a run; a subclass defines :meth:`.Packer.pack`.
 
     Args:
         rules: what the method is told.

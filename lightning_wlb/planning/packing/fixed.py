@@ -54,7 +54,7 @@ class WindowedOptions(PackingOptions):
 
 
 class WindowedPacker(Packer):
-    """Packs W global batches at a time with the subclass's :meth:`pack`."""
+    """Packs W global batches at a time with the subclass's :meth:`.Packer.pack`."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
