@@ -193,7 +193,7 @@ def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
 
 
 def _check_state(request: Request) -> None:
-    state = max(request.predictor(request.checkpointing[-1]).state_bytes)
+    state = max(request.predictor(request.checkpointing[-1]).memory.state_bytes)
     if state > request.usable_bytes:
         raise ValueError(
             f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
