@@ -1,9 +1,8 @@
 """WLBDataModule: documents in, Lightning data loaders of step batches out.
 
 One batch of the loader is one optimiser step of the whole mesh, seen from this rank. One pass of
-the loader is one epoch over the documents, queues drained. The position in the documents is that
-of the last optimiser step taken; it is saved in every checkpoint and is independent of the mesh
-and of the number of loader workers.
+the loader is one epoch over the documents, queues drained. Every checkpoint holds the position in
+the documents: that of the last optimiser step taken (:mod:`lightning_wlb.data.sampler`).
 
 ``max_tokens`` bounds a run by tokens: the step that reaches it is the last. Leave the epochs open
 then (``Trainer(max_epochs=-1)``).
@@ -255,19 +254,17 @@ class WLBDataModule(L.LightningDataModule):
 
     def _stop(self, trainer: L.Trainer, steps: int) -> None:
         """End the run after ``steps`` optimiser steps, as ``max_tokens`` asks."""
-        if trainer.min_steps is not None and trainer.min_steps > steps:
-            raise MisconfigurationException(
-                f"max_tokens={self.settings.max_tokens} is reached after {steps} steps, but"
-                f" Trainer(min_steps={trainer.min_steps}) asks for more. Raise max_tokens or lower"
-                " min_steps."
-            )
         epochs = trainer.current_epoch + 1
-        if trainer.min_epochs is not None and trainer.min_epochs > epochs:
-            raise MisconfigurationException(
-                f"max_tokens={self.settings.max_tokens} is reached in epoch {epochs}, but"
-                f" Trainer(min_epochs={trainer.min_epochs}) asks for more. Raise max_tokens or"
-                " lower min_epochs."
-            )
+        for name, reached, when in (
+            ("min_steps", steps, f"after {steps} steps"),
+            ("min_epochs", epochs, f"in epoch {epochs}"),
+        ):
+            least = getattr(trainer, name)
+            if least is not None and least > reached:
+                raise MisconfigurationException(
+                    f"max_tokens={self.settings.max_tokens} is reached {when}, but"
+                    f" Trainer({name}={least}) asks for more. Raise max_tokens or lower {name}."
+                )
         trainer.should_stop = True
 
     def _stores(self) -> tuple[DocumentStore, DocumentStore | None]:
@@ -289,11 +286,11 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
                 " shape: call trainer.fit(model, datamodule)."
             )
-        shape, at = shape_of(trainer, self.model_shape), rank_of(trainer)
-        predictor = predictor_of(trainer, self.profile, shape, at.mesh)
+        shape, rank = shape_of(trainer, self.model_shape), rank_of(trainer)
+        predictor = predictor_of(trainer, self.profile, shape, rank.mesh)
         schedule = getattr(trainer.strategy, "schedule", "1f1b")
         return StepDataset.for_model(
-            store, settings, shape, at, self.sharding, schedule, predictor=predictor
+            store, settings, shape, rank, self.sharding, schedule, predictor
         )
 
     def _loader(

@@ -20,27 +20,27 @@ Change = Callable[[StepPlan, Any, str], StepPlan]
 """(plan, where the rank stands, sharding) -> the same pieces in another plan."""
 
 
-def rows_of(parts: Sequence[Slice], replicas: int, at: Any, sharding: str) -> int:
+def rows_of(parts: Sequence[Slice], replicas: int, rank: Any, sharding: str) -> int:
     """Rows of each rank that such a micro-batch has."""
     lengths = [part.tokens for part in parts]
-    return layout(sharding, lengths, at.mesh.context * replicas, at.mesh.tensor).rows
+    return layout(sharding, lengths, rank.mesh.context * replicas, rank.mesh.tensor).rows
 
 
 def replica_of(
-    groups: Sequence[tuple[Sequence[Slice], tuple[int, ...]]], at: Any, sharding: str
+    groups: Sequence[tuple[Sequence[Slice], tuple[int, ...]]], rank: Any, sharding: str
 ) -> ReplicaPlan:
     """A symmetric replica from the slices of each micro-batch and the replicas that share it."""
     slices: list[Slice] = []
     forward = []
     for parts, owners in groups:
         members = tuple(range(len(slices), len(slices) + len(parts)))
-        rows = rows_of(parts, len(owners), at, sharding)
+        rows = rows_of(parts, len(owners), rank, sharding)
         forward.append(MicroBatch(members, sharding, rows, owners))
         slices += parts
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 
-def sliced(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+def sliced(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     """The same pieces, cut at random and spread over more micro-batches, in legal order.
 
     The longest piece of a replica is in every micro-batch, with a first slice of one token.
@@ -62,11 +62,13 @@ def sliced(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
             for index in range(count):
                 part = Slice(whole.document, whole.origin, edges[index], edges[index + 1])
                 groups[first + index].append(part)
-        replicas.append(replica_of([(group, (number,)) for group in groups if group], at, sharding))
+        replicas.append(
+            replica_of([(group, (number,)) for group in groups if group], rank, sharding)
+        )
     return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
 
 
-def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+def merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     """The same pieces, the longest of each aligned pair or four of replicas shared by them."""
     count = len(plan.replicas) if plan.step % 2 else 2
     replicas: list[ReplicaPlan] = []
@@ -80,14 +82,14 @@ def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
             for group in replica.forward:
                 rest = [part for part in replica.slices_of(group) if part not in shared]
                 groups += [(rest, (number,))] if rest else []
-            replicas.append(replica_of(groups, at, sharding))
+            replicas.append(replica_of(groups, rank, sharding))
     return replace(plan, replicas=tuple(replicas)).validate()
 
 
-def sliced_and_merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+def sliced_and_merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     """As :func:`merged`, with every piece cut in up to three consecutive micro-batches."""
     generator = random.Random(plan.step)
-    plan = merged(plan, at, sharding)
+    plan = merged(plan, rank, sharding)
     cuts: dict[Slice, list[Slice]] = {}
     replicas = []
     for number, replica in enumerate(plan.replicas):
@@ -104,7 +106,7 @@ def sliced_and_merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
                 first, *others = cuts[last]
                 parts = [[*rest, first], *([other] for other in others)]
             groups += [(each, group.replicas) for each in parts]
-        replicas.append(replica_of(groups, at, sharding))
+        replicas.append(replica_of(groups, rank, sharding))
     return replace(plan, replicas=tuple(replicas)).validate()
 
 
@@ -161,7 +163,7 @@ class ChangingDataset(StepDataset):
 
     def planner(self) -> Any:
         return ChangingPlanner(
-            super().planner(), lambda plan: self.change(plan, self.at, self.sharding)
+            super().planner(), lambda plan: self.change(plan, self.rank, self.sharding)
         )
 
 
