@@ -59,7 +59,7 @@ class Predictions:
         self.profile = profile if isinstance(profile, Profile) else Profile.load(profile)
         dtype = str(pipeline.dtype).removeprefix("torch.")
         self.profile.check(device_type=pipeline.device.type, dtype=dtype)
-        mesh, checkpointing = pipeline.at.mesh, module.activation_checkpointing
+        mesh, checkpointing = pipeline.rank.mesh, module.activation_checkpointing
         latency = LatencyModel(self.profile, module.model_shape, mesh, checkpointing, dtype)
         self._predictor = Predictor(latency, pipeline.stages, pipeline.schedule)
 

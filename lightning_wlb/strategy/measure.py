@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,36 +27,34 @@ from torch.utils._pytree import tree_leaves
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.timeline import Timing
 
-_Moment = TypeVar("_Moment")
+Moment = Any
+"""What the clocks of a device read at one time."""
 
 
-def make_stopwatch(device: torch.device) -> Stopwatch[Any]:
+def make_stopwatch(device: torch.device) -> Stopwatch:
     """The stopwatch for a device."""
     return CUDAStopwatch() if device.type == "cuda" else CPUStopwatch()
 
 
-class Stopwatch(ABC, Generic[_Moment]):
-    """Collects one step's timings; ``start`` and ``stop`` bracket attention kernels.
-
-    A moment is whatever the device's clocks read.
-    """
+class Stopwatch(ABC):
+    """Collects one step's timings; ``start`` and ``stop`` bracket attention kernels."""
 
     def __init__(self) -> None:
-        self._origin: _Moment | None = None
+        self._origin: Moment = None
         # Of each action its begin and end, and the attention kernels that had run by then.
-        self._actions: list[tuple[Action, _Moment, _Moment, int, int]] = []
-        self._kernels: list[tuple[_Moment, _Moment]] = []
-        self._kernel_begin: _Moment | None = None
+        self._actions: list[tuple[Action, Moment, Moment, int, int]] = []
+        self._kernels: list[tuple[Moment, Moment]] = []
+        self._kernel_begin: Moment = None
 
     @abstractmethod
-    def _now(self) -> _Moment: ...
+    def _now(self) -> Moment: ...
 
     @abstractmethod
-    def _wall(self, begin: _Moment, end: _Moment) -> float:
+    def _wall(self, begin: Moment, end: Moment) -> float:
         """Seconds between two moments."""
 
     @abstractmethod
-    def _compute(self, begin: _Moment, end: _Moment) -> float:
+    def _compute(self, begin: Moment, end: Moment) -> float:
         """Seconds between two moments in which this rank worked."""
 
     def begin_step(self) -> None:
@@ -77,7 +75,6 @@ class Stopwatch(ABC, Generic[_Moment]):
 
     def stop(self) -> None:
         """The attention kernel that started last is done."""
-        assert self._kernel_begin is not None
         self._kernels.append((self._kernel_begin, self._now()))
 
     def timings(self) -> list[Timing]:
@@ -96,7 +93,7 @@ class Stopwatch(ABC, Generic[_Moment]):
         ]
 
 
-class CPUStopwatch(Stopwatch[tuple[float, float]]):
+class CPUStopwatch(Stopwatch):
     """Reads the wall clock and the rank's own; backward runs in the calling thread on CPU."""
 
     def __init__(self) -> None:
@@ -120,7 +117,7 @@ class CPUStopwatch(Stopwatch[tuple[float, float]]):
         return end[1] - begin[1]
 
 
-class CUDAStopwatch(Stopwatch[torch.cuda.Event]):
+class CUDAStopwatch(Stopwatch):
     """Records CUDA events; :meth:`timings` waits for the device once."""
 
     def _now(self) -> torch.cuda.Event:
@@ -160,11 +157,6 @@ class ActivationCount(TorchDispatchMode):
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.held_bytes: list[int] = []
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most that was held after an action of the last step."""
-        return max(self.held_bytes, default=0)
 
     def begin_step(self) -> None:
         """Forget the last step."""

@@ -44,21 +44,11 @@ REQUEUE, STOP = 1, 2
 class EndOnSignal(pl.Callback):
     """Takes the Trainer's handlers over from Lightning. ``WLBStrategy`` adds it."""
 
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen. Lightning has set its handlers just before."""
-        _listen(trainer)
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen, where there was no sanity check."""
+        """Listen: Lightning has set its own handlers before. Listening again changes nothing."""
         _listen(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen, where this is not within fit."""
-        _listen(trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen."""
-        _listen(trainer)
+    on_sanity_check_start = on_validation_start = on_test_start = on_train_start
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Heed what the ranks have agreed on; every other callback has seen the step.
@@ -78,10 +68,7 @@ class EndOnSignal(pl.Callback):
         _report_requeue(trainer)
         _end_if_asked(trainer)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Let Lightning's loop end, on all ranks at this batch."""
-        _report_requeue(trainer)
-        _end_if_asked(trainer)
+    on_test_batch_end = on_validation_batch_end
 
 
 def _executor(trainer: pl.Trainer) -> Executor:

@@ -124,7 +124,7 @@ def run_step(
     layers = len(model.layers)
     bounds = [layers * stage // stages for stage in range(stages + 1)]
     pipeline = Pipeline(
-        at=Rank(Mesh(virtual_stages=stages)),
+        rank=Rank(Mesh(virtual_stages=stages)),
         stages=tuple(range(a, b) for a, b in pairwise(bounds)),
         schedule="interleaved" if stages > 1 else "1f1b",
         groups={},

@@ -5,7 +5,7 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_wlb.strategy import executor, messages
-from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.executor import check_digests
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.schedule.textbook import one_f_one_b
@@ -120,10 +120,9 @@ def test_ranks_with_different_plans_all_raise_and_name_the_digests(mesh, options
 
 
 def test_ranks_are_grouped_by_digest():
-    check = Executor._check_digests
-    check(None, [7, 7, 7], "step 3")
+    check_digests([7, 7, 7], "step 3")
     with pytest.raises(RuntimeError) as error:
-        check(None, [7] * 12 + [8], "step 3")
+        check_digests([7] * 12 + [8], "step 3")
     assert (
         "for step 3: digest 0000000000000007 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;"
         " digest 0000000000000008 on rank 12."
