@@ -2,10 +2,9 @@
 
 A store tells the length of every document without reading tokens, so that every rank can plan
 a step for the whole mesh and then read only its own share. :class:`InMemoryDocuments` holds
-sequences that fit in memory (fine-tuning sets, tests); a corpus that does not should implement
-:class:`DocumentStore` over memory-mapped files, as
-:class:`~lightning_wlb.data.stdlib.StdlibDocuments` does: loader workers copy a store when they
-start, and an in-memory store is then copied with all its tokens.
+sequences that fit in memory (fine-tuning sets, tests), and every loader worker has a copy of it.
+For a larger corpus implement :class:`DocumentStore` over memory-mapped files, as
+:class:`~lightning_wlb.data.stdlib.StdlibDocuments` does.
 
 Cost: reading is a slice; counting targets is two look-ups in a cumulative sum.
 """
@@ -178,7 +177,7 @@ class DocumentSubset:
 
 def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
     array = np.asarray(numbers)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+    if not _is_flat_integers(array):
         raise ValueError(
             f"DocumentSubset: numbers is an array of {array.dtype} with shape {array.shape}. Give a"
             " flat sequence of document numbers; np.flatnonzero makes them from a selection."
@@ -195,12 +194,17 @@ def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
 
 def _tokens(number: int, sequence: Any) -> npt.NDArray[np.int64]:
     array = np.asarray(sequence)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+    if not _is_flat_integers(array):
         raise ValueError(
             f"InMemoryDocuments: document {number} is an array of {array.dtype} with shape"
             f" {array.shape}. Give each document as a flat sequence of integer token numbers."
         )
     return array.astype(np.int64)
+
+
+def _is_flat_integers(array: npt.NDArray[Any]) -> bool:
+    # An empty list has a type of its own.
+    return array.ndim == 1 and (not array.size or np.issubdtype(array.dtype, np.integer))
 
 
 def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
@@ -26,19 +26,18 @@ def checked_sizes(*sizes: Size) -> tuple[Size, ...]:
     Raises:
         MisconfigurationException: for anything but ``"auto"`` and whole numbers of at least 1.
     """
-    return tuple(
-        size if isinstance(size, str) and size == "auto" else _whole_size(axis, size)
-        for axis, size in zip(AXES, sizes, strict=True)
-    )
-
-
-def _whole_size(axis: str, size: Any) -> int:
-    try:
-        return whole(f"{axis}_parallel_size", size, 1)
-    except ValueError:
-        raise MisconfigurationException(
-            f'{axis}_parallel_size={size!r} is not a size: give a whole number >= 1 or "auto".'
-        ) from None
+    checked: list[Size] = []
+    for axis, size in zip(AXES, sizes, strict=True):
+        name = f"{axis}_parallel_size"
+        try:
+            checked.append(
+                "auto" if isinstance(size, str) and size == "auto" else whole(name, size, 1)
+            )
+        except ValueError:
+            raise MisconfigurationException(
+                f'{name}={size!r} is not a size: give a whole number >= 1 or "auto".'
+            ) from None
+    return tuple(checked)
 
 
 def resolve_mesh(
