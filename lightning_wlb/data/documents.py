@@ -31,24 +31,19 @@ class DocumentStore(Protocol):
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of every document, int64 [documents], all at least 1; known without reading."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Tokens are in ``[0, vocab_size)``."""
-        ...
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)``, int64 [stop - start]."""
-        ...
 
     def targets(self, document: int, start: int, stop: int) -> int:
         """How many tokens of ``[start, stop)`` have a target."""
-        ...
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target, bool; None: all may."""
-        ...
 
 
 def check_lengths(lengths: npt.NDArray[np.int64], store: str) -> None:

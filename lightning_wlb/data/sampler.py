@@ -44,14 +44,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.opening import check_documents, open_documents
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import Judge, PredictedJudge
+from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
@@ -79,8 +79,8 @@ class StepDataset(IterableDataset[StepBatch]):
         schedule: name of the pipeline's schedule.
         state: where to begin (a batch's ``state``: after its step); None: the first step of the
             first epoch. Set it between iterations to begin elsewhere.
-        kernel_cost: of attention segments, which an adaptive sharding goes by.
-        judge: what packings that try several plans of a step choose by; None: work alone.
+        predictor: of times on a device, by which an adaptive sharding and packings that try several
+            plans of a step choose; None: by the reference kernel cost and by work alone.
     """
 
     store: DocumentStore
@@ -90,8 +90,7 @@ class StepDataset(IterableDataset[StepBatch]):
     sharding: str = ADAPTIVE
     schedule: str = "1f1b"
     state: dict[str, Any] | None = None
-    kernel_cost: SegmentCost = reference_kernel_cost
-    judge: Judge | None = None
+    predictor: Predictor | None = None
 
     @classmethod
     def for_model(
@@ -113,8 +112,7 @@ class StepDataset(IterableDataset[StepBatch]):
             rank: where this rank stands in the mesh; None: the only rank.
             sharding: as for the class.
             schedule: as for the class.
-            predictor: of times on a device, which an adaptive sharding and ``auto`` packing go by;
-                None: model FLOPs and the reference kernel cost.
+            predictor: as for the class.
 
         Raises:
             MisconfigurationException: documents that are no store, or a vocabulary smaller than
@@ -130,23 +128,11 @@ class StepDataset(IterableDataset[StepBatch]):
             )
         if sharding == HEADS and rank.mesh.context > 1:
             check_heads(shape.heads, shape.kv_heads, rank.mesh.context, rank.mesh.tensor)
-        return cls(
-            store,
-            data,
-            Work.of(shape),
-            rank,
-            sharding,
-            schedule,
-            kernel_cost=(
-                partial(reference_kernel_cost, sliding_window=shape.sliding_window)
-                if predictor is None
-                else predictor.latency.segment_cost
-            ),
-            judge=None if predictor is None else PredictedJudge(predictor),
-        )
+        return cls(store, data, Work.of(shape), rank, sharding, schedule, predictor=predictor)
 
     def planner(self) -> Planner:
         """A planner that stands at :attr:`state`."""
+        predictor = self.predictor
         planner = Planner(
             self.store.lengths,
             self.data,
@@ -155,8 +141,12 @@ class StepDataset(IterableDataset[StepBatch]):
             sharding=self.sharding,
             schedule=self.schedule,
             targets=self.store.targets,
-            kernel_cost=self.kernel_cost,
-            judge=self.judge,
+            kernel_cost=(
+                partial(reference_kernel_cost, sliding_window=self.work.total.window)
+                if predictor is None
+                else predictor.latency.segment_cost
+            ),
+            judge=None if predictor is None else PredictedJudge(predictor),
         )
         if self.state is not None:
             planner.load_state_dict(self.state)
@@ -257,12 +247,8 @@ class StepLoader(StatefulDataLoader[StepBatch]):
     continued by the next one; after the last batch of an epoch the next epoch begins. With
     ``max_tokens`` the last batch says so (``batch.last``), and later iterations are empty.
 
-    Under Lightning the position is the data module's, which gives ``begin_at``. ``state_dict`` is
-    then empty on purpose: that the method is there tells Lightning that a checkpoint inside an
-    epoch resumes exactly, and the loader's own position would be that of the batch read ahead.
-
-    A StatefulDataLoader by itself saves a snapshot of each worker, and must be resumed with as many
-    workers. Here every batch carries the state after its step, so no snapshots are taken.
+    Under Lightning the data module gives ``begin_at``. ``state_dict`` is then empty, and only tells
+    Lightning that a checkpoint inside an epoch resumes exactly.
 
     Args:
         dataset: the steps. Its ``state`` is the loader's position.
@@ -299,6 +285,8 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 # Its own, or the loader would draw on the global random numbers: a resumed run
                 # makes another number of iterators than an unbroken one.
                 generator=Generator(),
+                # Snapshots of workers could be resumed by as many workers only; a batch carries
+                # the state after its step instead.
                 snapshot_every_n_steps=None,
             )
         self.begin_at = begin_at
@@ -315,9 +303,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
     def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
         """Hand out the batches, each with the time that was waited for it, and move the position.
 
-        Args:
-            batches: as the workers made them.
-            waited: seconds until the workers had started, which the first batch counts too.
+        ``waited`` is how many seconds the workers took to start; the first batch counts them too.
         """
         while True:
             begin = time.perf_counter()

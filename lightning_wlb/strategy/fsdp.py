@@ -1,15 +1,10 @@
-"""FSDP2 over a step of many micro-batches: unshard once, accumulate, reduce once.
+"""FSDP2 over a step of many micro-batches: gather once, accumulate, reduce once.
 
 ``fully_shard`` by itself reduces after every backward and takes the mean over its ranks. A step
-here runs a plan's worth of forwards and backwards in an order that FSDP does not know, divides
-the loss by the *global* number of target tokens, and must end with the *sum* of all ranks'
-gradients, also where a rank has no micro-batch at all. So:
-
-* :func:`shard` wraps every layer and the root, and makes every reduction a plain sum;
-* :func:`begin_step` gathers the parameters and turns reduction off;
-* :func:`finish_step` reduces what has accumulated and sets the sharded ``.grad``;
-* :func:`reshard` frees the gathered parameters after an evaluation step, or the next forward
-  would silently use the weights from before the optimizer step.
+here runs many forwards and backwards in an order that FSDP does not know, divides the loss by the
+*global* number of target tokens, and must end with the *sum* of all ranks' gradients, also where a
+rank has no micro-batch at all. So :func:`shard` makes every reduction a plain sum,
+:func:`begin_step` turns reduction off, and :func:`finish_step` makes the only one.
 
 :func:`finish_step` goes through private functions, as torch's own pipelining does
 (``PipelineStage.perform_reduce_grad``): autograd fires FSDP's reduction only inside a backward,
@@ -59,7 +54,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 def begin_step(model: nn.Module) -> None:
     """Gather all parameters and let gradients accumulate unreduced until :func:`finish_step`.
 
-    What a step that was broken off has left behind is dropped.
+    Gradients that a step has left which did not finish are dropped.
     """
     root = _root_state(model)
     # Forced, so that a rank that runs no forward joins the same collectives.
@@ -94,7 +89,10 @@ def finish_step(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters without touching gradients."""
+    """Free the gathered parameters without touching gradients, after an evaluation step.
+
+    The next forward would silently use the weights from before the optimizer step.
+    """
     for module in fsdp_modules(model):
         module.reshard()
 

@@ -76,9 +76,6 @@ class Messages:
     Args:
         pipeline: the pipeline that the rank is in.
         receipts: for an action that receives, the actions whose sends have then been received.
-
-    Attributes:
-        most_held: most sends that were held at once.
     """
 
     def __init__(self, pipeline: Pipeline, receipts: Mapping[Action, Sequence[Action]]) -> None:
@@ -87,7 +84,6 @@ class Messages:
         self._sends: dict[Action, tuple[dist.Work, Tensor]] = {}
         # Tensors between two stages of this rank, by the action that receives them.
         self._local: dict[Action, Tensor] = {}
-        self.most_held = 0
 
     @property
     def held(self) -> list[Tensor]:
@@ -106,7 +102,6 @@ class Messages:
         )
         assert work is not None
         self._sends[action] = (work, tensor)
-        self.most_held = max(self.most_held, len(self._sends))
 
     def receive(self, action: Action, stage: int, shape: tuple[int, int]) -> Tensor:
         """Receive the input of ``action`` from the rank of the neighbouring ``stage``."""

@@ -52,9 +52,9 @@ from lightning_wlb.strategy.signals import EndOnSignal
 class WLBStrategy(MeshStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
-    The product of the four sizes is the number of devices over all nodes. Each is a whole number
-    or ``"auto"``; the first ``"auto"``, in the order of the arguments, takes the devices that the
-    other sizes leave, any further one is 1. ``strategy="wlb"`` is data parallel.
+    The product of the four sizes is the number of devices over all nodes. The first ``"auto"``, in
+    the order of the arguments, takes the devices that the other sizes leave; any further one is 1.
+    ``strategy="wlb"`` is data parallel.
 
     Args:
         data_parallel_size: replicas that train on different documents. FSDP2 shards over them.
@@ -68,8 +68,8 @@ class WLBStrategy(MeshStrategy):
         timeout: how long a collective may wait for a rank.
 
     Raises:
-        MisconfigurationException: if a size is none, or (when it runs) the sizes do not fit the
-            number of devices.
+        MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
+            runs) the sizes do not fit the number of devices.
         ValueError: if the schedule is unknown or cannot run so many stages per rank.
     """
 

@@ -60,12 +60,17 @@ def test_measured_actions_are_those_of_the_schedule():
 
 def held(rank: int, counts: tuple[int, ...]) -> list[int]:
     """Most sends that a rank held at once in a step, for steps of so many micro-batches."""
-    made: list[messages.Messages] = []
+    made = []
 
     class Recorded(messages.Messages):
         def __init__(self, *args) -> None:
             super().__init__(*args)
+            self.most_held = 0
             made.append(self)
+
+        def send(self, *args) -> None:
+            super().send(*args)
+            self.most_held = max(self.most_held, len(self.held))
 
     executor.Messages = Recorded
     most = []
