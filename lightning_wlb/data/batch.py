@@ -46,11 +46,7 @@ class MicroBatchTensors:
     rows: int
 
     def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
-        """What the model is given: slices read earlier keys from the step's cache and add theirs.
-
-        Args:
-            cache: the same for all micro-batches of a step.
-        """
+        """What the model is given: slices read earlier keys from the step's cache, and add own."""
         slices = self.attention.slices
         if slices is None:
             return self
@@ -124,10 +120,8 @@ class StepBatch:
     def to(self, device: torch.device | str, non_blocking: bool | None = None) -> StepBatch:
         """A copy whose tensors are on ``device``.
 
-        Args:
-            device: to copy to.
-            non_blocking: whether the host goes on while the copies run, as it can from page-locked
-                memory; None: where the device is a CUDA GPU. Lightning leaves it out.
+        With ``non_blocking`` the host goes on while the copies run, as it can from page-locked
+        memory. None, as Lightning leaves it out, means so where the device is a CUDA GPU.
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"

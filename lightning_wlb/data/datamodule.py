@@ -3,9 +3,6 @@
 One batch of the loader is one optimiser step of the whole mesh, seen from this rank. One pass of
 the loader is one epoch over the documents, queues drained. Every checkpoint holds the position in
 the documents: that of the last optimiser step taken (:mod:`lightning_wlb.data.sampler`).
-
-``max_tokens`` bounds a run by tokens: the step that reaches it is the last. Leave the epochs open
-then (``Trainer(max_epochs=-1)``).
 """
 
 from __future__ import annotations
@@ -49,9 +46,8 @@ class WLBDataModule(L.LightningDataModule):
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
             batch is the next documents until at least N·C tokens, over all replicas.
-        packing: a method of ``lightning_wlb.planning.packing``; ``"auto"`` takes what is simulated
-            to be fastest on the mesh. With options: ``{"method": "wlb", "queues": 3}``.
-            docs/guide.md lists methods and options.
+        packing: a method such as ``"wlb"``, or with options ``{"method": "wlb", "queues": 3}``, as
+            docs/guide.md lists them; ``"auto"`` takes what is simulated to be fastest on the mesh.
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
             default (C for ``auto`` and ``original``, 1.5·C for ``wlb``).
         long_documents: what becomes of documents above the context window: ``"split"``,
@@ -65,7 +61,8 @@ class WLBDataModule(L.LightningDataModule):
             None: the reference kernel cost and work in FLOPs, which know no device.
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
-        max_tokens: end the run with the step that reaches this many tokens.
+        max_tokens: end the run with the step that reaches this many tokens; leave the epochs open
+            then (``Trainer(max_epochs=-1)``).
         num_workers: loader worker processes, which plan and read ahead of training; more than one
             helps only where reading is slow. 0: in the training process, between steps.
         validation_documents: a document store, or how many of ``documents`` to hold out.

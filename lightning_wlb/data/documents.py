@@ -82,7 +82,11 @@ class InMemoryDocuments:
         masks: Sequence[Any] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        arrays = [_tokens(number, sequence) for number, sequence in enumerate(sequences)]
+        remedy = "Give each document as a flat sequence of integer token numbers."
+        arrays = [
+            _integers(f"InMemoryDocuments: document {number}", sequence, remedy)
+            for number, sequence in enumerate(sequences)
+        ]
         self.lengths = np.array([len(array) for array in arrays], dtype=np.int64)
         check_lengths(self.lengths, "InMemoryDocuments")
         self._tokens = np.concatenate(arrays)
@@ -171,12 +175,11 @@ class DocumentSubset:
 
 
 def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
-    array = np.asarray(numbers)
-    if not _is_flat_integers(array):
-        raise ValueError(
-            f"DocumentSubset: numbers is an array of {array.dtype} with shape {array.shape}. Give a"
-            " flat sequence of document numbers; np.flatnonzero makes them from a selection."
-        )
+    array = _integers(
+        "DocumentSubset: numbers",
+        numbers,
+        "Give a flat sequence of document numbers; np.flatnonzero makes them from a selection.",
+    )
     # A negative number would count from the end, and read another document than its length's.
     outside = array[(array < 0) | (array >= documents)]
     if len(outside):
@@ -184,22 +187,14 @@ def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
             f"DocumentSubset: document {int(outside[0])} is not in the store, whose documents are 0"
             f" to {documents - 1}. Choose from these."
         )
+    return array
+
+
+def _integers(name: str, values: Any, remedy: str) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"{name} is an array of {array.dtype} with shape {array.shape}. {remedy}")
     return array.astype(np.int64)
-
-
-def _tokens(number: int, sequence: Any) -> npt.NDArray[np.int64]:
-    array = np.asarray(sequence)
-    if not _is_flat_integers(array):
-        raise ValueError(
-            f"InMemoryDocuments: document {number} is an array of {array.dtype} with shape"
-            f" {array.shape}. Give each document as a flat sequence of integer token numbers."
-        )
-    return array.astype(np.int64)
-
-
-def _is_flat_integers(array: npt.NDArray[Any]) -> bool:
-    # An empty list has a type of its own.
-    return array.ndim == 1 and (not array.size or np.issubdtype(array.dtype, np.integer))
 
 
 def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -8,23 +8,18 @@ collective, before they hang.
 Planning runs ahead of training in loader workers: processes, because planning is Python, and a
 thread would take the interpreter's lock from the step. With W workers each plans every step and
 makes the tensors of every W-th one, so that the order is that of the plans; more workers help only
-where reading costs more than planning. What training still waits is measured, and travels with the
-batch (``StepBatch.wait_seconds``): next to nothing, but for an epoch's first steps, where planning
-and reading a step take less than training on it.
+where reading costs more than planning.
 
-The position of a run is the planner's state after a step, which that step's batch carries; workers
-have read ahead of it. Which step that is depends on who runs the loop.
-
-* A loop of the user's own (plain PyTorch, Fabric) trains on a batch as soon as it gets it. The
-  position is that of the last batch handed out: :meth:`StepLoader.state_dict`.
-* A Trainer takes one batch ahead of the one that it trains on, and saves the state of rank 0's
-  loader only. The position is that of the last batch whose optimiser step was taken.
-  :class:`ConsumedState` keeps it; the data module saves it and tells the loader where to begin
-  (``begin_at``).
+The position of a run is the planner's state after a step. The step's batch carries it, since
+workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is
+that of the last batch handed out: :meth:`StepLoader.state_dict`. A Trainer takes one batch ahead of
+the one that it trains on, and saves the state of rank 0's loader only. There the position is that
+of the last batch whose optimiser step was taken: :class:`ConsumedState` keeps it, and the data
+module saves it and tells the loader where to begin (``begin_at``).
 
 Either way a resumed run begins with exactly the next step, on any mesh, with any number of workers.
-The state is plain Python, equal on every rank, and the same for both:
-``{"planner": the planner's state}``, or ``{}`` before the first step.
+The state is plain Python, equal on every rank: ``{"planner": the planner's state}``, or ``{}``
+before the first step.
 """
 
 from __future__ import annotations
@@ -64,9 +59,8 @@ global batches together plan several steps at once and then none for a while."""
 class StepDataset(IterableDataset[StepBatch]):
     """The step batches of one rank: each iteration is one epoch, or the rest of one.
 
-    Every batch that is yielded moves its position, :attr:`state`, on, so that the next iteration
-    continues where the last one ended or was left. :meth:`for_model` makes one from what a user
-    has.
+    Every batch that is yielded moves :attr:`state`, so that the next iteration continues where the
+    last one ended or was left. :meth:`for_model` makes a dataset from what a user has.
 
     Args:
         store: the documents.

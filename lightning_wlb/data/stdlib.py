@@ -194,7 +194,7 @@ def _build(
     folder: Path, directory: Path, files: list[Path], unit: str, tokenizer: str, vocab_size: int
 ) -> None:
     texts: list[bytes] = []
-    for path in _shown(files, f"Reading Python sources ({unit}s)", len(files)):
+    for path in _shown(files, f"Reading Python sources ({unit}s)"):
         source = path.read_bytes()
         texts += [source] if unit == "file" else _definitions(source)
     check_lengths(
@@ -248,7 +248,7 @@ def _train(texts: list[str], vocab_size: int) -> Tokenizer:
 
 def _encode(model: Tokenizer, texts: list[bytes], dtype: Any) -> Iterator[npt.NDArray[Any]]:
     starts = range(0, len(texts), _ENCODE_AT_ONCE)
-    for first in _shown(starts, "Encoding documents", len(starts)):
+    for first in _shown(starts, "Encoding documents"):
         chunk = texts[first : first + _ENCODE_AT_ONCE]
         for encoding in model.encode_batch([_decoded(text) for text in chunk]):
             yield np.array(encoding.ids, dtype)
@@ -258,11 +258,11 @@ def _decoded(text: bytes) -> str:
     return text.decode("utf-8", errors="replace")
 
 
-def _shown(items: Iterable[_Item], what: str, total: int) -> Iterable[_Item]:
+def _shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
     """The items, with a progress bar where someone is watching."""
     if getattr(rank_zero_only, "rank", 0) != 0 or not sys.stderr.isatty():
         return items
     from rich.console import Console
     from rich.progress import track
 
-    return track(items, what, total, console=Console(stderr=True), transient=True)
+    return track(items, what, len(items), console=Console(stderr=True), transient=True)

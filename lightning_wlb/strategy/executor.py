@@ -11,7 +11,7 @@ sliced, the keys and values that later slices read. Its backward frees all of it
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
@@ -28,7 +28,7 @@ from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
 from lightning_wlb.strategy.messages import Messages, Pipeline
-from lightning_wlb.strategy.process_groups import MergedGroups, gather_from_all_ranks
+from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
 
 
 class Executor:
@@ -37,18 +37,13 @@ class Executor:
     Args:
         model: the rank's stages, sharded by :func:`fsdp.shard`.
         pipeline: the pipeline that the rank is in.
-        groups: what the model's forward communicates over. Each step adds the process groups over
-            several replicas that its plan needs.
-        merged: makes these when a plan first needs them.
+        groups: the rank's process groups, of which the model's forward takes those of a step.
     """
 
-    def __init__(
-        self, model: nn.Module, pipeline: Pipeline, groups: ProcessGroups, merged: MergedGroups
-    ) -> None:
+    def __init__(self, model: nn.Module, pipeline: Pipeline, groups: MeshGroups) -> None:
         self.model = model
         self.pipeline = pipeline
         self.groups = groups
-        self.merged = merged
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
@@ -96,7 +91,7 @@ class Executor:
         """
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
-        groups = replace(self.groups, merged=self.merged.prepare(batch.plan))
+        groups = self.groups.of_step(batch.plan)
         fsdp.begin_step(self.model)
         programs = self.pipeline.programs(batch.executed, batch.replica)
         if not training:
@@ -162,15 +157,8 @@ class Executor:
 class Step:
     """One step on one rank: its open micro-batches, the cached keys of slices, and its loss.
 
-    Args:
-        model: the rank's stages.
-        pipeline: the pipeline that the rank is in.
-        groups: what the model's forward communicates over.
-        batch: this rank's part of the step.
-        messages: to and from the other stages.
-        denominator: what the summed loss of all ranks is divided by, in tokens.
-        stopwatch: times every action, if given.
-        activations: counts what is held after every action, if given.
+    Arguments are as for :class:`Executor` and its ``run``. A stopwatch times every action, and the
+    activations that are held after it are counted, where the two are given.
 
     Attributes:
         loss: sum of this rank's token losses, 0-dim, in at least float32.

@@ -143,10 +143,9 @@ class ActivationCount(TorchDispatchMode):
 
     Every storage that comes into being inside the context is noted with a weak reference, which
     neither copies nor keeps it, and :meth:`sample` sums those still alive: what autograd saved,
-    boundaries of stages, messages on their way, cached keys and values. A dispatch mode also sees
-    what a saved-tensor hook would not: tensors that a custom function keeps by itself, and what is
-    saved under another hook (sliced attention and checkpointing have their own). What lives only
-    inside an action is left out, and so are parameters, their gradients, and the step's inputs.
+    boundaries of stages, messages on their way, cached keys and values, but no parameters, their
+    gradients or inputs of the step. A dispatch mode also sees what a saved-tensor hook would not:
+    what custom functions keep by themselves or is saved under another hook (sliced attention's).
 
     Attributes:
         held_bytes: what is held after each action of the last step, in order, and once more at

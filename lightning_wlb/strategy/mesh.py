@@ -80,12 +80,9 @@ def resolve_mesh(
 
 
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """The four-axis DeviceMesh; collective over all ranks.
+    """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks.
 
-    Args:
-        mesh: its sizes.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        timeout: how long an operation on any of its axes may wait; None: torch's default.
+    Operations on any of its axes may wait for the timeout; None means torch's default.
     """
     made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
     flat = data_context(made)

@@ -59,9 +59,7 @@ class Pipeline:
     def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
         """What this rank and its neighbours do in a step, by place in the pipeline.
 
-        Args:
-            replicas: plans of all replicas, as they are executed (``prediction.executed``).
-            number: index of this rank's replica.
+        ``replicas`` are all replicas' plans as they are executed, ``number`` is the rank's own.
         """
         ranks, virtual_stages = self.rank.mesh.pipeline, self.rank.mesh.virtual_stages
         return {

@@ -48,10 +48,11 @@ class MeshGroups:
         """The ranks that hold the stages of a replica; None for one rank."""
         return self._along("pipeline")
 
-    @property
-    def forward(self) -> ProcessGroups:
-        """What a model's forward communicates over, without the groups over several replicas."""
-        return ProcessGroups(context=self._along("context"), tensor=self._along("tensor"))
+    def of_step(self, plan: StepPlan) -> ProcessGroups:
+        """What a model's forward communicates over in a step; collective over all ranks."""
+        return ProcessGroups(
+            self._along("context"), self._along("tensor"), self.merged.prepare(plan)
+        )
 
     def _along(self, axis: str) -> dist.ProcessGroup | None:
         return self.mesh.get_group(axis) if self.mesh.size(AXES.index(axis)) > 1 else None
@@ -102,10 +103,9 @@ def _connect(
 
     NCCL connects at first use. Where that is a batch of sends and receives, torch asks that *all*
     ranks of the group join it (``batch_isend_irecv``), and the tied ends of a pipeline are only two
-    of them: so a collective comes first. Outside of a batch the two ranks of a message connect, and
-    the sender waits for the receiver at that very call: two neighbours whose first messages cross
-    would wait for each other, although the schedule is proven free of deadlock. So one message goes
-    down each channel first, and each rank receives before it sends.
+    of them: so a collective comes first. Outside of a batch the sender waits for the receiver at
+    that very call, so that two neighbours whose first messages cross would wait for each other,
+    whatever the schedule: so each channel carries a message, which a rank receives before it sends.
     """
     if rank.mesh.pipeline == 1:
         return
@@ -127,10 +127,6 @@ def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, dist
     """A process group over this rank's pipeline for each channel of messages; collective.
 
     With virtual stages, messages also go from the last rank to the first and back.
-
-    Args:
-        rank: where this rank stands in the mesh.
-        timeout: how long an operation may wait.
     """
     mesh = rank.mesh
     if mesh.pipeline == 1:
@@ -157,10 +153,6 @@ class MergedGroups:
     needs one: by every rank, for the set that it is in. All ranks hold the whole plan and so agree
     on it. The ranks of the micro-batch alone could not make theirs: with NCCL a new group is split
     off that of all ranks, which waits for every one of them.
-
-    Args:
-        rank: where this rank stands in the mesh.
-        timeout: how long a collective may wait for a rank.
     """
 
     def __init__(self, rank: Rank, timeout: timedelta | None) -> None:

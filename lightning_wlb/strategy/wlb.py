@@ -24,7 +24,6 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -211,8 +210,7 @@ class WLBStrategy(MeshStrategy):
                 dtype=precision.compute_dtype,
                 device=self.root_device,
             ),
-            self.mesh_groups.forward,
-            self.mesh_groups.merged,
+            self.mesh_groups,
         )
         model.parallelized_by = self  # type: ignore[assignment]
 
@@ -335,7 +333,7 @@ class WLBStrategy(MeshStrategy):
         checkpoints.save(
             local_path(self.broadcast(filepath)),
             self.lightning_module,
-            [] if weights_only else self._plain_optimizers(),
+            [] if weights_only else self.optimizers,
             checkpoint,
             self._renamed(),
         )
@@ -351,16 +349,10 @@ class WLBStrategy(MeshStrategy):
         return checkpoints.load(
             local_path(self.broadcast(checkpoint_path)),
             module,
-            self._plain_optimizers() if fitting else [],
+            self.optimizers if fitting else [],
             self._renamed(),
             weights_only,
         )
-
-    def _plain_optimizers(self) -> list[Optimizer]:
-        return [
-            optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-            for optimizer in self.optimizers
-        ]
 
     def _renamed(self) -> dict[str, str]:
         """A tied head on a stage of its own goes by the embedding's name in checkpoints."""
