@@ -272,13 +272,9 @@ class WLBStrategy(MeshStrategy):
 
     def _clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         assert self.executor is not None
-        named = dict(self.executor.model.named_parameters())
-        return clip_gradients(
-            parameters,
-            max_norm,
-            self.mesh_groups.pipeline,
-            counted_elsewhere=[named[tie.head] for tie in self._tied_copies()],
-        )
+        model = self.executor.model
+        copies = [model.get_parameter(tie.head) for tie in self._tied_copies()]
+        return clip_gradients(parameters, max_norm, self.mesh_groups.pipeline, copies)
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
