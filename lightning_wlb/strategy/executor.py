@@ -37,7 +37,7 @@ class Executor:
     Args:
         model: the rank's stages, sharded by :func:`fsdp.shard`.
         pipeline: the pipeline that the rank is in.
-        groups: the rank's process groups, of which the model's forward takes those of a step.
+        groups: the rank's process groups; each step passes its own to the model's forward.
     """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, groups: MeshGroups) -> None:

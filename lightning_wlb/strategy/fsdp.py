@@ -83,8 +83,8 @@ def finish_step(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in _parameters(root):
             _fill(parameter)
-        for group in _groups(root):
-            group.post_backward()
+        for parameters in _parameter_groups(root):
+            parameters.post_backward()
         root._root_post_backward_final_callback()
 
 
@@ -102,7 +102,7 @@ def _root_state(model: nn.Module) -> Any:
     return model._get_fsdp_state()
 
 
-def _groups(root: Any) -> Iterator[Any]:
+def _parameter_groups(root: Any) -> Iterator[Any]:
     """FSDP's units of communication: torch 2.13 has a list for each state, torch 2.11 one."""
     for state in root._state_ctx.all_states:
         if hasattr(state, "_fsdp_param_groups"):
@@ -112,7 +112,9 @@ def _groups(root: Any) -> Iterator[Any]:
 
 
 def _parameters(root: Any) -> Iterator[Any]:
-    return (parameter for group in _groups(root) for parameter in group.fsdp_params)
+    return (
+        parameter for parameters in _parameter_groups(root) for parameter in parameters.fsdp_params
+    )
 
 
 def _fill(parameter: Any) -> None:

@@ -70,8 +70,8 @@ def one_micro_batch(slices: list[Slice], rank: Rank, sharding: str) -> StepPlan:
         rank.mesh.context,
         rank.mesh.tensor,
     ).rows
-    group = MicroBatch(tuple(range(len(slices))), sharding, rows, (0,))
-    replica = ReplicaPlan(tuple(slices), (group,), (group,))
+    micro_batch = MicroBatch(tuple(range(len(slices))), sharding, rows, (0,))
+    replica = ReplicaPlan(tuple(slices), (micro_batch,), (micro_batch,))
     return StepPlan(0, 0, (replica,), (), 0, 1 << 20, 1, 1 << 20)
 
 
@@ -245,8 +245,8 @@ def test_slices_go_on_where_the_one_before_stopped() -> None:
 
 def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
     store = store_of([8])
-    group = MicroBatch((0,), "per_document", 4, (0, 1))
-    replica = ReplicaPlan((Slice(0, 0, 0, 8),), (group,), (group,))
+    micro_batch = MicroBatch((0,), "per_document", 4, (0, 1))
+    replica = ReplicaPlan((Slice(0, 0, 0, 8),), (micro_batch,), (micro_batch,))
     plan = StepPlan(4, 0, (replica, replica), (), 0, 8, 1, 8)
     tokens = []
     for number in range(2):

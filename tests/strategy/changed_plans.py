@@ -63,7 +63,7 @@ def sliced(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
                 part = Slice(whole.document, whole.origin, edges[index], edges[index + 1])
                 groups[first + index].append(part)
         replicas.append(
-            replica_of([(group, (number,)) for group in groups if group], rank, sharding)
+            replica_of([(parts, (number,)) for parts in groups if parts], rank, sharding)
         )
     return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
 
@@ -79,8 +79,8 @@ def merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
         shared = [max(pieces, key=lambda part: part.tokens)] if pieces else []
         for number, replica in zip(names, members, strict=True):
             groups: list[tuple[list[Slice], tuple[int, ...]]] = [(shared, names)] if shared else []
-            for group in replica.forward:
-                rest = [part for part in replica.slices_of(group) if part not in shared]
+            for micro_batch in replica.forward:
+                rest = [part for part in replica.slices_of(micro_batch) if part not in shared]
                 groups += [(rest, (number,))] if rest else []
             replicas.append(replica_of(groups, rank, sharding))
     return replace(plan, replicas=tuple(replicas)).validate()
@@ -95,17 +95,17 @@ def sliced_and_merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     for number, replica in enumerate(plan.replicas):
         groups: list[tuple[list[Slice], tuple[int, ...]]] = []
         # Own micro-batches are only cut where the replica is odd, so that warm-ups differ.
-        for group in replica.forward:
-            (*rest, last) = replica.slices_of(group)
+        for micro_batch in replica.forward:
+            (*rest, last) = replica.slices_of(micro_batch)
             parts = [[*rest, last]]
-            if (len(group.replicas) > 1 or number % 2) and last.tokens >= 3:
+            if (len(micro_batch.replicas) > 1 or number % 2) and last.tokens >= 3:
                 if last not in cuts:
                     at_token = sorted(generator.sample(range(last.start + 1, last.stop), 2))
                     edges = [last.start, *at_token, last.stop]
                     cuts[last] = [last._replace(start=a, stop=b) for a, b in pairwise(edges)]
                 first, *others = cuts[last]
                 parts = [[*rest, first], *([other] for other in others)]
-            groups += [(each, group.replicas) for each in parts]
+            groups += [(each, micro_batch.replicas) for each in parts]
         replicas.append(replica_of(groups, rank, sharding))
     return replace(plan, replicas=tuple(replicas)).validate()
 
@@ -114,7 +114,7 @@ def regrouped(plan: StepPlan) -> StepPlan:
     """The same forward, with backward micro-batches of other slices; shared ones stay first."""
     replicas = []
     for replica in plan.replicas:
-        owners = {index: group.replicas for group in replica.forward for index in group.slices}
+        owners = {index: each.replicas for each in replica.forward for index in each.slices}
         backward: list[MicroBatch] = []
         for shared in sorted(set(owners.values()), key=lambda names: -len(names)):
             # Backwards in the legal order of single slices, cut anywhere; all sharers agree.
@@ -124,7 +124,7 @@ def regrouped(plan: StepPlan) -> StepPlan:
                 for index in range(len(replica.slices))
                 if owners[index] == shared
             ]
-            order = [group.slices[0] for group in symmetric_backward(replica.slices, singles)]
+            order = [each.slices[0] for each in symmetric_backward(replica.slices, singles)]
             cuts = sorted(generator.sample(range(len(order) + 1), min(3, len(order))))
             backward += [
                 MicroBatch(tuple(order[a:b]), "", 0, shared)
