@@ -5,8 +5,8 @@ with a hash of the seed and the parameter's global name; a rank then keeps its s
 model comes out on one process, under any tensor-parallel size and on any pipeline stage, and a
 test of gradients can compare them.
 
-Cost: every rank draws every parameter that it holds a shard of, whole: about 10 ns per element,
-and the memory of the largest parameter in float32. Not for models that start from a checkpoint.
+Cost: every rank draws every parameter of which it holds a shard, whole; that takes the memory of
+the largest parameter in float32. Not for models that start from a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def initialise(
 ) -> None:
     """Fill the parameters of ``model`` in place.
 
-    Vectors are ones (they are norm weights), unless their name ends in ``bias``, which is zeros;
+    Vectors are zeros where their name ends in ``bias``, else ones (they are norm weights);
     everything else is normal with mean 0.
 
     Args:
@@ -35,7 +35,7 @@ def initialise(
         seed: of the run, the same on every rank.
         standard_deviation: by parameter name.
         tied: parameter name -> the name under which its values are drawn, for a parameter that
-            stands alone on this rank but equals another one elsewhere.
+            equals one of another rank.
 
     Raises:
         ValueError: a parameter on the meta device, which has no memory to fill.
@@ -50,7 +50,7 @@ def initialise(
         full = initial_values(source, parameter.shape, seed, standard_deviation(source))
         with torch.no_grad():
             if isinstance(parameter, DTensor):
-                # src_data_rank=None: each rank cuts its shard from its own copy, unsent.
+                # src_data_rank=None: each rank cuts its shard from its own copy; nothing is sent.
                 parameter.copy_(
                     distribute_tensor(
                         full.to(parameter.device, parameter.dtype),
