@@ -1,6 +1,6 @@
 """What the ways to share rows between ranks have in common: two collectives, sums, and padding.
 
-Nothing here is known to autograd. Whoever calls a collective pairs it with its backward.
+Autograd knows nothing of the collectives: their callers pair each with its backward.
 """
 
 from __future__ import annotations
@@ -39,14 +39,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def summed_by_row(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
     """Gradients of keys and values, added up by the row of a buffer that each was read from.
 
-    Args:
-        rows: of the buffer.
-        key_index: int64 [keys], the row of each key.
-        grad_keys: [keys, kv_heads, head_dim].
-        grad_values: [keys, kv_heads, head_dim].
-
-    Returns:
-        [rows, 2, kv_heads, head_dim] in :func:`sum_dtype`.
+    Both are [keys, kv_heads, head_dim], ``key_index`` is int64 [keys], and the result is [rows, 2,
+    kv_heads, head_dim] in :func:`sum_dtype`.
     """
     dtype = sum_dtype(grad_keys.dtype)
     total = grad_keys.new_zeros(rows, 2, *grad_keys.shape[1:], dtype=dtype)

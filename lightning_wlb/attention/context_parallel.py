@@ -1,28 +1,20 @@
 """Exchange of keys and values around variable-length attention, and its backward.
 
 Every rank of a context-parallel group holds some rows of a micro-batch (:mod:`.sharding`). In
-forward the keys and values that other ranks read travel in one collective. The layout decides
-which: an all-gather of the rows of pieces that lie on several ranks, an all-to-all of just those of
-them that are read, or none where every piece lies whole on one rank. An index then puts what this
-rank's queries see in document order, both prefixes of a document at once, so that one kernel call
-does the work. Backward scatter-adds the gradients of these rows and sends them back the same way,
-and their owners add them up.
+forward the keys and values that other ranks read travel in the collective that the layout chooses.
+An index then puts what this rank's queries see in document order, both prefixes of a document at
+once, so that one kernel call does the work. Backward scatter-adds the gradients of these rows and
+sends them back the same way, and their owners add them up.
 
 The queries are computed while the keys travel. Autograd runs backward in the reverse order of
 forward, so the queries' own backward runs while the gradients travel back. The output is projected
 here too, so that the keys that backward refetches (:mod:`.refetch`) travel while the projection's
-own backward runs. Nothing else overlaps: attention over the pieces that lie whole on the rank
-could, but it would be a second kernel call, and it is too little of the work (docs/design.md).
+own backward runs. Nothing else overlaps (docs/design.md says why).
 
-Sums over ranks and over segments are taken in float32 for half types and in the type itself
-otherwise, so that a gradient does not depend on the number of ranks beyond rounding.
-
-Padding rows, at the local end, are cut off before the kernel. They are exactly zero in the output
-and in every gradient, whatever they hold; no index points at them. Every rank of the group runs
-the same collectives, also one without any token.
-
-Only the local keys and values are kept for backward, which refetches the others unless it
-recomputes the whole layer anyway.
+Sums over ranks and over segments are taken in float32 for half types, so that a gradient does not
+depend on the number of ranks beyond rounding. Padding rows, at the local end, are cut off before
+the kernel. They are exactly zero in the output and in every gradient, whatever they hold. Every
+rank of the group runs the same collectives, also one without any token.
 
 Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
 backward. Those that are read are in memory meanwhile, 1 + 1 / (2·CP) times the micro-batch for

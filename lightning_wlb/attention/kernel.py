@@ -1,7 +1,6 @@
 """What every kernel of variable-length attention is: one call with one signature.
 
-:mod:`.varlen` chooses a kernel and checks its arguments; :mod:`.kernels_cpu` and
-:mod:`.kernels_gpu` implement it. Nobody else calls one.
+:mod:`.varlen` chooses a kernel, checks its arguments and calls it.
 """
 
 from __future__ import annotations

@@ -14,13 +14,11 @@ The kernel's backward recomputes probabilities as exp(score - lse). Called once 
 the *merged* output and lse, it yields that part's exact share of the gradients.
 
 In grouped-query attention the query heads that share a key/value head become a batch dimension,
-over which keys and values have stride 0. Nothing is copied, and no version of the kernel needs to
-know about grouped queries.
+over which keys and values have stride 0: nothing is copied.
 
-Cost: the pairs that a causal mask leaves and a constant for each call, which dominates where many
-segments have a few tokens; no memory that grows with queries · keys. A sliding window computes up
-to twice its pairs. Not for windows of a few tokens. float16, bfloat16, float32 and float64; half
-types are accumulated in float32.
+Cost: the pairs that a causal mask leaves, up to twice as many with a sliding window, and a constant
+for each call, which dominates where many segments have a few tokens; no memory that grows with
+queries · keys. Not for windows of a few tokens. Half types are accumulated in float32.
 """
 
 from __future__ import annotations

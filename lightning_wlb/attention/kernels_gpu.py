@@ -2,13 +2,12 @@
 
 Each loader imports a library and returns its function as a :class:`.kernel.Kernel`, or raises
 ImportError with the reason. All three libraries align the causal mask at the bottom right, take
-grouped-query attention as it is and know float16 and bfloat16 only. Of a sliding window of W tokens
-they are told the W - 1 to the left of the query's own, and read no tile of keys outside of it.
+grouped-query attention as it is, know float16 and bfloat16 only, and read no tile of keys outside
+of a sliding window.
 
-This project has not run them on a GPU: they are written against the signatures of torch 2.11 and
-2.13, flash-attn 2.8 and flash-attn-4. Without a GPU the tests call torch's own operator, on tensors
-without memory, forward and backward, and compare with flash_attn's parameters as released. Tests
-marked ``gpu`` compare with dense attention where there is a CUDA device.
+This project has not run them on a GPU. Without one the tests call torch's own operator on tensors
+without memory and compare with flash_attn's parameters as released; tests marked ``gpu`` compare
+with dense attention.
 """
 
 from __future__ import annotations

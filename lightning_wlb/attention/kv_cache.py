@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.sharding.slices import Run
 
 
@@ -60,12 +61,11 @@ class KeyValueCache:
         entry = self._entries[layer, run.micro_batch]
         return entry.keys[run.start : run.stop], entry.values[run.start : run.stop]
 
-    def add_gradients(
-        self, layer: int, run: Run, grad_keys: Tensor, grad_values: Tensor, dtype: torch.dtype
-    ) -> None:
-        """Leave the gradients of some rows for their owner's backward, summed in ``dtype``."""
+    def add_gradients(self, layer: int, run: Run, grad_keys: Tensor, grad_values: Tensor) -> None:
+        """Leave the gradients of some rows for their owner's backward."""
         entry = self._entries[layer, run.micro_batch]
         if entry.gradients is None:
+            dtype = sum_dtype(grad_keys.dtype)
             entry.gradients = (
                 torch.zeros_like(entry.keys, dtype=dtype),
                 torch.zeros_like(entry.values, dtype=dtype),

@@ -96,11 +96,9 @@ class AttentionMetadata:
         return replace(self, **moved)
 
     def for_layer(self, layer: int, recomputed: bool = False) -> AttentionMetadata:
-        """The metadata for attention in one layer: a slice's earlier keys are that layer's.
+        """The metadata for attention in one layer, whose earlier keys a slice then reads.
 
-        Args:
-            layer: global number of the layer.
-            recomputed: whether backward recomputes the layer.
+        ``layer`` is its global number, and ``recomputed`` whether backward recomputes it.
         """
         slices = None if self.slices is None else replace(self.slices, layer=layer)
         return replace(self, slices=slices, recomputed=recomputed)
@@ -112,13 +110,9 @@ class AttentionMetadata:
         context_parallel_size: int,
         sliding_window: int | None = None,
     ) -> AttentionMetadata:
-        """Metadata on CPU from a sharding's index arithmetic; shares its memory.
+        """Metadata on CPU from one rank's index arithmetic, with which it shares its memory.
 
-        Args:
-            indices: of one rank.
-            rows: local rows including padding, the layout's ``rows``.
-            context_parallel_size: ranks that share the micro-batch.
-            sliding_window: the window that the indices were made for.
+        ``rows`` and the number of ranks are the layout's, the window is that of the indices.
         """
         return AttentionMetadata(
             rows=rows,

@@ -3,11 +3,10 @@
 A kernel saves the keys and values that it read for its backward. Under context parallelism they
 are those of whole prefixes, about CP times what the rank itself holds, in every layer; for sliced
 pieces they are more. Here autograd saves a number in their place (``saved_tensors_hooks``, so it
-works for every kernel), and backward fetches them from where they are held: right before the
-kernel's backward, outside of what is timed as attention. They are freed right after it.
+works for every kernel). Backward fetches them right before the kernel's backward, outside of what
+is timed as attention, and frees them right after it.
 
-Fetching may be collective: it happens once in the backward of every rank, whether or not the rank
-has queries and a kernel.
+Fetching may be collective: it happens once in the backward of every rank, with or without queries.
 
 Cost: one more exchange of keys, in backward. Not inside a checkpoint that recomputes the whole
 layer: the checkpoint's own hooks would no longer see what the kernel saves.

@@ -1,17 +1,14 @@
 """Attention where pieces are sliced over micro-batches.
 
 The queries of a slice see the keys of the piece's earlier slices, which are in the step's
-:mod:`.kv_cache`, and their own. What they see is put in the order of the segments, from every rank
-of the context-parallel group, for one kernel call. A single rank joins runs of consecutive rows,
+:mod:`.kv_cache`, and their own. What they see is put in the order of the segments for one kernel
+call (:mod:`lightning_wlb.sharding.slices` says how). A single rank joins runs of consecutive rows,
 which is one copy, or none where there are no earlier keys. A group gathers each rank's runs and
 picks from them by index.
 
 Backward refetches the keys instead of keeping them (:mod:`.refetch`): the prefixes of a piece of n
-slices would add up to n/2 times the piece, in every layer. Where backward recomputes the layer
-itself (``activation_checkpointing="full"``), there is nothing to refetch.
-
-Gradients of keys are summed in float32 for half types; those of earlier keys are left in the cache
-for their owner's backward.
+slices would add up to n/2 times the piece, in every layer. Gradients of keys are summed in float32
+for half types; those of earlier keys are left in the cache for their owner's backward.
 
 Every rank of the group runs the same collectives in forward and in backward, also one without any
 query. Cost over whole pieces: that copy, once in forward and once in backward; in a group one more
@@ -84,7 +81,9 @@ def sliced_attention(
         out = attend(*reader.read(*own))
     else:
         keys, values = _read(k, v, own, reader)
-        if reader.copies and torch.is_grad_enabled() and not metadata.recomputed:
+        # Without a copy the kernel saves views of what this rank holds anyway.
+        copies = group_size(group) > 1 or len(slices.runs) > 1
+        if copies and torch.is_grad_enabled() and not metadata.recomputed:
             out = attend_with_refetch(attend, keys, values, lambda: reader.read(*own))
         else:
             out = attend(keys, values)
@@ -101,17 +100,10 @@ class _KeyReader:
     key_index: Tensor | None
     group: ProcessGroup | None
 
-    @property
-    def copies(self) -> bool:
-        """Whether :meth:`read` gives more than views of this rank's own keys and values."""
-        return group_size(self.group) > 1 or len(self.slices.runs) > 1
-
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the segments, [keys, kv_heads, head_dim] each.
 
-        Args:
-            k: this rank's own, [rows, kv_heads, head_dim].
-            v: [rows, kv_heads, head_dim].
+        ``k`` and ``v`` are this rank's own, [rows, kv_heads, head_dim].
         """
         parts = [
             (k[run.start : run.stop], v[run.start : run.stop])
@@ -135,15 +127,11 @@ class _KeyReader:
     def send_back(
         self, grad_keys: Tensor, grad_values: Tensor, shape: torch.Size
     ) -> tuple[Tensor, Tensor]:
-        """Send the gradients of what was read to the rows' owners.
-
-        Args:
-            grad_keys: [keys, kv_heads, head_dim], in the order of the segments.
-            grad_values: [keys, kv_heads, head_dim].
-            shape: of this rank's own keys.
+        """Send the gradients of what was read, as :meth:`read` gave it, to the rows' owners.
 
         Returns:
-            The gradients of this rank's own keys and values, those from later slices included.
+            The gradients of this rank's own keys and values, of ``shape`` each, those from later
+            slices included.
         """
         dtype = sum_dtype(grad_keys.dtype)
         shares = grad_keys, grad_values
@@ -166,7 +154,7 @@ class _KeyReader:
                 keys[run.start : run.stop] += key_share
                 values[run.start : run.stop] += value_share
             else:
-                self.cache.add_gradients(self.layer, run, key_share, value_share, dtype)
+                self.cache.add_gradients(self.layer, run, key_share, value_share)
             first = stop
         return keys.to(grad_keys.dtype), values.to(grad_values.dtype)
 

@@ -7,8 +7,7 @@ pieces, so that what arrives is in order and nothing is copied by index.
 
 Where there are fewer key/value heads than ranks, each goes to every rank whose query heads read it,
 and its gradients are summed in float32 for half types. Padding rows reach no other rank and are
-exactly zero in output and gradients. Every rank of the group runs the same collectives, also one
-without any token.
+exactly zero in output and gradients. Every rank runs the same collectives, also one without tokens.
 
 Cost: see :mod:`.sharding.heads`. Nothing overlaps: queries, keys and values travel together.
 """

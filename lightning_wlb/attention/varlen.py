@@ -13,9 +13,8 @@ name       kernel                                          dtypes               
 ``auto``   ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``
 =========  ==============================================  =======================  ==========
 
-A new backend is a loader and a line in :data:`BACKENDS`. The CPU backend is tested against dense
-attention on every change; the CUDA backends have not been run by this project
-(:mod:`.kernels_gpu`).
+A new backend is a loader and a line in :data:`BACKENDS`. The CUDA backends have not been run by
+this project (:mod:`.kernels_gpu`).
 
 Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
 packing, where ``scaled_dot_product_attention`` is simpler and as fast.

@@ -2,16 +2,13 @@
 
 At rest each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints,
 gradient norms and FSDP know what part of which global parameter a rank holds. In computation
-:func:`local` hands out this rank's shard as a plain tensor, and the model gathers and
-reduce-scatters rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism:
-between the matrix products each rank holds 1/TP of the rows). DTensor's dispatch would cost more
-than a small layer.
+:func:`local` hands out this rank's shard as a plain tensor, and the model moves rows itself, by
+:func:`gather_rows` and :func:`scatter_rows` (sequence parallelism: between the matrix products each
+rank holds 1/TP of the rows). DTensor's dispatch would cost more than a small layer.
 
 Each rank uses a replicated parameter on other rows (norms) or for other heads (keys and values
 where TP exceeds their heads), so its gradient is ``Partial``: it has yet to be summed over ranks.
 FSDP sums it when it reduces; without FSDP ``parameter.grad.full_tensor()`` does.
-
-At TP 1 parameters stay plain and nothing here is used.
 """
 
 from __future__ import annotations
@@ -57,7 +54,8 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
         [group size · rows, ...]. Backward sums the gradients over the ranks, in float32 for half
         types, and gives each rank its own rows.
     """
-    if _trivial(x, group):
+    # Row counts are equal, so that all ranks agree on whether there is nothing to send.
+    if group_size(group) == 1 or x.shape[0] == 0:
         return x
     return _move_rows(x, group, all_gather, reduce_scatter)
 
@@ -75,9 +73,9 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     Raises:
         ValueError: if the rows do not divide by the group's size.
     """
-    if _trivial(x, group):
-        return x
     size = group_size(group)
+    if size == 1 or x.shape[0] == 0:
+        return x
     if x.shape[0] % size:
         raise ValueError(
             f"{x.shape[0]} rows cannot be scattered over {size} ranks; the sharding pads rows to a"
@@ -147,11 +145,6 @@ def _check_divides(name: str, parameter: Tensor, placement: Placement, mesh: Dev
             f" {tuple(parameter.shape)}, does not divide by tensor_parallel_size={mesh.size()}."
             " Choose a size that divides it, or Replicate() in tensor_parallel_plan()."
         )
-
-
-def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether there is nothing to send; all ranks agree, since their row counts are equal."""
-    return group_size(group) == 1 or x.shape[0] == 0
 
 
 class _MoveRows(torch.autograd.Function):

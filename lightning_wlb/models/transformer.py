@@ -1,20 +1,20 @@
 """The reference decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases.
 
 Made to be read in one sitting. It computes on packed rows, ``[rows, dim]`` without a batch
-dimension; which rows see which is in the micro-batch's attention metadata, and where a row stands
+dimension. Which rows see which is in the micro-batch's attention metadata, and where a row stands
 in its document is in its integer positions, never in its place in memory.
 
 A pipeline stage is a :class:`Transformer` with parts left out: ``embed`` and ``head`` may be None
 and ``layers`` may hold some of the layers, under their global numbers.
 
-Under tensor parallelism (``tensor_parallel.py``) the residual stream is split by rows: each rank
-holds rows/TP of them, all rows are gathered in front of the two halves of a layer and
-reduce-scattered behind them. Under context parallelism the rows are this rank's share of the
-micro-batch, and ``attend`` fetches the other ranks' keys and values.
+Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them, and
+all rows are gathered in front of the two halves of a layer and reduce-scattered behind them. Under
+context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
+other ranks' keys and values.
 
 Activation checkpointing: ``"full"`` keeps a layer's input only and recomputes the layer in backward
-(a third more compute, attention included). ``"selective"`` does so for the feed-forward half, which
-holds most of the activations, and keeps attention, the dear part of long documents.
+(a third more compute). ``"selective"`` does so for the feed-forward half, which holds most of the
+activations, and keeps attention, the dear part of long documents.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which sharding a micro-batch gets: the one of least predicted latency (WLB-LLM §5.3).
 
 Ranks wait for each other, so a sharding is as fast as its slowest rank: the sum of the predicted
-kernel costs of that rank's segments, forward and backward. The paper chooses between two shardings
-by a device profile. Here any cost of segments may drive the choice; the default is the reference
-kernel cost.
+kernel costs of that rank's segments. The paper chooses between two shardings by a device profile;
+here any cost of segments may drive the choice.
 
 Candidates are tried in order, and the first one within 2 % of the ideal (whole pieces on equally
 loaded ranks) ends the search: no prediction is better than that, and the first candidates send

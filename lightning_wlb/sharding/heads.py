@@ -1,14 +1,14 @@
 """Tokens in equal ranges, attention split by heads instead of queries (DeepSpeed Ulysses).
 
 Each rank holds one range of the concatenated pieces. Around the kernel an all-to-all turns "all
-heads of some rows" into "some heads of all rows". Every rank then computes whole pieces, for its
-part of the heads, so that work is equal whatever the lengths are and no key is copied.
+heads of some rows" into "some heads of all rows" (:mod:`lightning_wlb.attention.ulysses`). Every
+rank computes whole pieces, so that work is equal whatever the lengths are and no key is copied.
 
 A rank sends rows · (ranks - 1) · (2 · heads / ranks + 2 · key/value heads of a rank) · head_dim
 elements, whatever the pieces are; an exchange of keys sends at most rows · (ranks - 1) · 2 ·
-kv_heads · head_dim. So this sharding pays for models with about as many key/value heads as query
-heads and for many ranks, and not where several query heads share a key/value head
-(benchmarks/context_parallel.py compares them, modelled). Not for more ranks than heads.
+kv_heads · head_dim. So this pays for models with about as many key/value heads as query heads and
+for many ranks, and not where several query heads share a key/value head. Not for more ranks than
+heads.
 
 Slices of a piece, and micro-batches that several replicas share, exchange keys all the same: no
 other rank's cache holds a rank's part of the heads.

@@ -6,10 +6,9 @@ sides keep two tiles, and any other cut costs about one more tile. So
 1. pieces whose work is a small share of a rank's stay whole: longest first, each to the rank with
    the least work that has room for its rows;
 2. a piece that no rank should have whole is cut at tile boundaries counted from its *end*, which
-   leaves its partial tile at the head, where it reads one key/value tile. That head is a short
-   piece like any other. A piece of few tiles is cut for just so many ranks that a share is small,
-   in pairs from both ends (early and late tiles together are average work), and the shares are
-   dealt like whole pieces;
+   leaves its partial tile at the head. That head reads one key/value tile and is a short piece like
+   any other. A piece of few tiles is cut for just so many ranks that a share is small, in pairs
+   from both ends (early and late tiles together are average work), and dealt like whole pieces;
 3. the shortest pieces are held back and fill every rank up to the number of rows at which only
    whole tiles are missing. Where a piece does not fit it is cut, so that token counts are equal to
    within one, at the price of one cheap tile for a rank;
@@ -18,13 +17,11 @@ sides keep two tiles, and any other cut costs about one more tile. So
    tile. So the number of front tiles that makes a rank's work equal to the mean has a closed form,
    and what rounding leaves is passed on to the next, shorter piece.
 
-A small share is 1/8 of a rank's work. Where that does not balance well enough, 1/32 is tried too
-and the better one is taken: whole pieces need no keys of other ranks, so the larger share goes
-first.
+A small share is 1/8 of a rank's work or, where that does not balance well enough, 1/32 if that is
+better: whole pieces need no keys of other ranks, so the larger share goes first.
 
-It comes close to the ideal of the reference kernel cost, which it optimises
-(benchmarks/results/context_parallel.json; modelled): measure before believing. Not for
-micro-batches of a few tiles per rank, where there is nothing to align.
+It optimises the reference kernel cost, a model: measure before believing. Not for micro-batches of
+a few tiles per rank, where there is nothing to align.
 
 Cost: plain Python over pieces and ranks, O((pieces + ranks) · ranks).
 """
@@ -152,15 +149,14 @@ def _segment_cost(queries: int, keys: int) -> int:
 def _cut(long: _Long, parts: int, shares: list[_Share]) -> None:
     """Append equal shares of a piece: pairs of chunks from both ends, and at last its middle."""
     front, back = 0, long.tiles
-    for left in range(parts, 1, -1):
+    for left in range(parts, 0, -1):
         tiles = (back - front) // left
         first, last = front + tiles // 2, back - (tiles - tiles // 2)
-        cost = long.cost(front, first) + long.cost(last, back)
-        chunks = (long.rows(front, first), long.rows(last, back))
+        ends = ((front, first), (last, back)) if left > 1 else ((front, back),)
+        cost = sum(long.cost(*each) for each in ends)
+        chunks = tuple(long.rows(*each) for each in ends)
         shares.append(_Share(-cost, long.document, TILE * tiles, chunks))
         front, back = first, last
-    middle = (long.rows(front, back),)
-    shares.append(_Share(-long.cost(front, back), long.document, TILE * (back - front), middle))
 
 
 def _deal_shares(deal: _Deal, shares: list[_Share]) -> list[_Share]:

@@ -1,13 +1,12 @@
 """What one rank holds, attends to and exchanges, as arrays that kernels and collectives take.
 
 Keys of other ranks arrive in one exchange. Rows of pieces that lie whole on one rank never travel.
-Of the other rows, either every rank gets all (all-gather, padded to the rank that has most), or
-every rank gets just those that its queries see (all-to-all, with sizes that differ). Both sides of
-every message are computed here from the layout, so that no rank asks another.
+Of the other rows every rank gets either all (all-gather, padded to the rank that has most) or just
+those that its queries see (all-to-all, with sizes that differ). Both sides of every message are
+computed here from the layout, so that no rank asks another.
 
-A query sees its piece up to itself, or with a sliding window the last so many of these tokens. So
-of a chunk of another rank a rank reads either nothing or the end, as much of it as is in the window
-of the first query that follows on the rank.
+Of a chunk of another rank a rank reads nothing, all, or with a sliding window the end: as much as
+is in the window of the first query that follows on the rank.
 
 Cost: vectorised, linear in keys. A sliding window adds a search for each chunk and rank.
 """
@@ -220,13 +219,7 @@ def _first_read(layout: Layout, sliding_window: int | None) -> Integers:
 
 
 def _sent(layout: Layout, rank: int, first_read: Integers) -> Integers:
-    """Local rows that a rank sends, by receiving rank.
-
-    Args:
-        layout: of the micro-batch.
-        rank: in the group.
-        first_read: of the rank's own chunks, see :func:`_first_read`.
-    """
+    """Local rows that a rank sends, by receiving rank; ``first_read`` is of its own chunks."""
     own = layout.chunks_of(rank)
     start, stop = layout.table[own, 2:, None].transpose(1, 0, 2)
     rows = (stop - first_read).T

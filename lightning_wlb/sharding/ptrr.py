@@ -2,13 +2,12 @@
 
 The concatenated micro-batch is cut in tiles of 128 rows. Tiles are dealt in descending work, one to
 each rank in a round, and every other round goes the other way, so that every rank gets equally many
-tiles and nearly equal work whatever the lengths are. Rows that do not divide are cut in as many
-tiles as there are ranks, a round of its own, so that rows are equal too.
+tiles and nearly equal work. Rows that do not divide are a last round of smaller, equal tiles.
 
-Most segments are one tile, whose keys are put together for it alone, and most keys travel to every
-rank: more work in all than other shardings make, evenly spread. It is for sequences on which those
-fail. Not for a document of most of the window: the prefixes of a rank's tiles come to half the
-number of its tiles times the document.
+Most segments are one tile with keys of its own, and most keys travel to every rank: more work in
+all than other shardings make, evenly spread. It is for sequences on which those fail. Not for a
+document of most of the window: the prefixes of a rank's tiles come to half their number times the
+document.
 
 Cost: vectorised, one sort of the tiles.
 """

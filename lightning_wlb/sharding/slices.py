@@ -1,20 +1,17 @@
 """Where the keys of a piece's earlier slices are, for attention of its later ones.
 
 A piece may be cut into slices that lie in several micro-batches of a replica. The queries of a
-slice then attend to the keys of the slices before it, which their micro-batches have left on the
-ranks that computed them. For one micro-batch and one rank of the context-parallel group this module
-says where to find them, in two steps:
+slice then see the keys of the slices before it, which their micro-batches have left on the ranks
+that computed them. For one micro-batch and one rank of the context-parallel group this module says
+where to find them, in two steps:
 
 1. Every rank puts rows one after another: first the rows of earlier micro-batches that it holds and
    that a query of this micro-batch sees, then all of its own rows. They are listed as runs of
    consecutive rows (:class:`Run`).
-2. These rows of all ranks are gathered, ``rows`` of each rank, and ``key_index`` says which of them
-   each key of each segment is.
+2. These rows of all ranks are gathered, and ``key_index`` says which of them each key of each
+   segment is. A single rank needs no such step: its runs are the keys of its segments, in order.
 
-A single rank needs no second step: its runs are the keys of its segments, in their order.
-
-With a sliding window the keys that no query of a segment sees are left out of the segment, and the
-earlier rows that no query of the micro-batch sees are left out of the runs.
+With a sliding window the keys that no query of a segment sees are left out of the segment.
 
 Pure numpy, in the data loader. Cost: linear in the keys that are read, which for a piece cut into n
 slices is n/2 times the piece.
