@@ -42,12 +42,9 @@ def dense_attention(
     Returns:
         [queries, heads, head_dim]. A query that may see no key at all gets NaN.
     """
-    if key_document_ids is None:
-        key_document_ids = document_ids
-    if key_positions is None:
-        key_positions = positions
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1])
+    key_document_ids = document_ids if key_document_ids is None else key_document_ids
+    key_positions = positions if key_positions is None else key_positions
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     visible = (document_ids[:, None] == key_document_ids[None, :]) & (

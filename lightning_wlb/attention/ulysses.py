@@ -69,10 +69,7 @@ def head_parallel_attention(
 
 
 def _split(x: Tensor, size: int) -> Tensor:
-    """[rows, heads, head_dim] -> [size, rows, heads of a rank, head_dim].
-
-    A head goes to several ranks where there are more ranks than heads.
-    """
+    """[rows, heads, head_dim] -> [size, rows, own heads, head_dim]; ranks may share a head."""
     rows, heads, width = x.shape
     if heads < size:
         return x.transpose(0, 1).repeat_interleave(size // heads, dim=0).unsqueeze(2)

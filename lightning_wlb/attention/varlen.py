@@ -115,10 +115,8 @@ class VarlenAttention:
         if backend == "auto":
             self._kernels["cpu"] = ("cpu", cpu_attention)
             if torch.cuda.is_available():
-                try:
-                    self._kernels["cuda"] = ("flash", load_flash())
-                except ImportError:
-                    self._kernels["cuda"] = ("torch", load_torch())
+                name = "flash" if "flash" in available_backends() else "torch"
+                self._kernels["cuda"] = (name, _load(name))
             return
         try:
             kernel = _load(backend)

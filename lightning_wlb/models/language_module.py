@@ -42,15 +42,8 @@ LossNormalisation = Literal["step", "nominal"]
 class LanguageModule(L.LightningModule):
     """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
 
-    For a model of your own, subclass and override :meth:`build_model`::
-
-        class MyModule(LanguageModule):
-            def build_model(self) -> nn.Module:
-                return MyDecoder(self.config)
-
-    where ``MyDecoder`` has ``embed``, ``layers`` (an ``nn.ModuleDict`` by global layer number),
-    ``head`` and the methods of :class:`~lightning_wlb.models.transformer.Transformer`; a subclass
-    of it that replaces some modules is the shortest way.
+    For a model of your own override :meth:`build_model`; it returns most simply a subclass of
+    ``Transformer`` that replaces some modules. What the model must have is in docs/guide.md.
 
     Args:
         config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.
@@ -69,8 +62,8 @@ class LanguageModule(L.LightningModule):
 
     Attributes:
         model: None until :meth:`configure_model`.
-        executor: what runs a step's micro-batches and returns :meth:`step`'s loss; set by
-            ``WLBStrategy``, None elsewhere.
+        executor: runs a step's micro-batches and returns :meth:`step`'s loss; ``WLBStrategy`` sets
+            it, and it is None elsewhere.
         tokens_seen: tokens trained on so far, over all replicas; in the checkpoint.
 
     Raises:
@@ -188,15 +181,11 @@ class LanguageModule(L.LightningModule):
 
     def loss_denominator(self, plan: StepPlan) -> int:
         """What a step's sum of token losses is divided by, at least 1."""
-        if self.loss_normalisation == "nominal":
-            return max(plan.nominal_tokens, 1)
-        return max(plan.target_tokens, 1)
+        nominal = self.loss_normalisation == "nominal"
+        return max(plan.nominal_tokens if nominal else plan.target_tokens, 1)
 
     def on_train_start(self) -> None:
-        """Refuse a StepLoader of the user's own, whose checkpoints would lose a batch.
-
-        Lightning takes one batch ahead, which such a loader counts as trained on.
-        """
+        """Refuse a StepLoader of the user's own, whose checkpoints would lose a batch."""
         loader = self.trainer.train_dataloader
         if isinstance(loader, StepLoader) and loader.begin_at is None:
             raise MisconfigurationException(

@@ -24,8 +24,7 @@ def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torc
 
     Returns:
         [rows, head_dim / 2], complex128 for float64 models, else complex64, which mixed precision
-        leaves alone. Angles are computed in float64: float32 is not exact enough at large
-        positions.
+        leaves alone. Angles are computed in float64, because those of large positions need it.
     """
     assert config.head_dim is not None
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64)

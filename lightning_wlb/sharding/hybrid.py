@@ -85,7 +85,6 @@ class _Deal:
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def add(self, rank: int, document: int, rows: _Rows, cost: int) -> None:
-        """Give a chunk of a piece to a rank."""
         self.chunks.append((rank, document, *rows))
         self.room[rank] -= rows[1] - rows[0]
         self.cost[rank] += cost

@@ -102,7 +102,7 @@ class SlicedReplica:
 
     def is_sliced(self, slices: Sequence[Slice]) -> bool:
         """Whether one of the slices has earlier or later ones."""
-        return any(len(self._pieces[each.document, each.origin]) > 1 for each in slices)
+        return any(len(self._slices_of_piece(each)) > 1 for each in slices)
 
     def indices(self, micro_batch: int, rank: int) -> SlicedIndices:
         """Rows, segments and keys of one rank in a micro-batch."""
@@ -153,15 +153,15 @@ class SlicedReplica:
             positions=own.offset + contexts[own.document],
             runs=_runs(put_source, put_row),
             rows=len(key_index) if alone else stride,
-            keeps=any(
-                self._pieces[each.document, each.origin][-1][0] > each.start for each in slices
-            ),
+            keeps=any(self._slices_of_piece(each)[-1][0] > each.start for each in slices),
         )
+
+    def _slices_of_piece(self, each: Slice) -> list[tuple[int, int, int]]:
+        return self._pieces[each.document, each.origin]
 
     def _before(self, each: Slice) -> list[_Part]:
         """The slices of the piece that come before one of them, in order."""
-        parts = self._pieces[each.document, each.origin]
-        return [(micro_batch, index) for start, micro_batch, index in parts if start < each.start]
+        return [part[1:] for part in self._slices_of_piece(each) if part[0] < each.start]
 
     def _seen(self, part: _Part, slices: Sequence[Slice]) -> Integers:
         """The tokens of an earlier slice that a query of ``slices`` sees."""
