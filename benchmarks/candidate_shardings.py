@@ -4,7 +4,7 @@ Micro-batches of plans of Generator A and of the standard library (128K windows,
 four) are laid out on CP 2 to 16 by the choice among all candidates, and among all but one. The
 latency is that of the slowest rank by the reference kernel cost: modelled, not measured.
 
-Run ``python -m benchmarks.candidate_shardings --output benchmarks/results/candidate_shardings.json``;
+Run ``python -m benchmarks.candidate_shardings --output FILE.json``;
 about four minutes on one core. The last line is one JSON object: by corpus, packing and CP, by how
 many percent attention takes longer without each candidate, over all micro-batches and over those
 with slices.
