@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,29 @@ def table(
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The same as the lines of a page."""
-    rule = ["---"] + ["---:"] * (len(headings) - 1)
-    return ["| " + " | ".join(row) + " |" for row in (headings, rule, *rows)]
+    head, *body = ["| " + " | ".join(row) + " |" for row in (headings, *rows)]
+    return [head, "|---|" + "---:|" * (len(headings) - 1), *body]
 
 
-def finish(result: Mapping[str, Any], path: Path | None = None) -> None:
-    """Print the result as one line of JSON, and write it to a file if there is a path."""
-    line = json.dumps(result)
-    if path is not None:
+def finish(
+    result: dict[str, Any],
+    save: Path | None = None,
+    page: Callable[[dict[str, Any]], str] | None = None,
+) -> None:
+    """Print the result as one line of JSON, the last that a script prints.
+
+    Args:
+        result: in plain types.
+        save: a path that it is written to as well, as ``.json``; what is there under
+            :data:`REMOVED` stays.
+        page: makes the page that is then written beside it, as ``.md``.
+    """
+    if save is not None:
+        path = save.with_suffix(".json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(line + "\n")
-    print(line)
-
-
-def with_removed(result: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The result, with what the file that it will replace holds of removed methods."""
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    return {**result, REMOVED: kept[REMOVED]} if REMOVED in kept else result
+        before = json.loads(path.read_text()) if path.exists() else {}
+        kept = {REMOVED: before[REMOVED]} if REMOVED in before else {}
+        path.write_text(json.dumps({**result, **kept}) + "\n")
+        if page is not None:
+            path.with_suffix(".md").write_text(page({**result, **kept}))
+    print(json.dumps(result))
