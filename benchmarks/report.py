@@ -60,9 +60,14 @@ def finish(
     if save is not None:
         path = save.with_suffix(".json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = json.loads(path.read_text()) if path.exists() else {}
-        kept = {REMOVED: before[REMOVED]} if REMOVED in before else {}
-        path.write_text(json.dumps({**result, **kept}) + "\n")
+        content = with_removed(result, path)
+        path.write_text(json.dumps(content) + "\n")
         if page is not None:
-            path.with_suffix(".md").write_text(page({**result, **kept}))
+            path.with_suffix(".md").write_text(page(content))
     print(json.dumps(result))
+
+
+def with_removed(result: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The result with what the file, if there is one, has under :data:`REMOVED`."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    return {**result, REMOVED: before[REMOVED]} if REMOVED in before else result
