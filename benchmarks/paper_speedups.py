@@ -159,7 +159,7 @@ class Case:
 def paper_work(latency: LatencyModel, window: int) -> Work:
     """W_a + W_l of WLB-LLM Equation 2 as time, which the paper packs by.
 
-    Of one layer, in 2^-20 ns. Of a window's attention a pair of a query and a key has its share, as
+    Of one layer, in 2^-24 ns. Of a window's attention a pair of a query and a key has its share, as
     if it were spread evenly over the context ranks; a token has its share of the rest of a
     micro-batch of a window, communication included.
     """
@@ -174,7 +174,7 @@ def paper_work(latency: LatencyModel, window: int) -> Work:
             + latency.tensor_parallel_ns(rows, backward=backward)
             + latency.context_parallel_ns((ranks - 1) * rows, rows, backward=backward)
         )
-        return PassWork((others << 20) // window, (attention << 20) // causal_pairs(window))
+        return PassWork((others << 24) // window, (attention << 24) // causal_pairs(window))
 
     return Work(of_pass(backward=False), of_pass(backward=True))
 

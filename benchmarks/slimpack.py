@@ -201,6 +201,7 @@ def stream_of(count: int, window: int, steps: int, seed: int) -> np.ndarray:
 def steps_of(lengths: np.ndarray, tokens: int, steps: int) -> list[list[Piece]]:
     """Global batches of exactly ``tokens`` tokens."""
     ends = np.cumsum(lengths)
+    assert ends[-1] >= tokens * steps, "too few documents for so many steps"
     cuts = np.searchsorted(ends, tokens * np.arange(steps + 1), side="right")
     return [
         [Piece(at, 0, int(lengths[at]), number) for at in range(first, end)]

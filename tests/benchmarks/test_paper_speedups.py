@@ -38,7 +38,7 @@ def test_a_case_balances() -> None:
 
 
 def test_work_is_that_of_a_window_at_its_end() -> None:
-    """Σ of a layer's forward and backward over a context group, in 2^-20 ns, but for rounding."""
+    """Σ of a layer's forward and backward over a context group, in 2^-24 ns, but for rounding."""
     mesh = benchmark.mesh_of((8, 2, 4, 1))
     latency = LatencyModel(Profile.load("h100"), benchmark.SHAPES["7B"], mesh)
     work = benchmark.paper_work(latency, 131072)
@@ -47,7 +47,7 @@ def test_work_is_that_of_a_window_at_its_end() -> None:
         others = latency.linear_ns(65536, backward=backward)
         others += latency.tensor_parallel_ns(65536, backward=backward)
         others += latency.context_parallel_ns(65536, 65536, backward=backward)
-        assert of_pass(131072) / 2**20 == pytest.approx(alone // 2 + others, rel=1e-4)
+        assert of_pass(131072) / 2**24 == pytest.approx(alone // 2 + others, rel=1e-4)
 
 
 def figures(wlb: float) -> dict:

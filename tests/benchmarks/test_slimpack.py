@@ -1,10 +1,8 @@
 """The benchmark of slices computes what it says."""
 
-import json
-
 import pytest
 
-from benchmarks.slimpack import Method, by_replicas, main, measure, steps_of, stream_of
+from benchmarks.slimpack import Method, by_replicas, measure, steps_of, stream_of
 from benchmarks.slimpack_tables import targets
 from benchmarks.workloads import REFERENCE_WORK
 from lightning_wlb.plan import Slice
@@ -31,8 +29,8 @@ def test_a_step_of_equal_micro_batches_by_hand():
 
 
 def test_global_batches_are_full():
-    batches = steps_of(stream_of(2, 8192, 5, seed=1), 2 * 8192, 5)
-    assert [sum(piece.tokens for piece in batch) for batch in batches] == [2 * 8192] * 5
+    batches = steps_of(stream_of(4, 131_072, 4, seed=1), 4 * 131_072, 4)
+    assert [sum(piece.tokens for piece in batch) for batch in batches] == [4 * 131_072] * 4
     assert [piece.document for batch in batches for piece in batch] == list(
         range(sum(map(len, batches)))
     )
@@ -49,18 +47,3 @@ def test_slices_beat_whole_pieces():
 def test_many_replicas_are_as_good_as_one():
     ratios = by_replicas(131_072, 8, 1, [1, 4])
     assert ratios["4"] < 1.01 * ratios["1"]
-
-
-def test_a_run_keeps_what_the_file_has_of_removed_methods(capsys, tmp_path):
-    path = tmp_path / "slimpack.json"
-    options = "--steps 1 --seeds 1 --window 8192 --micro-batches 2 --replicas 1 2"
-    main([*options.split(), "--save", str(path.with_suffix(""))])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads(path.read_text()) == result
-    row = {**result["rows"]["2/wlb"], "method": "gone"}
-    removed = {"note": "Gone.", "rows": {"2/gone": row}}
-    path.write_text(json.dumps({**result, "removed": removed}))
-    main([*options.split(), "--save", str(path.with_suffix(""))])
-    assert json.loads(path.read_text())["removed"] == removed
-    page = path.with_suffix(".md").read_text()
-    assert page.index("| auto |") < page.index("Gone.") < page.index("| 2/gone |")
