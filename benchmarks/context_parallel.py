@@ -32,7 +32,14 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
-from lightning_wlb.attention.sharding import (
+from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.plan import Slice
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.sharding import (
     HEADS,
     SHARDINGS,
     Layout,
@@ -43,13 +50,6 @@ from lightning_wlb.attention.sharding import (
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
-from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.plan import Slice
-from lightning_wlb.planning.predict import Predictor
 
 PAPER = ("per_sequence", "per_document")
 KEY_VALUE_BYTES = 2 * 2 * LLAMA2_7B_LAYER.kv_heads * LLAMA2_7B_LAYER.head_dim

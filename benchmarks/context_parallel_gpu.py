@@ -36,8 +36,16 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks import report
 from benchmarks.context_parallel import PAPER, sequences
 from benchmarks.workloads import LLAMA2_7B_LAYER
-from lightning_wlb.attention.gpu_kernels import flash_function
-from lightning_wlb.attention.sharding import (
+from lightning_wlb.attention.kernels_gpu import flash_function
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.cost.flops import causal_pairs
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.profiling import measure
+from lightning_wlb.sharding import (
     HEADS,
     SHARDINGS,
     Layout,
@@ -46,13 +54,6 @@ from lightning_wlb.attention.sharding import (
     predicted_latency,
     rank_indices,
 )
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
-from lightning_wlb.cost.flops import causal_pairs
-from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import measure
 
 HEAD_DIM = LLAMA2_7B_LAYER.head_dim
 DEVICE = "cuda"

@@ -21,7 +21,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning.units import units
+from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from lightning_wlb.attention.sharding import ADAPTIVE
 from rich.console import Console
 
 from benchmarks import report
 from benchmarks.workloads import documents_for, generator_a, window_pieces
-from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.cli.forecast import Forecast, plan_steps
 from lightning_wlb.cost.flops import ModelShape, PassWork, Work, causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
@@ -37,7 +37,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.predict import Predictor, model_stages
+from lightning_wlb.prediction.predictor import Predictor, model_stages
 
 SHAPES: dict[str, ModelShape] = {
     "550M": TransformerConfig.preset("550m").shape,

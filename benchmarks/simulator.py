@@ -39,7 +39,7 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning.predict import Predictor
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.profiling import measure, measure_link
 from lightning_wlb.profiling.ranks import run_ranks
 

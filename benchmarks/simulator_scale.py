@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks import report
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.graph import graph_of
-from lightning_wlb.schedule.registry import make_programs
+from lightning_wlb.schedule.programs import make_programs
 from lightning_wlb.schedule.simulate import simulate, simulate_replicas
 
 # (name, schedule, replicas, ranks, micro-batches, stages per rank, limit in ms or None)

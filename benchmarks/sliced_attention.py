@@ -22,7 +22,7 @@ import torch
 
 import lightning_wlb as wlb
 from benchmarks import report
-from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.process_groups import NO_GROUPS
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Rank
@@ -30,9 +30,9 @@ from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.strategy.messages import Messages
-from lightning_wlb.strategy.pipeline import Pipeline
-from lightning_wlb.strategy.step import Step
+from lightning_wlb.sharding import layout
+from lightning_wlb.strategy.executor import Step
+from lightning_wlb.strategy.messages import Messages, Pipeline
 
 VOCABULARY = 256
 
@@ -78,7 +78,8 @@ def seconds(model: Transformer, batch: StepBatch) -> float:
         device=torch.device("cpu"),
     )
     begin = time.process_time()
-    step = Step(model, pipeline, batch, Messages(pipeline, {}), batch.target_tokens, None, None)
+    messages = Messages(pipeline, {})
+    step = Step(model, pipeline, NO_GROUPS, batch, messages, batch.target_tokens, None, None)
     for action in program_of(pipeline.schedule, 0, 1, 1, batch.executed, 0):
         step.run(action)
     return time.process_time() - begin

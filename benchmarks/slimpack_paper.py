@@ -39,7 +39,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
-from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
 K = 1024
 PAPER = 2.8  # its largest gain

@@ -27,22 +27,21 @@ class SquaredReLU(nn.Module):
     """w2 relu(w1 x)², two matrices in place of SwiGLU's three.
 
     Its matrices are called ``w1`` and ``w2``, so that the patterns of ``tensor_parallel_plan`` and
-    the rule for initial values hold for them as they are. What tensor parallelism asks for is the
-    attribute ``tensor_group``, which is set from outside, to gather and scatter rows over it, and
-    to compute on ``local`` shards; without tensor parallelism all three do nothing.
+    the rule for initial values hold for them as they are. What tensor parallelism asks for is to
+    gather and scatter rows over its process group, and to compute on ``local`` shards; without
+    tensor parallelism the group is None and all three do nothing.
     """
 
     def __init__(self, config: wlb.TransformerConfig) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
         self.w2 = nn.Parameter(torch.empty(config.dim, config.ffn_dim))
-        self.tensor_group: ProcessGroup | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
         """[rows / tensor-parallel size, dim] -> the same."""
-        hidden = gather_rows(hidden, self.tensor_group)
+        hidden = gather_rows(hidden, group)
         wide = F.relu(F.linear(hidden, local(self.w1))).square()
-        return scatter_rows(F.linear(wide, local(self.w2)), self.tensor_group)
+        return scatter_rows(F.linear(wide, local(self.w2)), group)
 
 
 class OwnDecoder(wlb.Transformer):

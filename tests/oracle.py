@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.attention.reference import dense_attention
 from lightning_wlb.models.transformer import Transformer
 
@@ -106,9 +107,11 @@ def _attend(
     queries: Callable[[], Tensor],
     k: Tensor,
     v: Tensor,
-    metadata: Any,
     project: Callable[[Tensor], Tensor],
+    metadata: Any,
+    groups: ProcessGroups,
 ) -> Tensor:
+    assert groups == ProcessGroups(), "one process"
     positions = metadata.positions
     out = dense_attention(
         queries(),

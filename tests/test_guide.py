@@ -1,7 +1,11 @@
 """The guide's loop without a Trainer runs, and goes on where it was."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import torch
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
 
@@ -13,6 +17,16 @@ def loop() -> str:
     return block
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """On a busy machine the model's many small products wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_the_loop_without_a_trainer_resumes(tmp_path, monkeypatch, capsys) -> None:
     def run(steps: int) -> list[str]:
         code, replaced = re.subn(r"islice\(loader, \d+", f"islice(loader, {steps}", loop())

@@ -22,7 +22,7 @@ and in every gradient, whatever they hold; no index points at them. Every rank o
 the same collectives, also one without any token.
 
 Only the local keys and values are kept for backward, which exchanges them again
-(:mod:`.read_again`), unless the whole layer runs again there anyway.
+(:mod:`.refetch`), unless the whole layer runs again there anyway.
 
 Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
 backward; those read are in memory during each (1 + 1/(2·CP) times the micro-batch for shardings
@@ -42,8 +42,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.read_again import attend_reading_again
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.process_groups import group_size
+from lightning_wlb.attention.refetch import attend_reading_again
+from lightning_wlb.attention.varlen import VarlenAttention
 
 # torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -54,8 +56,8 @@ def context_parallel_attention(
     queries: Callable[[], Tensor],
     k: Tensor,
     v: Tensor,
-    metadata: AttentionMetadata,
     project: Callable[[Tensor], Tensor],
+    metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup | None,
     scale: float | None = None,
@@ -68,10 +70,10 @@ def context_parallel_attention(
             that of the gradients.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
-        metadata: this rank's segments and key index, on the same device.
         project: what becomes of attention's output, [rows, heads, head_dim], zero in padding rows.
             Called once; its backward hides the exchange of the keys that attention's own backward
             reads again.
+        metadata: this rank's segments and key index, on the same device.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
         scale: factor of the scores, 1 / sqrt(head_dim) unless given.
@@ -82,7 +84,7 @@ def context_parallel_attention(
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
     """
-    size = 1 if group is None else dist.get_world_size(group)
+    size = group_size(group)
     _check(k.shape[0], "k", metadata)
     if (metadata.key_index is None) != (size == 1):
         raise ValueError(

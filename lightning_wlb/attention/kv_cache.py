@@ -13,12 +13,12 @@ keeps for those micro-batches anyway, except under activation checkpointing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.slices import Run, SlicedIndices
+from lightning_wlb.sharding.slices import Run
 
 
 @dataclass
@@ -87,31 +87,3 @@ class KeyValueCache:
         """Free a micro-batch whose backward has run."""
         for layer in layers:
             self._entries.pop((layer, micro_batch), None)
-
-
-@dataclass(frozen=True)
-class SliceMetadata:
-    """What attention needs beyond :class:`AttentionMetadata` where pieces are sliced.
-
-    Args:
-        micro_batch: index in the replica's forward order.
-        runs: rows whose keys this rank puts one after another.
-        rows: of what it puts together, as every rank does; rows beyond the runs are read by none.
-        keeps: whether other slices read this one's keys.
-        cache: of the step; see ``MicroBatchTensors.with_cache``.
-        layer: global number of the layer that is running; see ``AttentionMetadata.for_layer``.
-    """
-
-    micro_batch: int
-    runs: tuple[Run, ...]
-    rows: int
-    keeps: bool
-    cache: KeyValueCache | None = field(default=None, repr=False)
-    layer: int | None = None
-
-    @staticmethod
-    def from_indices(indices: SlicedIndices, micro_batch: int) -> SliceMetadata:
-        """From the index arithmetic."""
-        return SliceMetadata(
-            micro_batch=micro_batch, runs=indices.runs, rows=indices.rows, keeps=indices.keeps
-        )

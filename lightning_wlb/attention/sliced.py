@@ -1,11 +1,11 @@
 """Attention where pieces are sliced over micro-batches.
 
-The queries of a slice see the earlier slices' keys (:mod:`.kv_cache`) and their own. What they see
+The queries of a slice see the earlier slices' keys (:mod:`.sliced`) and their own. What they see
 is put together in the order of the segments, from every rank of the context-parallel group, for
 one kernel call. A single rank joins runs of consecutive rows, which is one copy, or none where
 there are no earlier keys; a group gathers each rank's runs and picks from them by index. In
 backward it is put together *again* instead of being kept: kept, the prefixes of a piece of n slices
-would add up to n/2 times the piece, in every layer (:mod:`.read_again`). Where the layer itself
+would add up to n/2 times the piece, in every layer (:mod:`.refetch`). Where the layer itself
 runs again in backward (``activation_checkpointing="full"``) that is not needed.
 
 Gradients of keys are summed in float32 for half types, those of earlier keys where their owner's
@@ -23,17 +23,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import added_up, gathered, summed, wide
-from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
-from lightning_wlb.attention.read_again import attend_reading_again
-from lightning_wlb.attention.slices import OWN
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
+from lightning_wlb.attention.process_groups import group_size
+from lightning_wlb.attention.refetch import attend_reading_again
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.sharding.slices import OWN
 
 
 def sliced_attention(
@@ -132,7 +133,7 @@ class _Reader:
         self.cache = cache
         self.layer = layer
         self.group = group
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.size = group_size(group)
 
     @property
     def copies(self) -> bool:

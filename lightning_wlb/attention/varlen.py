@@ -17,7 +17,7 @@ name       kernel                                          dtypes               
 
 A new backend is a loader and a line in :data:`BACKENDS`. The CPU backend is tested against dense
 attention on every change; the CUDA backends have not been run by this project yet
-(:mod:`.gpu_kernels`).
+(:mod:`.kernels_gpu`).
 
 Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
 packing, where ``scaled_dot_product_attention`` is simpler and as fast.
@@ -26,121 +26,14 @@ packing, where ``scaled_dot_product_attention`` is simpler and as fast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.cpu_kernel import cpu_attention
-from lightning_wlb.attention.gpu_kernels import Kernel, load_flash, load_torch
-from lightning_wlb.attention.kv_cache import SliceMetadata
-from lightning_wlb.attention.sharding import RankIndices
-
-
-@dataclass(frozen=True)
-class AttentionMetadata:
-    """Attention segments of one rank's rows of a micro-batch; nobody changes it.
-
-    Args:
-        rows: local rows, padding included.
-        queries: local rows that hold a token; rows from there on are padding.
-        cu_seqlens_q: int32 [segments + 1], first query of each segment, then their number.
-        cu_seqlens_k: int32 [segments + 1], first key of each segment, then their number.
-        max_seqlen_q: most queries of a segment.
-        max_seqlen_k: most keys of a segment.
-        key_index: int64 [keys], in the order of ``cu_seqlens_k``, rows of the buffer that holds
-            first the keys and values that arrive from other ranks and then the local rows; of
-            slices, of what all ranks put together. None without context parallelism, where the
-            keys are the local rows, or what a rank of slices puts together.
-        gathered: first local rows that every rank sends to all; 0 where none are.
-        send_index: int64 [sum of send_counts], local rows sent by all-to-all, by receiving rank;
-            None where the all-to-all is not used.
-        send_counts: rows sent to each rank by all-to-all.
-        receive_counts: rows that arrive from each rank by all-to-all.
-        head_rows: where heads and not keys are exchanged (:mod:`.head_parallel`), rows of each
-            rank that hold a token; the segments are then those of the whole micro-batch.
-        replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
-        slices: what is needed beyond where pieces are sliced over micro-batches; None where the
-            micro-batch's pieces are whole.
-        sliding_window: keys that no query sees with this window are left out; None: none are.
-        recomputed: whether the layer that is running runs again in backward; see
-            :meth:`for_layer`.
-    """
-
-    rows: int
-    queries: int
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    key_index: Tensor | None
-    gathered: int = 0
-    send_index: Tensor | None = None
-    send_counts: tuple[int, ...] = ()
-    receive_counts: tuple[int, ...] = ()
-    head_rows: tuple[int, ...] = ()
-    replicas: int = 1
-    slices: SliceMetadata | None = None
-    sliding_window: int | None = None
-    recomputed: bool = False
-
-    @property
-    def keys(self) -> int:
-        """Keys over all segments; known without asking the device."""
-        if self.key_index is not None:
-            return self.key_index.shape[0]
-        return self.queries if self.slices is None else self.slices.rows
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionMetadata:
-        """The same metadata with its tensors on ``device``."""
-        moved: dict[str, Any] = {
-            each.name: value.to(device, non_blocking=non_blocking)
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), Tensor)
-        }
-        return replace(self, **moved)
-
-    def for_layer(self, layer: int, recomputed: bool = False) -> AttentionMetadata:
-        """The metadata for attention in one layer: a slice's earlier keys are that layer's.
-
-        Args:
-            layer: global number of the layer.
-            recomputed: whether the layer runs again in backward.
-        """
-        slices = None if self.slices is None else replace(self.slices, layer=layer)
-        return replace(self, slices=slices, recomputed=recomputed)
-
-    @staticmethod
-    def from_indices(
-        indices: RankIndices,
-        rows: int,
-        context_parallel_size: int,
-        sliding_window: int | None = None,
-    ) -> AttentionMetadata:
-        """Metadata on CPU from a sharding's index arithmetic; shares its memory.
-
-        Args:
-            indices: of one rank.
-            rows: local rows including padding, the layout's ``rows``.
-            context_parallel_size: ranks among which keys are gathered.
-            sliding_window: what the indices were made for.
-        """
-        return AttentionMetadata(
-            rows=rows,
-            queries=len(indices.offset),
-            cu_seqlens_q=torch.from_numpy(indices.cu_seqlens_q),
-            cu_seqlens_k=torch.from_numpy(indices.cu_seqlens_k),
-            max_seqlen_q=indices.max_seqlen_q,
-            max_seqlen_k=indices.max_seqlen_k,
-            key_index=(None if context_parallel_size == 1 else torch.from_numpy(indices.key_index)),
-            gathered=indices.gathered,
-            send_index=torch.from_numpy(indices.send_index) if indices.send_counts else None,
-            send_counts=indices.send_counts,
-            receive_counts=indices.receive_counts,
-            head_rows=indices.head_rows,
-            sliding_window=sliding_window,
-        )
+from lightning_wlb.attention.kernels_cpu import cpu_attention
+from lightning_wlb.attention.kernels_gpu import Kernel, load_flash, load_torch
+from lightning_wlb.attention.metadata import AttentionMetadata
 
 
 class Timer(Protocol):

@@ -39,9 +39,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import AXES, ONE_DEVICE, Mesh
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.planning.units import units
-from lightning_wlb.strategy.collectives import gather_from_all_ranks
+from lightning_wlb.prediction.executed import units
 from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.process_groups import gather_from_all_ranks
 
 
 class ImbalanceMonitor(L.Callback):

@@ -19,8 +19,8 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning.predict import Predictor
-from lightning_wlb.strategy.pipeline import Pipeline
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.strategy.messages import Pipeline
 
 TOLERANCE = 0.2
 """Part by which a measured figure may differ from its prediction before it is worth a warning."""

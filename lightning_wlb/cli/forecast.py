@@ -15,8 +15,8 @@ import numpy as np
 from lightning_wlb.callbacks.imbalance import Level, data_level, pipeline_level, slots
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import Planner
-from lightning_wlb.planning.predict import Predictor
-from lightning_wlb.planning.prediction import StepPrediction
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import StepPrediction
 
 
 def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:

@@ -22,19 +22,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.attention.sharding import ADAPTIVE
 from lightning_wlb.cli.arguments import add_model
 from lightning_wlb.cli.lengths import GENERATOR_A, STORES
 from lightning_wlb.cli.request import BASELINE, PRECISIONS, SHARDING_NAMES, Request
+from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
-from lightning_wlb.schedule.registry import SCHEDULES
+from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.schedule.simulate import Simulation
-from lightning_wlb.schedule.trace import draw_gantt, write_trace
+from lightning_wlb.sharding import ADAPTIVE
 
 COMPARED = f"{BASELINE},wlb,{DataSettings.packing}"
 

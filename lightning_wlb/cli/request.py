@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 from lightning_wlb.cli.arguments import mesh_of, model_config, names_of, packing_options
 from lightning_wlb.cli.forecast import Forecast, plan_steps
 from lightning_wlb.cli.lengths import Lengths, load_lengths
@@ -21,7 +20,8 @@ from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
-from lightning_wlb.planning.predict import Predictor, mean_context_of, model_stages
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
 BASELINE = "original"
 SHARDING_NAMES = [ADAPTIVE, *NAMES]

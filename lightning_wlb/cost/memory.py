@@ -12,7 +12,7 @@ inside one pass (the gradients of one layer, its recomputation, keys that were f
 of one chunk) is counted once, at the largest.
 
 tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
-tests/strategy/test_activations.py whole steps to what the executor counts.
+tests/strategy/test_measure.py whole steps to what the executor counts.
 
 Cost: O(1) per micro-batch. The caching allocator's fragmentation, the CUDA context and
 communication buffers are not in it: plan with :data:`USABLE_PERCENT` of a device.

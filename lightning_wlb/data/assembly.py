@@ -1,7 +1,7 @@
 """From the plan of a step to the tensors of one rank.
 
 :func:`make_step_batch` walks the micro-batches of this rank's replica, lays each over the
-context-parallel group as the plan says (``attention.sharding``), and reads from the store the
+context-parallel group as the plan says (``sharding``), and reads from the store the
 tokens that this rank's rows hold, and no others: tokens on the first pipeline stage, labels on
 the last. All index arithmetic of attention happens here, in the data loader, off the training
 path.
@@ -23,15 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_wlb.attention.kv_cache import SliceMetadata
-from lightning_wlb.attention.sharding import Layout, RankIndices, head_indices, rank_indices
-from lightning_wlb.attention.slices import SlicedIndices, SlicedReplica
-from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Slice, StepPlan
-from lightning_wlb.planning.units import layout_of, units
+from lightning_wlb.prediction.executed import layout_of, units
+from lightning_wlb.sharding import Layout, RankIndices, head_indices, rank_indices
+from lightning_wlb.sharding.slices import SlicedIndices, SlicedReplica
 
 
 def make_step_batch(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
-from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 
 IGNORE = -100
@@ -80,9 +80,9 @@ class StepBatch:
     Args:
         plan: the step's plan, of the whole mesh.
         replica: the data-parallel replica of this rank.
-        executed: the plans of all replicas as they are executed (``planning.units``): the plans
-            themselves, unless they are asymmetric. Only this replica's, and those of all that
-            share micro-batches with it, need be so.
+        executed: the plans of all replicas as they are executed (``prediction.executed``):
+            the plans themselves, unless they are asymmetric. Only that of this replica, and those
+            of all replicas that share micro-batches with it, need to be in this form.
         micro_batches: in the order of ``units.forward``.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.

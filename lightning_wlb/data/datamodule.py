@@ -23,7 +23,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, flag, whole
-from lightning_wlb.attention.sharding import ADAPTIVE, NAMES
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
@@ -32,7 +31,8 @@ from lightning_wlb.data.opening import check_documents, hold_out, is_documents, 
 from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.predict import mean_context_of
+from lightning_wlb.prediction.predictor import mean_context_of
+from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 _OTHER_NAMESPACE = (
     "A Trainer of `pytorch_lightning` belongs to another package than `lightning` and does not know"
@@ -58,7 +58,7 @@ class WLBDataModule(L.LightningDataModule):
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
-            in ``lightning_wlb.attention.sharding.NAMES``, or ``"adaptive"``, the one of least
+            in ``lightning_wlb.sharding.NAMES``, or ``"adaptive"``, the one of least
             predicted attention latency for each micro-batch.
         profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
             predict: a shipped name (``"h100"``), the file that ``lightning-wlb profile`` wrote, or

@@ -12,7 +12,7 @@ from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.planning.predict import Predictor
+from lightning_wlb.prediction.predictor import Predictor
 
 
 def shape_of(trainer: L.Trainer, given: ModelShape | None) -> ModelShape:

@@ -46,7 +46,6 @@ from torch import Generator
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, check_heads
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.data.assembly import make_step_batch
@@ -56,7 +55,8 @@ from lightning_wlb.data.opening import check_documents, open_documents
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import Judge, PredictedJudge
-from lightning_wlb.planning.predict import Predictor
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
 BATCHES_AHEAD = 4
 """Batches that a loader worker keeps ready. More than torch's 2, because methods that pack several
@@ -325,9 +325,9 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         begin = time.perf_counter()
         if self.begin_at is not None:
             self.dataset.state = self.begin_at()
-        batches = super().__iter__()
-        # The loop alone holds the iterator, so that leaving the loop ends the workers.
-        self._iterator = None
+        # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
+        # here, and with it the workers of a loop that was left.
+        batches = self._get_iterator()
         return self._hand_out(batches, time.perf_counter() - begin)
 
     def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_wlb.attention.process_groups import group_size
 from lightning_wlb.data.batch import IGNORE
 
 CHUNK_LOGITS = 2**22
@@ -57,7 +58,7 @@ def token_loss(
         0-dim, float32 (float64 for float64 inputs), the same on every rank. Zero, with zero
         gradients, where no row has a target.
     """
-    parallel = group is not None and dist.get_world_size(group) > 1
+    parallel = group_size(group) > 1
     if not parallel and _torch_is_exact(hidden, weight):
         losses = F.linear_cross_entropy(
             hidden,

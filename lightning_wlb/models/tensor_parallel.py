@@ -21,7 +21,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -30,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_wlb.attention.context_parallel import gathered, summed
+from lightning_wlb.attention.process_groups import group_size
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """
     if _trivial(x, group):
         return x
-    size = dist.get_world_size(group)
+    size = group_size(group)
     if x.shape[0] % size:
         raise ValueError(
             f"{x.shape[0]} rows cannot be scattered over {size} ranks; the sharding pads rows to a"
@@ -152,7 +152,7 @@ def _check_divides(name: str, parameter: Tensor, placement: Placement, mesh: Dev
 
 def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
     """Whether there is nothing to send; row counts are equal, so all ranks agree."""
-    return group is None or dist.get_world_size(group) == 1 or x.shape[0] == 0
+    return group_size(group) == 1 or x.shape[0] == 0
 
 
 class _GatherRows(torch.autograd.Function):

@@ -20,10 +20,10 @@ half, which holds most of the activations, and keeps attention, the dear part of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -32,21 +32,29 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.head_parallel import head_parallel_attention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.process_groups import (
+    NO_GROUPS,
+    ProcessGroups,
+    group_rank,
+    group_size,
+)
 from lightning_wlb.attention.sliced import sliced_attention
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.ulysses import head_parallel_attention
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import token_loss
+from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Queries = Tensor | Callable[[], Tensor]
 """[rows, heads, head_dim], or what computes it: called once, while keys and values travel."""
 Project = Callable[[Tensor], Tensor]
-"""What a layer makes of attention's output, [rows, heads, head_dim], by products of rows alone."""
-Attend = Callable[[Queries, Tensor, Tensor, AttentionMetadata, Project], Tensor]
-"""(queries, k and v [rows, kv_heads, head_dim], metadata, project) -> what project returns."""
+"""The output projection: from attention's output, [rows, heads, head_dim], to what a layer adds."""
+Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
+"""(queries, k and v [rows, kv_heads, head_dim], project) -> what project returns."""
 
 
 class Transformer(nn.Module):
@@ -104,15 +112,13 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
         self.recomputes_layers = activation_checkpointing == "full"
         self.attention_kernel = VarlenAttention(attention_backend, config.sliding_window)
-        self.context_group: ProcessGroup | None = None
-        self.merged_groups: dict[int, ProcessGroup] = {}
-        self.tensor_group: ProcessGroup | None = None
 
     def forward(
         self,
         micro_batch: MicroBatchTensors,
         hidden: Tensor | None = None,
         layers: range | None = None,
+        groups: ProcessGroups = NO_GROUPS,
     ) -> Tensor:
         """Run one stage; P rows, of which this rank's residual stream has P/TP.
 
@@ -121,6 +127,7 @@ class Transformer(nn.Module):
             hidden: [P/TP, dim], the output of the stage before; None in the first stage.
             layers: global numbers of the stage's layers, where the module holds more than one
                 stage; all that it holds if None.
+            groups: the ranks that share the rows and the parameters.
 
         Returns:
             Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
@@ -130,17 +137,24 @@ class Transformer(nn.Module):
         if hidden is None:
             assert self.embed is not None
             assert micro_batch.tokens is not None
-            hidden = self.embed(micro_batch.tokens)
-        turns = rotation(micro_batch.positions, self.config, hidden.dtype)
+            hidden = self.embed(micro_batch.tokens, groups.tensor)
+        freqs = rotary_frequencies(micro_batch.positions, self.config, hidden.dtype)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
             metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
-            hidden = self.layers[str(number)](hidden, turns, metadata, self.attend)
+            attend = partial(self.attend, metadata=metadata, groups=groups)
+            hidden = self.layers[str(number)](hidden, freqs, attend, groups.tensor)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
-            hidden = self.head(hidden, micro_batch.labels)
+            hidden = self.head(hidden, micro_batch.labels, groups.tensor)
         return hidden
 
     def attend(
-        self, q: Queries, k: Tensor, v: Tensor, metadata: AttentionMetadata, project: Project
+        self,
+        q: Queries,
+        k: Tensor,
+        v: Tensor,
+        project: Project,
+        metadata: AttentionMetadata,
+        groups: ProcessGroups,
     ) -> Tensor:
         """Causal attention within each piece, over the context-parallel group, and its projection.
 
@@ -148,45 +162,30 @@ class Transformer(nn.Module):
             q: [rows, heads, head_dim], or what computes it.
             k: [rows, kv_heads, head_dim].
             v: [rows, kv_heads, head_dim].
-            metadata: of the micro-batch, for the layer.
             project: called once with the output, [rows, heads, head_dim]; in backward keys travel
                 while its own backward runs.
+            metadata: of the micro-batch, for the layer.
+            groups: as of :meth:`forward`.
 
         Returns:
             What ``project`` returns.
         """
         queries = q if callable(q) else lambda: q
-        group = self.context_group
-        if metadata.replicas > 1:
-            group = self.merged_groups[metadata.replicas]
-        kernel = self.attention_kernel
+        kernel, group = self.attention_kernel, groups.of_rows(metadata.replicas)
         if metadata.slices is not None:
             return project(sliced_attention(queries(), k, v, metadata, kernel, group))
         if metadata.head_rows:
             assert group is not None
             return project(head_parallel_attention(queries(), k, v, metadata, kernel, group))
-        return context_parallel_attention(queries, k, v, metadata, project, kernel, group)
+        return context_parallel_attention(queries, k, v, project, metadata, kernel, group)
 
-    def set_parallel_groups(
-        self, context: ProcessGroup | None, tensor: ProcessGroup | None
-    ) -> None:
-        """Tell the model which ranks share its rows (context) and its parameters (tensor)."""
-        self.context_group = context
-        self.tensor_group = tensor
-        for module in self.modules():
-            # By name, so that a module of the user's own gets it too.
-            if hasattr(module, "tensor_group"):
-                module.tensor_group = tensor  # type: ignore[assignment]
-
-    def tensor_parallel_plan(self, size: int | None = None) -> dict[str, Placement]:
+    def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
         """Where each parameter is split over the tensor axis, by parameter-name pattern.
 
         Args:
-            size: tensor-parallel ranks; by default those of the group that was set. Key and value
-                matrices are split by heads while there is a head for each rank, else replicated.
+            size: tensor-parallel ranks. Key and value matrices are split by heads while there is a
+                head for each rank, else replicated.
         """
-        if size is None:
-            size = _size(self.tensor_group)
         key_value = Replicate() if size > self.config.kv_heads else Shard(0)
         return {
             "embed.weight": Shard(0),
@@ -220,34 +219,6 @@ class Transformer(nn.Module):
         return 0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02
 
 
-def rotation(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
-    """The turn of each pair of a head at each position, as complex numbers of modulus 1.
-
-    Angles are computed in float64, since float32 is off by 0.01 rad at position 100,000. The
-    table is complex64 (complex128 for float64 models), which mixed precision leaves alone.
-
-    Args:
-        positions: int64 [rows].
-        config: for ``head_dim`` and ``rope_theta``.
-        dtype: of the hidden states.
-
-    Returns:
-        [rows, head_dim / 2].
-    """
-    assert config.head_dim is not None
-    pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64)
-    angles = positions[:, None] * config.rope_theta ** (-pairs / config.head_dim)
-    turns = torch.polar(torch.ones_like(angles), angles)
-    return turns if dtype == torch.float64 else turns.to(torch.complex64)
-
-
-def rotate(heads: Tensor, turns: Tensor) -> Tensor:
-    """Turn neighbouring pairs of [rows, heads, head_dim] by [rows, head_dim / 2]."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], turns.shape[-1], 2))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(heads.dtype)
-
-
 class Layer(nn.Module):
     """One decoder layer on [rows/TP, dim]."""
 
@@ -262,24 +233,28 @@ class Layer(nn.Module):
         self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
-        """Add attention, then the feed-forward network, to the residual stream."""
+        """Add attention, then the feed-forward network, to the residual stream.
+
+        ``group`` is the tensor-parallel one, here and in what follows.
+        """
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
         if self.activation_checkpointing == "full":
-            return _again_in_backward(self._both, hidden, turns, metadata, attend)
-        return self._both(hidden, turns, metadata, attend)
+            return _again_in_backward(self._both, hidden, freqs, attend, group)
+        return self._both(hidden, freqs, attend, group)
 
     def _both(
-        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), turns, metadata, attend)
+        normal = self.attention_norm(hidden)
+        hidden = hidden + self.attention(normal, freqs, attend, group)
         if self.activation_checkpointing == "selective":
-            return _again_in_backward(self._feed_forward, hidden)
-        return self._feed_forward(hidden)
+            return _again_in_backward(self._feed_forward, hidden, group)
+        return self._feed_forward(hidden, group)
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
-        change: Tensor = self.feed_forward(self.feed_forward_norm(hidden))
+    def _feed_forward(self, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+        change: Tensor = self.feed_forward(self.feed_forward_norm(hidden), group)
         return hidden + change
 
 
@@ -296,35 +271,33 @@ class Attention(nn.Module):
         self.wk = nn.Parameter(torch.empty(keys, config.dim))
         self.wv = nn.Parameter(torch.empty(keys, config.dim))
         self.wo = nn.Parameter(torch.empty(config.dim, queries))
-        self.tensor_group: ProcessGroup | None = None
 
     def forward(
-        self, hidden: Tensor, turns: Tensor, metadata: AttentionMetadata, attend: Attend
+        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
-        hidden = gather_rows(hidden, self.tensor_group)
-        k = rotate(self._heads(hidden, self._of_own_heads(self.wk)), turns)
-        v = self._heads(hidden, self._of_own_heads(self.wv))
+        hidden = gather_rows(hidden, group)
+        k = apply_rotary(self._heads(hidden, self._of_own_heads(self.wk, group)), freqs)
+        v = self._heads(hidden, self._of_own_heads(self.wv, group))
 
         def queries() -> Tensor:
-            return rotate(self._heads(hidden, local(self.wq)), turns)
+            return apply_rotary(self._heads(hidden, local(self.wq)), freqs)
 
         def project(out: Tensor) -> Tensor:
             return F.linear(out.flatten(-2), local(self.wo))
 
-        change = attend(queries, k, v, metadata, project)
-        return scatter_rows(change, self.tensor_group)
+        return scatter_rows(attend(queries, k, v, project), group)
 
     def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:
         heads = weight.shape[0] // self.head_dim
         return F.linear(hidden, weight).view(-1, heads, self.head_dim)
 
-    def _of_own_heads(self, weight: nn.Parameter) -> Tensor:
+    def _of_own_heads(self, weight: nn.Parameter, group: ProcessGroup | None) -> Tensor:
         """The rows of a key or value matrix whose heads this rank's query heads use."""
-        size = _size(self.tensor_group)
+        size = group_size(group)
         if size <= self.kv_heads:
             return local(weight)
-        first = _rank(self.tensor_group) * self.kv_heads // size * self.head_dim
+        first = group_rank(group) * self.kv_heads // size * self.head_dim
         return local(weight)[first : first + self.head_dim]
 
 
@@ -336,13 +309,12 @@ class FeedForward(nn.Module):
         self.w1 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
         self.w3 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
         self.w2 = nn.Parameter(torch.empty(config.dim, config.ffn_dim))
-        self.tensor_group: ProcessGroup | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]."""
-        hidden = gather_rows(hidden, self.tensor_group)
+        hidden = gather_rows(hidden, group)
         gated = F.silu(F.linear(hidden, local(self.w1))) * F.linear(hidden, local(self.w3))
-        return scatter_rows(F.linear(gated, local(self.w2)), self.tensor_group)
+        return scatter_rows(F.linear(gated, local(self.w2)), group)
 
 
 class RMSNorm(nn.Module):
@@ -364,17 +336,16 @@ class Embedding(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.tensor_group: ProcessGroup | None = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, group: ProcessGroup | None) -> Tensor:
         """Tokens int64 [P] -> hidden states [P/TP, dim]."""
         table = local(self.weight)
-        if _size(self.tensor_group) == 1:
+        if group_size(group) == 1:
             return F.embedding(tokens, table)
-        tokens = tokens - _rank(self.tensor_group) * table.shape[0]
+        tokens = tokens - group_rank(group) * table.shape[0]
         elsewhere = (tokens < 0) | (tokens >= table.shape[0])
         rows = F.embedding(tokens.masked_fill(elsewhere, 0), table)
-        return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), self.tensor_group)
+        return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), group)
 
 
 class Head(nn.Module):
@@ -384,22 +355,13 @@ class Head(nn.Module):
         super().__init__()
         self.norm = RMSNorm(config)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.tensor_group: ProcessGroup | None = None
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor | None, group: ProcessGroup | None) -> Tensor:
         """[P/TP, dim] -> the sum of token losses; logits [P, vocabulary/TP] without labels."""
-        hidden = gather_rows(self.norm(hidden), self.tensor_group)
+        hidden = gather_rows(self.norm(hidden), group)
         if labels is None:
             return F.linear(hidden, local(self.weight))
-        return token_loss(hidden, local(self.weight), labels, self.tensor_group)
-
-
-def _size(group: ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def _rank(group: ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
+        return token_loss(hidden, local(self.weight), labels, group)
 
 
 def _again_in_backward(function: Callable[..., Tensor], *arguments: object) -> Tensor:

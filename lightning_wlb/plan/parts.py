@@ -59,7 +59,7 @@ class MicroBatch:
         slices: indices into the replica's ``slices``, in the order in which their tokens are
             laid out. Empty for a micro-batch without tokens.
         sharding: name of the sharding that spreads the tokens over the context-parallel group
-            (``lightning_wlb.attention.sharding.NAMES``).
+            (``lightning_wlb.sharding.NAMES``).
         rows: rows per context-parallel rank after padding, so that every rank knows the size
             of every message without asking.
         replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge
@@ -81,7 +81,7 @@ class ReplicaPlan:
         forward: micro-batches in the order in which their forward runs.
         backward: micro-batches in the order in which their backward runs. Unless the plan is
             asymmetric these are the same groups, see :func:`symmetric_backward`. An asymmetric
-            plan runs in units (``planning.units``).
+            plan runs in units (``prediction.executed``).
     """
 
     slices: tuple[Slice, ...]

@@ -7,15 +7,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice
 
-if TYPE_CHECKING:
-    from lightning_wlb.plan.step import StepPlan
+
+class Plan(Protocol):
+    """What the rules read of a :class:`~lightning_wlb.plan.step.StepPlan`, which applies them."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102
+    @property
+    def replicas(self) -> tuple[ReplicaPlan, ...]: ...  # noqa: D102
+    @property
+    def pieces(self) -> tuple[Piece, ...]: ...  # noqa: D102
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def target_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def cap(self) -> int: ...  # noqa: D102
 
 
-def check(plan: StepPlan) -> None:
+def check(plan: Plan) -> None:
     """Refuse a plan that cannot run.
 
     Raises:
@@ -34,7 +48,7 @@ def check(plan: StepPlan) -> None:
         )
 
 
-def _check_slices(plan: StepPlan) -> None:
+def _check_slices(plan: Plan) -> None:
     """Every token of every released piece in exactly one slice, on one replica or merged group."""
     homes: dict[Slice, list[int]] = defaultdict(list)
     for number, replica in enumerate(plan.replicas):
@@ -88,7 +102,7 @@ def _check_slices(plan: StepPlan) -> None:
         )
 
 
-def _check_pieces(plan: StepPlan) -> None:
+def _check_pieces(plan: Plan) -> None:
     """Released pieces hold at least one token, and no token is in two of them."""
     before: Piece | None = None
     for piece in sorted(plan.pieces):
@@ -106,7 +120,7 @@ def _check_pieces(plan: StepPlan) -> None:
 
 
 def _check_groups(
-    plan: StepPlan, number: int, replica: ReplicaPlan, pass_name: str, groups: Sequence[MicroBatch]
+    plan: Plan, number: int, replica: ReplicaPlan, pass_name: str, groups: Sequence[MicroBatch]
 ) -> None:
     """Every slice of the replica in exactly one micro-batch of the pass, none above the cap."""
     where = f"step {plan.step}, replica {number}, {pass_name}"
@@ -142,7 +156,7 @@ def _check_groups(
             raise ValueError(f"{where}: slice {piece} is in no micro-batch.")
 
 
-def _check_order(plan: StepPlan) -> None:
+def _check_order(plan: Plan) -> None:
     """A piece on one replica or merged group; its slices forward in order, backward reversed."""
     homes: dict[tuple[int, int], tuple[int, ...]] = {}
     for number, replica in enumerate(plan.replicas):
@@ -172,7 +186,7 @@ def _check_order(plan: StepPlan) -> None:
                     seen[key] = (index, piece)
 
 
-def _check_merged(plan: StepPlan) -> None:
+def _check_merged(plan: Plan) -> None:
     """A shared micro-batch names an aligned power-of-two group whose members all list it."""
     for number, replica in enumerate(plan.replicas):
         for pass_name in ("forward", "backward"):

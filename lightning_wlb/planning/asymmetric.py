@@ -11,9 +11,9 @@ that follow closely fills the gap; else it is cut, at a tile.
 The common refinement of both cuts is the plan's slices. Symmetric packs are balanced in the sum of
 both passes already, so packs of their own can gain little: 0.2 to 0.5 % of a step on Generator A
 if packs ran whole in both passes (``benchmarks/slimpack.py``). The executor runs what one forward
-and one backward pack share as a unit (:mod:`~lightning_wlb.planning.units`); units are many and
-unequal, and a plan in units is slower there than a symmetric one by 13 to 32 %. So nothing chooses
-these plans but a simulator that finds them faster.
+and one backward pack share as a unit (:mod:`~lightning_wlb.prediction.executed`); units are many
+and unequal, and a plan in units is slower there than a symmetric one by 13 to 32 %. So no packing
+makes these plans unless it is asked to (``{"method": "slim", "asymmetric": True}``).
 
 Cost: O(P log P + M·A) for P pieces in M packs, with A pieces looked ahead: 3 ms in plain Python
 for 200 pieces in 16 packs.

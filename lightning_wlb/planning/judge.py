@@ -26,8 +26,8 @@ from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
-from lightning_wlb.planning.predict import Predictor
-from lightning_wlb.planning.units import units
+from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import (
     backward_order,

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.arguments import choice
-from lightning_wlb.attention.sharding import ADAPTIVE, HEADS, NAMES, choose, layout
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.mesh import Mesh
@@ -32,8 +31,8 @@ from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.packing.base import Groups, Placement
 from lightning_wlb.planning.settings import DataSettings
-from lightning_wlb.schedule.programs import SLICING_SCHEDULES
-from lightning_wlb.schedule.registry import SCHEDULES
+from lightning_wlb.schedule.programs import SCHEDULES
+from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, choose, layout
 
 Targets = Callable[[int, int, int], int]
 
@@ -48,9 +47,9 @@ class Planner:
         data: settings that decide which pieces enter a step.
         work: forward and backward work of the model on a slice.
         mesh: the ranks that the steps are planned for.
-        sharding: of every micro-batch, a name in ``lightning_wlb.attention.sharding.NAMES``, or
+        sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES``, or
             ``"adaptive"``: for each micro-batch the one of least predicted attention latency.
-        schedule: of the pipeline, a name in ``lightning_wlb.schedule.registry.SCHEDULES``. With
+        schedule: of the pipeline, a name in ``lightning_wlb.schedule.programs.SCHEDULES``. With
             one that runs no slices (GPipe) ``auto`` keeps every piece whole.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
@@ -81,7 +80,7 @@ class Planner:
         self._mesh = mesh
         self._work = work
         self._sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
-        slices = choice("schedule", schedule, SCHEDULES) in SLICING_SCHEDULES
+        slices = SCHEDULES[choice("schedule", schedule, SCHEDULES)].slices
         self._kernel_cost = kernel_cost
         self._place = Placement(mesh, self._sharded, judge, slices)
         self._targets = targets or self._targets_in_document

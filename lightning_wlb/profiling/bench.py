@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_wlb.attention.sharding import layout, rank_indices
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs, head_flops, layer_linear_flops
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Profile
@@ -23,9 +23,10 @@ from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.predict import Predictor
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.strategy.stopwatch import make_stopwatch
+from lightning_wlb.sharding import layout, rank_indices
+from lightning_wlb.strategy.measure import make_stopwatch
 
 SHORT_PIECE = 32
 """Tokens of the pieces that layers are measured on, so that attention hardly counts."""

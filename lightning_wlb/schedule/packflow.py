@@ -1,4 +1,4 @@
-"""PackFlow: 1F1B for plans whose pieces are sliced over micro-batches (SlimPack §4.2).
+"""PackFlow: the one order of a pipeline's actions, for whole pieces and for slices (SlimPack §4.2).
 
 Forwards run in the order of the plan. Backwards run first in, first out between pieces and first
 in, last out between the slices of a piece, whose keys and values receive gradients from every
@@ -8,14 +8,26 @@ the last stage. A stage that alternates one forward and one backward gains one f
 backward, so n_j is raised, from right to left, to at least n_{j+1} - 1, and the forwards missing
 for a late chain are spread over the backwards before it. (The forward that SlimPack's Figure 9
 injects is the case in which one is missing.) Stage p of P runs min(M, n_j + P - 1 - p) forwards
-before backward j. Without slices n_j = j + 1 and the order is that of 1F1B.
+before backward j.
 
-With V stages per rank forwards and backwards are taken in groups that go round the ring of ranks
-V times, as in interleaved 1F1B. Here n_i counts a rank's stage passes; every rank alternates from
-its first backward on, after a warm-up long enough for the most demanding backward, and rank p runs
-2·(P - 1 - p) passes more ahead. Without slices the order is that of interleaved 1F1B.
+The schedules of the field are cases of it:
 
-Neither proves itself free of deadlock: :func:`~lightning_wlb.schedule.actions.check_schedule`
+* n_j = j + 1, as where pieces are whole, is **1F1B** (PipeDream-flush, Megatron-LM): at most P - p
+  micro-batches are open on stage p, and with equal ones of forward time f and backward time b a
+  step takes (P - 1 + M)·(f + b);
+* n_j = M is **GPipe** (Huang et al., 2019): every forward, then every backward. As long as 1F1B,
+  with all M open at once;
+* with V virtual stages per rank it is **interleaved 1F1B** (Megatron-LM). Rank p of P owns the
+  stages p, p + P, p + 2P, ...; a micro-batch goes round the ring of ranks V times, and forwards and
+  backwards are taken in groups (:func:`groups_of`) that run stage by stage. n_i then counts the
+  stage passes of a rank; every rank alternates from its first backward on, after a warm-up long
+  enough for the most demanding backward, and rank p runs 2·(P - 1 - p) passes more ahead. With
+  equal micro-batches and f, b the times of *one stage* a step takes (V·max(M, P) + min(M, P) -
+  1)·(f + b); from M = P on that is 1F1B with its bubble divided by V. The price: V times the
+  messages, and more open activations, at most 2·(P - 1 - p) + (V - 1)·G + 1 stage passes per rank,
+  G the size of the largest group, where 1F1B holds V·(P - p).
+
+It does not prove itself free of deadlock: :func:`~lightning_wlb.schedule.proof.check_schedule`
 does, over all ranks. Linear in the number of actions. Open micro-batches per stage: up to
 max(n_j - j) + P - 1 - p, so a chain as long as the step opens all of it, as GPipe does.
 """
@@ -23,11 +35,10 @@ max(n_j - j) + P - 1 - p, so a chain as long as the step opens all of it, as GPi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.interleaved import groups_of
 
 
 def packflow(
@@ -35,7 +46,7 @@ def packflow(
     ranks: int,
     backward: Sequence[int],
     needs: Sequence[int],
-    stages_per_rank: int = 1,
+    virtual_stages: int = 1,
 ) -> list[Action]:
     """The program of one rank; stage numbers count over all ranks.
 
@@ -46,7 +57,7 @@ def packflow(
             backwards run.
         needs: for each backward, in the same order, how many forwards must have run on the last
             stage before it. What an earlier backward needs, a later one needs not repeat.
-        stages_per_rank: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...
+        virtual_stages: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...
 
     Raises:
         ValueError: if ``backward`` is no order of 0 ... M - 1, or a backward needs more forwards
@@ -64,7 +75,7 @@ def packflow(
                 f"the backward of micro-batch {micro_batch} needs {need} forwards; it needs its"
                 f" own, so at least {micro_batch + 1}, and there are {count}."
             )
-    stages = range(rank, rank + stages_per_rank * ranks, ranks)
+    stages = range(rank, rank + virtual_stages * ranks, ranks)
     groups = groups_of(count, ranks)
     forwards = [
         Action(stage, FORWARD, index) for group in groups for stage in stages for index in group
@@ -82,7 +93,7 @@ def packflow(
             passes += [last[needs[index] - 1] for index in group]
     ahead = ranks - 1 - rank
     planned = planned_warm_up(passes)
-    if stages_per_rank > 1:
+    if virtual_stages > 1:
         ahead *= 2
         # A rank that stops alternating would keep the others from closing their round.
         first = max((need - place for place, need in enumerate(passes)), default=0)
@@ -94,6 +105,20 @@ def packflow(
         done = max(done, min(len(forwards), need + ahead))
         program.append(action)
     return program + forwards[done:]
+
+
+def groups_of(micro_batches: int, ranks: int) -> list[range]:
+    """The groups in which M micro-batches go round P ranks: consecutive, larger ones first.
+
+    Sizes differ by at most one, and none is below P where M is not. Megatron-LM's groups have P
+    micro-batches each, so M must divide by P: a short last group is needed back at rank 0 before
+    the backwards ahead of it can have run, and the ranks may wait for each other (P = 8, M = 9).
+    Here any M works; where M divides by P the order is Megatron's.
+    """
+    count = max(1, micro_batches // ranks)
+    size, larger = divmod(micro_batches, count)
+    starts = [index * size + min(index, larger) for index in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def planned_warm_up(needs: Sequence[int]) -> list[int]:

@@ -128,7 +128,7 @@ def simulate(
     """Simulate the step of one pipeline.
 
     Args:
-        programs: one for each rank, see :mod:`lightning_wlb.schedule.registry`.
+        programs: one for each rank, see :mod:`lightning_wlb.schedule.programs`.
         duration: how long an action computes, in ns.
         transfer: how long the message that an action needs travels, in ns; asked only for actions
             whose message comes from another rank. None: no time.

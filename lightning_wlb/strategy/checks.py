@@ -52,16 +52,12 @@ def checked_model(module: LanguageModule) -> nn.Module:
         MisconfigurationException: naming what is missing or in the wrong place.
     """
     model = module.model
-    missing = [
-        name
-        for name in ("embed", "layers", "head", "set_parallel_groups")
-        if getattr(model, name, None) is None
-    ]
+    missing = [name for name in ("embed", "layers", "head") if getattr(model, name, None) is None]
     if not isinstance(model, nn.Module) or missing:
         raise MisconfigurationException(
             f"{type(module).__name__}.configure_model must set self.model to a module with"
-            f" embed, layers, head and set_parallel_groups, but it is {type(model).__name__}"
-            f" without {', '.join(missing)}. A subclass of lightning_wlb.Transformer has them."
+            f" embed, layers and head, but it is {type(model).__name__} without"
+            f" {', '.join(missing)}. A subclass of lightning_wlb.Transformer has them."
         )
     outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
     if outside:

@@ -4,44 +4,51 @@ The plan says how long every micro-batch is, so no message carries a size and ev
 allocated to measure. ``torch.distributed.pipelining`` sizes all buffers from micro-batch 0, which
 aborts or silently corrupts a step whose micro-batches differ.
 
-Messages follow :mod:`.messages`, actions :mod:`.step`.
+A forward leaves what its backward needs: the graph that autograd has recorded, and of slices the
+keys and values that later ones read. Its backward takes it, and frees all of it. Everything sent is
+contiguous and has the shape that the plan gives (:mod:`.messages`).
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 
 import torch
 from torch import Tensor, nn
 
-from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.process_groups import ProcessGroups
+from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.schedule.actions import FORWARD
+from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
-from lightning_wlb.strategy import fully_sharded
-from lightning_wlb.strategy.activations import ActivationCount
-from lightning_wlb.strategy.collectives import gather_from_all_ranks
-from lightning_wlb.strategy.merged import MergedGroups
-from lightning_wlb.strategy.messages import Messages
-from lightning_wlb.strategy.pipeline import Pipeline
-from lightning_wlb.strategy.step import Step
-from lightning_wlb.strategy.stopwatch import Stopwatch, make_stopwatch
+from lightning_wlb.strategy import fsdp
+from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
+from lightning_wlb.strategy.messages import Messages, Pipeline
+from lightning_wlb.strategy.process_groups import MergedGroups, gather_from_all_ranks
 
 
 class Executor:
     """Runs steps on one rank.
 
     Args:
-        model: the stage's model, sharded by :func:`fully_sharded.shard`.
+        model: the stage's model, sharded by :func:`fsdp.shard`.
         pipeline: where the rank stands.
-        merged: makes the communicators of micro-batches that several replicas share.
+        groups: what the model's forward communicates over. Groups over several replicas are added
+            in each step.
+        merged: makes these, when a plan first asks.
     """
 
-    def __init__(self, model: nn.Module, pipeline: Pipeline, merged: MergedGroups) -> None:
+    def __init__(
+        self, model: nn.Module, pipeline: Pipeline, groups: ProcessGroups, merged: MergedGroups
+    ) -> None:
         self.model = model
         self.pipeline = pipeline
+        self.groups = groups
         self.merged = merged
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
@@ -81,7 +88,7 @@ class Executor:
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients stay unreduced; :func:`fully_sharded.finish_step` reduces them. Collective over
+        Gradients stay unreduced; :func:`fsdp.finish_step` reduces them. Collective over
         all ranks.
 
         Args:
@@ -96,8 +103,8 @@ class Executor:
         """
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
-        self.model.merged_groups = self.merged.prepare(batch.plan)  # type: ignore[assignment]
-        fully_sharded.begin_step(self.model)
+        groups = replace(self.groups, merged=self.merged.prepare(batch.plan))
+        fsdp.begin_step(self.model)
         programs = self.pipeline.programs(batch.executed, batch.replica)
         if not training:
             programs = {
@@ -111,6 +118,7 @@ class Executor:
         step = Step(
             self.model,
             self.pipeline,
+            groups,
             batch,
             messages,
             denominator,
@@ -127,7 +135,7 @@ class Executor:
         if self.activations is not None:
             self.activations.sample()
         if not training:
-            fully_sharded.reshard(self.model)
+            fsdp.reshard(self.model)
         return self._total_loss(step.loss, batch, denominator)
 
     def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
@@ -178,3 +186,112 @@ def _names(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+class Step:
+    """The open micro-batches of one step on one rank.
+
+    Args:
+        model: the rank's stages.
+        pipeline: where the rank stands.
+        groups: what the model's forward communicates over.
+        batch: this rank's part of the step.
+        messages: to and from the other stages.
+        denominator: what the summed loss of all ranks is divided by, in tokens.
+        stopwatch: times every action, if given.
+        activations: counts what is held after every action, if given.
+
+    Attributes:
+        loss: sum of this rank's token losses, 0-dim, in at least float32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        groups: ProcessGroups,
+        batch: StepBatch,
+        messages: Messages,
+        denominator: int,
+        stopwatch: Stopwatch | None,
+        activations: ActivationCount | None,
+    ) -> None:
+        self.model = model
+        self.pipeline = pipeline
+        self.groups = groups
+        self.batch = batch
+        self.messages = messages
+        self.cache = KeyValueCache()
+        self.denominator = denominator
+        self.stopwatch = stopwatch
+        self.activations = activations
+        self.last_stage = len(pipeline.stages) - 1
+        wide = torch.float64 if pipeline.dtype == torch.float64 else torch.float32
+        self.loss = torch.zeros((), dtype=wide, device=pipeline.device)
+        # What a stage was given and what it made of it, until its backward.
+        self.boundaries: dict[Action, tuple[Tensor | None, Tensor]] = {}
+
+    def run(self, action: Action) -> None:
+        """Run one action, its receive before it and its send after it."""
+        if action.kind == FORWARD:
+            with self.activations or nullcontext():
+                self._forward(action)
+        else:
+            self._backward(action)
+        if self.activations is not None:
+            # What a backward leaves for others: sent gradients, those of earlier slices' keys.
+            self.activations.add([*self.messages.held, *self.cache.gradients])
+            self.activations.sample()
+
+    def _forward(self, action: Action) -> None:
+        micro_batch = self.batch.micro_batches[action.micro_batch]
+        training = torch.is_grad_enabled()
+        hidden = None
+        if action.stage > 0:
+            hidden = self._receive(action, action.stage - 1, micro_batch)
+            hidden.requires_grad_(training)
+        with self._timed(action):
+            output = self.model(
+                micro_batch.with_cache(self.cache),
+                hidden,
+                self.pipeline.stages[action.stage],
+                groups=self.groups,
+            )
+        if training:
+            self.boundaries[action] = (hidden, output)
+        if action.stage == self.last_stage:
+            self.loss += output.detach()
+        else:
+            self._send(action, action.stage + 1, output.detach(), micro_batch)
+
+    def _backward(self, action: Action) -> None:
+        micro_batch = self.batch.micro_batches[action.micro_batch]
+        hidden, output = self.boundaries.pop(action._replace(kind=FORWARD))
+        if action.stage == self.last_stage:
+            gradient = torch.full_like(output, 1.0 / self.denominator)
+        else:
+            gradient = self._receive(action, action.stage + 1, micro_batch)
+        with self._timed(action):
+            torch.autograd.backward(output, gradient)
+        self.cache.drop(action.micro_batch, self.pipeline.stages[action.stage])
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._send(action, action.stage - 1, hidden.grad, micro_batch)
+
+    def _timed(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch.action(action)
+
+    def _shape(self, micro_batch: MicroBatchTensors) -> tuple[int, int]:
+        return micro_batch.rows // self.pipeline.at.mesh.tensor, self.pipeline.hidden_size
+
+    def _send(
+        self, action: Action, stage: int, tensor: Tensor, micro_batch: MicroBatchTensors
+    ) -> None:
+        tensor = tensor.contiguous()
+        wanted = self._shape(micro_batch)
+        assert tensor.shape == wanted, (action, tensor.shape, wanted)
+        assert tensor.dtype == self.pipeline.dtype, (action, tensor.dtype, self.pipeline.dtype)
+        self.messages.send(action, stage, tensor)
+
+    def _receive(self, action: Action, stage: int, micro_batch: MicroBatchTensors) -> Tensor:
+        return self.messages.receive(action, stage, self._shape(micro_batch))

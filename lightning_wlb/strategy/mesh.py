@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_wlb.arguments import whole
+from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import AXES, Mesh
 
 Size = int | Literal["auto"]
@@ -102,6 +103,15 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
     return mesh["data", "context"]._flatten("data_context")
+
+
+def process_groups(mesh: DeviceMesh) -> ProcessGroups:
+    """What a model's forward communicates over on this rank, without groups over replicas."""
+    context, tensor = mesh["context"], mesh["tensor"]
+    return ProcessGroups(
+        context=context.get_group() if context.size() > 1 else None,
+        tensor=tensor.get_group() if tensor.size() > 1 else None,
+    )
 
 
 def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:

@@ -4,7 +4,7 @@
   neighbours that both send first. When a message comes back that the peer sent after it had
   received this one (:mod:`~lightning_wlb.schedule.receipts`), the wait returns at once and the
   tensor is let go of; the rest is waited for at the step's end.
-* Forward and backward messages have a communicator each, so that neither waits in the other's
+* Forward and backward messages have a process group each, so that neither waits in the other's
   queue, and so have those that close the ring of virtual stages; within one, messages of a pair
   are in FIFO order, since NCCL ignores tags.
 * A stage that sends to another one of its own rank passes the tensor on.
@@ -13,13 +13,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_wlb.schedule.actions import Action, channel_of
-from lightning_wlb.strategy.pipeline import Pipeline
+from lightning_wlb.mesh import Rank
+from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.schedule.actions import Action, Channel, channel_of
+from lightning_wlb.schedule.programs import program_of
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline that a rank is in: its stages, its schedule, and how its messages travel.
+
+    Stage s runs on place ``s % P`` of the pipeline's P ranks: with as many stages as ranks each
+    has one, with V times as many each has V (virtual stages).
+
+    Args:
+        at: where this rank stands in the mesh.
+        stages: layers of every stage, by global layer number.
+        schedule: name of the schedule (``lightning_wlb.schedule.programs.SCHEDULES``).
+        groups: the communicator of each channel; empty for a single rank.
+        hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
+        dtype: of boundary tensors.
+        device: of boundary tensors.
+    """
+
+    at: Rank
+    stages: tuple[range, ...]
+    schedule: str
+    groups: Mapping[Channel, dist.ProcessGroup]
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global rank at each place of the pipeline."""
+        return self.at.group("pipeline")
+
+    def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
+        """What this rank and its neighbours do in a step, by place in the pipeline.
+
+        See :func:`~lightning_wlb.schedule.programs.program_of`.
+
+        Args:
+            replicas: plans of all replicas, as they are executed (``prediction.executed``).
+            number: this replica's.
+        """
+        ranks, virtual_stages = self.at.mesh.pipeline, self.at.mesh.virtual_stages
+        return {
+            place: program_of(self.schedule, place, ranks, virtual_stages, replicas, number)
+            for place in {(self.at.pipeline + step) % ranks for step in (-1, 0, 1)}
+        }
 
 
 class Messages:

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_wlb.models.tensor_parallel import shard_parameters
-from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy import fsdp
+from lightning_wlb.strategy.gradients import Tie, find_ties
 from lightning_wlb.strategy.mesh import data_context
-from lightning_wlb.strategy.tied import Tie, find_ties
 
 
 def parallelize(
@@ -39,8 +39,7 @@ def parallelize(
 
     Args:
         model: has ``embed``, ``layers`` (a ModuleDict keyed by global layer number), ``head``,
-            ``set_parallel_groups(context, tensor)``, and for tensor parallelism
-            ``tensor_parallel_plan()``.
+            and for tensor parallelism ``tensor_parallel_plan(size)``.
         mesh: from :func:`~lightning_wlb.strategy.mesh.device_mesh`.
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
         initialise: fills every parameter of the module with its first value.
@@ -51,17 +50,13 @@ def parallelize(
     Returns:
         The weights that the model's two ends share.
     """
-    model_: Any = model
     ties = find_ties(model)
     keep_stages(model, stages, mesh["pipeline"].get_local_rank(), mesh["pipeline"].size())
 
     tensor_mesh = mesh["tensor"]
-    model_.set_parallel_groups(
-        context=mesh["context"].get_group() if mesh["context"].size() > 1 else None,
-        tensor=tensor_mesh.get_group() if tensor_mesh.size() > 1 else None,
-    )
     if tensor_mesh.size() > 1:
-        shard_parameters(model, tensor_mesh, model_.tensor_parallel_plan())
+        plan = cast(Any, model).tensor_parallel_plan(tensor_mesh.size())
+        shard_parameters(model, tensor_mesh, plan)
 
     deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred:
@@ -77,7 +72,7 @@ def parallelize(
         lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None),
     )
 
-    fully_sharded.shard(model, _units(model, ties), data_context(mesh), policy)
+    fsdp.shard(model, _units(model, ties), data_context(mesh), policy)
     return ties
 
 

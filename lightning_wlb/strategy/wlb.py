@@ -35,20 +35,19 @@ from lightning_wlb.arguments import choice, whole
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.planning.predict import model_stages
-from lightning_wlb.schedule.registry import SCHEDULES, make_program
+from lightning_wlb.prediction.predictor import model_stages
+from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import checkpoint as checkpoints
-from lightning_wlb.strategy import fully_sharded
+from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
-from lightning_wlb.strategy.clip import clip_gradients
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.mesh import Size
+from lightning_wlb.strategy.gradients import Tie, add_tied_gradients, clip_gradients
+from lightning_wlb.strategy.launch import MeshStrategy
+from lightning_wlb.strategy.mesh import Size, process_groups
+from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.pipeline import Pipeline
 from lightning_wlb.strategy.precision import WLBPrecision
-from lightning_wlb.strategy.processes import MeshStrategy
 from lightning_wlb.strategy.signals import EndOnSignal
-from lightning_wlb.strategy.tied import Tie, add_tied_gradients
 
 
 class WLBStrategy(MeshStrategy):
@@ -94,7 +93,7 @@ class WLBStrategy(MeshStrategy):
         if virtual_pipeline_size is None:
             virtual_pipeline_size = 2 if schedule == "interleaved" else 1
         virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
-        make_program(schedule, 0, 1, 0, virtual_pipeline_size)  # whether the two go together
+        check_stages(schedule, virtual_pipeline_size)  # whether the two go together
         super().__init__(
             data_parallel_size,
             pipeline_parallel_size,
@@ -211,6 +210,7 @@ class WLBStrategy(MeshStrategy):
                 dtype=precision.compute_dtype,
                 device=self.root_device,
             ),
+            process_groups(self.device_mesh),
             self.communicators.merged,
         )
         precision.clip = partial(self._clip, model)
@@ -260,7 +260,7 @@ class WLBStrategy(MeshStrategy):
         module = self.lightning_module
         assert module is not None
         self.precision_plugin.pre_backward(closure_loss, module)
-        fully_sharded.finish_step(self.executor.model)
+        fsdp.finish_step(self.executor.model)
         add_tied_gradients(
             self.executor.model,
             self._ties,

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.reference import dense_attention
-from lightning_wlb.attention.sharding import Layout, RankIndices, rank_indices
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 
 HALF = [97, 1, 31, 300]
 """A micro-batch for half types."""
@@ -133,7 +134,7 @@ def errors_by_keys(
     def attend(
         q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, attention: VarlenAttention
     ) -> Tensor:
-        return context_parallel_attention(lambda: q, k, v, metadata, as_it_is, attention, group)
+        return context_parallel_attention(lambda: q, k, v, as_it_is, metadata, attention, group)
 
     kernels = int(len(indices.offset) > 0)
     return rank_errors(attend, made, indices, kernels, dtype=dtype, sliding_window=sliding_window)

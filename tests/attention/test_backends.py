@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_wlb.attention.gpu_kernels import load_torch
+from lightning_wlb.attention.kernels_gpu import load_torch
 from lightning_wlb.attention.varlen import VarlenAttention, available_backends
 from tests.attention.support import (
     SEGMENTS,

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_wlb.attention.sharding import SHARDINGS, layout, rank_indices
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.sharding import SHARDINGS, layout, rank_indices
 from tests.attention.support import HALF, errors_by_keys, everything, tokens_of
 from tests.ranks import run_ranks
 

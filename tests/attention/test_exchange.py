@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_wlb.attention import context_parallel
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.sharding import layout, rank_indices
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import as_it_is
 from tests.ranks import run_ranks
 
@@ -32,7 +33,7 @@ def key_gradient(rank: int) -> float:
     v = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     attention = VarlenAttention("cpu")
     out = context_parallel_attention(
-        lambda: q, k, v, metadata, as_it_is, attention, dist.group.WORLD
+        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD
     )
     share = [[256.0, 1.0], [1.0, 0.0]][rank]
     (gradient,) = torch.autograd.grad(out, v, torch.tensor(share).reshape(2, 1, 1).bfloat16())
@@ -61,7 +62,7 @@ def kept_keys(rank: int, recomputed: bool) -> list[bool]:
     attention.timer = Recorder(events)
     q, k, v = inputs
     out = context_parallel_attention(
-        lambda: q, k, v, metadata, as_it_is, attention, dist.group.WORLD
+        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD
     )
     kept = [not torch.UntypedStorage._expired(each) for each in storages]
     gather = context_parallel._all_gather
@@ -134,8 +135,8 @@ def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> 
             lambda: Project.apply(hidden, "queries"),
             k,
             v,
-            metadata,
             lambda out: Project.apply(out, "output"),
+            metadata,
             VarlenAttention("cpu"),
             dist.group.WORLD,
         )
@@ -180,7 +181,7 @@ def mismatch(rank: int) -> None:
     )
     attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 2 rank\(s\).*made without context parallelism"):
-        context_parallel_attention(lambda: q, q, q, metadata, as_it_is, attention, dist.group.WORLD)
+        context_parallel_attention(lambda: q, q, q, as_it_is, metadata, attention, dist.group.WORLD)
 
 
 def test_metadata_of_another_mesh_is_refused() -> None:
@@ -190,12 +191,12 @@ def test_metadata_of_another_mesh_is_refused() -> None:
     metadata = AttentionMetadata.from_indices(rank_indices(made, 0), made.rows, 2)
     attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 1 rank\(s\).*made for context parallelism"):
-        context_parallel_attention(lambda: q, q, q, metadata, as_it_is, attention, None)
+        context_parallel_attention(lambda: q, q, q, as_it_is, metadata, attention, None)
     with pytest.raises(ValueError, match=r"k has 5 rows.*describes 4 rows"):
         context_parallel_attention(
-            lambda: q, q.repeat(5, 1, 1)[:5], q, metadata, as_it_is, attention, None
+            lambda: q, q.repeat(5, 1, 1)[:5], q, as_it_is, metadata, attention, None
         )
     alone = layout("per_document", [4], 1, 1)
     metadata = AttentionMetadata.from_indices(rank_indices(alone, 0), 4, 1)
     with pytest.raises(ValueError, match=r"q has 3 rows.*describes 4 rows"):
-        context_parallel_attention(lambda: q[:3], q, q, metadata, as_it_is, attention, None)
+        context_parallel_attention(lambda: q[:3], q, q, as_it_is, metadata, attention, None)

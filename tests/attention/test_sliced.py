@@ -12,12 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.kv_cache import KeyValueCache, SliceMetadata
-from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.sliced import sliced_attention
-from lightning_wlb.attention.slices import SlicedReplica
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.plan import Slice
+from lightning_wlb.sharding import layout
+from lightning_wlb.sharding.slices import SlicedReplica
 
 
 class Seen(VarlenAttention):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_wlb.attention import varlen
-from lightning_wlb.attention.sharding import layout, rank_indices
-from lightning_wlb.attention.varlen import AttentionMetadata, VarlenAttention
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import (
     SEGMENTS,
     Segments,

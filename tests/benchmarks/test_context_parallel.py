@@ -10,10 +10,10 @@ from rich.console import Console
 
 from benchmarks import context_parallel, context_parallel_gpu
 from benchmarks.context_parallel import PAPER
-from lightning_wlb.attention.cpu_kernel import cpu_attention
-from lightning_wlb.attention.sharding import SHARDINGS
+from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.sharding import SHARDINGS
 
 
 def test_rows_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

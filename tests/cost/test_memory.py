@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_wlb.attention.sharding import layout, rank_indices
-from lightning_wlb.attention.varlen import AttentionMetadata
+from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.sharding import layout, rank_indices
 
 CONFIG = TransformerConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=176, vocab_size=256)
 

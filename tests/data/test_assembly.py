@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.attention.sharding import SHARDINGS, layout
-from lightning_wlb.attention.slices import OWN
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import IGNORE, StepBatch
@@ -18,6 +16,8 @@ from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.sharding import SHARDINGS, layout
+from lightning_wlb.sharding.slices import OWN
 
 DOCUMENT = 1000  # token t of document d is d·DOCUMENT + t
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.attention.sharding import choose
 from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.sharding import choose
 from tests.data.test_datamodule import SHAPE, data
 
 

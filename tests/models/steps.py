@@ -6,13 +6,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_wlb.attention.sharding import layout
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.sharding import layout
 
 VOCABULARY = 24
 LENGTHS = (1, 2, 13, 7, 40, 3, 22)

@@ -5,6 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows, shard_parameters
@@ -27,14 +28,14 @@ def _gradients(rank, context_size, tensor_size, options, checkpointing, masked, 
             model = Transformer(config(**options), activation_checkpointing=checkpointing).double()
     else:
         model = build(options, checkpointing)
-    model.set_parallel_groups(mesh["cp"].get_group(), mesh["tp"].get_group())
-    shard_parameters(model, mesh["tp"], model.tensor_parallel_plan())
+    groups = ProcessGroups(mesh["cp"].get_group(), mesh["tp"].get_group())
+    shard_parameters(model, mesh["tp"], model.tensor_parallel_plan(tensor_size))
     if meta:
         model.to_empty(device="cpu")
         initialise(model, 7, lambda name: 0.3, model.tied)
     at = Mesh(context=context_size, tensor=tensor_size).coordinate(rank)
     batch = step_batch(documents(), GROUPS, loss_masks() if masked else None, at)
-    total = sum(model(micro_batch) for micro_batch in batch.micro_batches)
+    total = sum(model(micro_batch, groups=groups) for micro_batch in batch.micro_batches)
     total.backward()
     gradients = {}
     for name, parameter in model.named_parameters():

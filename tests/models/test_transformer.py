@@ -5,7 +5,8 @@ import torch
 
 from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.models.initialise import initialise
-from lightning_wlb.models.transformer import Transformer, rotate, rotation
+from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
+from lightning_wlb.models.transformer import Transformer
 from tests.models.steps import GROUPS, PIECES, config, documents, loss_masks, step_batch
 from tests.oracle import count_targets, oracle, relative_error
 
@@ -103,15 +104,15 @@ def test_rotation_depends_on_distance_only_and_is_exact_far_out():
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
 
     def score(at, other):
-        turns = rotation(torch.tensor([at, other]), sizes, torch.float64)
-        return (rotate(q, turns[:1]) * rotate(k, turns[1:])).sum().item()
+        freqs = rotary_frequencies(torch.tensor([at, other]), sizes, torch.float64)
+        return (apply_rotary(q, freqs[:1]) * apply_rotary(k, freqs[1:])).sum().item()
 
     assert score(5, 2) == pytest.approx(score(1_000_005, 1_000_002), abs=1e-8)
     assert score(5, 2) != pytest.approx(score(2, 5), abs=1e-3)
-    turns = rotation(torch.tensor([1_000_003]), sizes, torch.float32)
-    assert turns.dtype == torch.complex64
-    # The fastest pair turns by 1 rad per position: cos(1000003) is -0.8779865.
-    assert turns[0, 0].real.item() == pytest.approx(-0.8779865, abs=1e-6)
+    freqs = rotary_frequencies(torch.tensor([1_000_003]), sizes, torch.float32)
+    assert freqs.dtype == torch.complex64
+    # The fastest pair freqs by 1 rad per position: cos(1000003) is -0.8779865.
+    assert freqs[0, 0].real.item() == pytest.approx(-0.8779865, abs=1e-6)
 
 
 def test_bfloat16_rows_keep_their_type():

@@ -10,9 +10,9 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
-from lightning_wlb.planning.predict import Predictor
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan, unsharded
 from lightning_wlb.planning.slicing import slice_pieces
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.simulate import simulate

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.attention.sharding import choose, layout
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.sharding import choose, layout
 
 # Forward and backward of d tokens: d·(d + 20).
 work = Work(PassWork(6, 1), PassWork(13, 1))

@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 from lightning_wlb.schedule.actions import (
     Action,
     channel_of,
-    check_schedule,
     format_program,
     parse_program,
     source_of,
     target_of,
 )
-from lightning_wlb.schedule.one_f_one_b import one_f_one_b
+from lightning_wlb.schedule.proof import check_schedule
+from tests.schedule.textbook import one_f_one_b
 
 
 def test_an_action_prints_and_parses():
@@ -68,12 +68,12 @@ def parse(*programs):
     return [parse_program(program) for program in programs]
 
 
-def test_several_stages_per_rank():
-    check_schedule(parse("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"), 1, stages_per_rank=2)
+def test_virtual_stages():
+    check_schedule(parse("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"), 1, virtual_stages=2)
 
 
 def test_stages_of_one_rank_pass_locally():
-    check_schedule(parse("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"), 2, stages_per_rank=2)
+    check_schedule(parse("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"), 2, virtual_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_stages_of_one_rank_pass_locally():
 )
 def test_a_wrong_order_on_one_rank_is_named(program, message):
     with pytest.raises(ValueError, match=message):
-        check_schedule(parse(program), 1, stages_per_rank=2)
+        check_schedule(parse(program), 1, virtual_stages=2)
 
 
 def test_messages_of_a_channel_leave_in_order():
     """Rank 1 takes micro-batch 1 first, rank 0 sends micro-batch 0 first."""
     programs = parse("0F0 0F1 2F1 2F0 2B0 2B1 0B0 0B1", "1F1 1F0 3F1 3F0 3B0 3B1 1B0 1B1")
     with pytest.raises(ValueError, match="rank 1 waits for the message that 1F1 needs from rank 0"):
-        check_schedule(programs, 2, stages_per_rank=2)
+        check_schedule(programs, 2, virtual_stages=2)
 
 
 def test_the_ring_closes_on_a_channel_of_its_own():

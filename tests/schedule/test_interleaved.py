@@ -1,7 +1,12 @@
 import pytest
 
-from lightning_wlb.schedule.actions import Action, check_schedule, format_program
-from lightning_wlb.schedule.interleaved import interleaved
+from lightning_wlb.schedule.actions import Action, format_program
+from lightning_wlb.schedule.programs import make_program
+from lightning_wlb.schedule.proof import check_schedule
+
+
+def interleaved(rank, ranks, micro_batches, virtual_stages):
+    return make_program("interleaved", rank, ranks, micro_batches, virtual_stages)
 
 
 def test_interleaved_of_the_textbook():
@@ -18,13 +23,13 @@ def test_micro_batches_that_do_not_divide_by_the_ranks():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("stages_per_rank", [1, 2, 3, 4])
-def test_no_deadlock_whatever_the_micro_batches(ranks, stages_per_rank):
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3, 4])
+def test_no_deadlock_whatever_the_micro_batches(ranks, virtual_stages):
     for micro_batches in [*range(3 * ranks + 2), 5 * ranks + 1]:
         programs = [
-            interleaved(rank, ranks, micro_batches, stages_per_rank) for rank in range(ranks)
+            interleaved(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)
         ]
-        check_schedule(programs, micro_batches, stages_per_rank)
+        check_schedule(programs, micro_batches, virtual_stages)
 
 
 @pytest.mark.parametrize("micro_batches", [15, 17, 31, 64])
@@ -35,14 +40,14 @@ def test_no_deadlock_on_sixteen_ranks(micro_batches):
 
 @pytest.mark.parametrize(("micro_batches", "largest"), [(4, 4), (8, 4), (9, 5), (11, 6), (64, 4)])
 def test_open_stage_passes_are_bounded_by_the_warm_up(micro_batches, largest):
-    ranks, stages_per_rank = 4, 3
+    ranks, virtual_stages = 4, 3
     for rank in range(ranks):
         opened, most = 0, 0
-        for action in interleaved(rank, ranks, micro_batches, stages_per_rank):
+        for action in interleaved(rank, ranks, micro_batches, virtual_stages):
             opened += 1 if action.kind == "F" else -1
             most = max(most, opened)
-        warm_up = 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * largest
-        assert most == min(micro_batches * stages_per_rank, warm_up + 1)
+        warm_up = 2 * (ranks - 1 - rank) + (virtual_stages - 1) * largest
+        assert most == min(micro_batches * virtual_stages, warm_up + 1)
 
 
 def test_a_short_last_group_would_deadlock():

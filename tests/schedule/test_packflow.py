@@ -3,10 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.schedule.actions import check_schedule, format_program
-from lightning_wlb.schedule.interleaved import interleaved
-from lightning_wlb.schedule.one_f_one_b import one_f_one_b
 from lightning_wlb.schedule.packflow import backward_order, packflow, planned_warm_up
+from lightning_wlb.schedule.proof import check_schedule, format_program
+from tests.schedule.textbook import interleaved, one_f_one_b
 
 
 def chains(lengths):
@@ -55,13 +54,13 @@ def test_without_slices_it_is_1f1b(ranks, micro_batches):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("stages_per_rank", [2, 3])
-def test_without_slices_and_with_virtual_stages_it_is_interleaved(ranks, stages_per_rank):
+@pytest.mark.parametrize("virtual_stages", [2, 3])
+def test_without_slices_and_with_virtual_stages_it_is_interleaved(ranks, virtual_stages):
     for micro_batches in range(3 * ranks + 2):
         order, needs = chains([1] * micro_batches)
         for rank in range(ranks):
-            assert packflow(rank, ranks, order, needs, stages_per_rank) == interleaved(
-                rank, ranks, micro_batches, stages_per_rank
+            assert packflow(rank, ranks, order, needs, virtual_stages) == interleaved(
+                rank, ranks, micro_batches, virtual_stages
             )
 
 
@@ -70,12 +69,12 @@ def test_without_slices_and_with_virtual_stages_it_is_interleaved(ranks, stages_
     st.integers(1, 6),
     st.integers(1, 3),
 )
-def test_no_deadlock_whatever_the_chains(lengths, ranks, stages_per_rank):
+def test_no_deadlock_whatever_the_chains(lengths, ranks, virtual_stages):
     order, needs = chains(lengths)
-    programs = [packflow(rank, ranks, order, needs, stages_per_rank) for rank in range(ranks)]
-    check_schedule(programs, len(order), stages_per_rank)
+    programs = [packflow(rank, ranks, order, needs, virtual_stages) for rank in range(ranks)]
+    check_schedule(programs, len(order), virtual_stages)
     for rank, program in enumerate(programs):
-        for stage in range(rank, ranks * stages_per_rank, ranks):
+        for stage in range(rank, ranks * virtual_stages, ranks):
             of_stage = [action for action in program if action.stage == stage]
             assert [a.micro_batch for a in of_stage if a.kind == "B"] == order
             for place, (micro_batch, need) in enumerate(zip(order, needs, strict=True)):
@@ -84,11 +83,11 @@ def test_no_deadlock_whatever_the_chains(lengths, ranks, stages_per_rank):
 
 
 @given(st.data(), st.integers(1, 10), st.integers(1, 5), st.integers(1, 3))
-def test_no_deadlock_whatever_the_order_and_needs(data, count, ranks, stages_per_rank):
+def test_no_deadlock_whatever_the_order_and_needs(data, count, ranks, virtual_stages):
     order = data.draw(st.permutations(range(count)))
     needs = [data.draw(st.integers(index + 1, count)) for index in order]
-    programs = [packflow(rank, ranks, order, needs, stages_per_rank) for rank in range(ranks)]
-    check_schedule(programs, count, stages_per_rank)
+    programs = [packflow(rank, ranks, order, needs, virtual_stages) for rank in range(ranks)]
+    check_schedule(programs, count, virtual_stages)
 
 
 def test_order_and_needs_of_a_plan():

@@ -1,9 +1,52 @@
 import pytest
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.schedule.actions import check_replicas, format_program
-from lightning_wlb.schedule.programs import meetings_of, program_of
-from lightning_wlb.schedule.registry import make_program
+from lightning_wlb.schedule.actions import format_program
+from lightning_wlb.schedule.programs import (
+    SCHEDULES,
+    make_program,
+    make_programs,
+    meetings_of,
+    program_of,
+)
+from lightning_wlb.schedule.proof import check_replicas, check_schedule
+
+
+def test_gpipe_is_all_forwards_then_all_backwards():
+    assert [format_program(program) for program in make_programs("gpipe", 2, 3)] == [
+        "0F0 0F1 0F2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 1B0 1B1 1B2",
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [0, 1, 2, 3, 5, 8, 9, 17])
+def test_every_schedule_is_complete_and_free_of_deadlock(schedule, ranks, micro_batches):
+    check_schedule(make_programs(schedule, ranks, micro_batches), micro_batches)
+
+
+def test_a_program_is_one_of_the_programs():
+    for schedule in SCHEDULES:
+        programs = make_programs(schedule, 3, 4)
+        assert programs == [make_program(schedule, rank, 3, 4) for rank in range(3)]
+        assert len({tuple(program) for program in programs}) == 3
+
+
+def test_an_unknown_schedule_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="'zero-bubble': choose one of 1f1b, gpipe, interleaved"):
+        make_program("zero-bubble", 0, 2, 4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_schedules_of_whole_stages_refuse_several_per_rank(schedule):
+    with pytest.raises(ValueError, match=f"'{schedule}' runs one stage per rank, not 2"):
+        make_program(schedule, 0, 2, 4, virtual_stages=2)
+
+
+def test_a_rank_runs_at_least_one_stage():
+    with pytest.raises(ValueError, match="virtual_stages=0"):
+        make_program("interleaved", 0, 2, 4, virtual_stages=0)
 
 
 def replica_of(*chains, shared=(0,), number=0):
@@ -18,11 +61,13 @@ def replica_of(*chains, shared=(0,), number=0):
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 
-@pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
-def test_whole_pieces_run_the_schedule(schedule, per_rank):
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)]
+)
+def test_whole_pieces_run_the_schedule(schedule, virtual_stages):
     replicas = [replica_of(1, 1, 1)]
-    assert program_of(schedule, 1, 2, per_rank, replicas, 0) == make_program(
-        schedule, 1, 2, 3, per_rank
+    assert program_of(schedule, 1, 2, virtual_stages, replicas, 0) == make_program(
+        schedule, 1, 2, 3, virtual_stages
     )
 
 

@@ -3,10 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.schedule.actions import parse_program, source_of, target_of
-from lightning_wlb.schedule.interleaved import interleaved
-from lightning_wlb.schedule.one_f_one_b import one_f_one_b
 from lightning_wlb.schedule.packflow import packflow
 from lightning_wlb.schedule.receipts import receipts
+from tests.schedule.textbook import interleaved, one_f_one_b
 
 
 def of_rank(programs, rank, stages=None):
@@ -41,19 +40,19 @@ def test_what_a_message_proves():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("stages_per_rank", [1, 2])
-def test_what_is_held_depends_on_the_pipeline_and_not_on_the_micro_batches(ranks, stages_per_rank):
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_what_is_held_depends_on_the_pipeline_and_not_on_the_micro_batches(ranks, virtual_stages):
     def most(micro_batches):
         programs = [
             one_f_one_b(rank, ranks, micro_batches)
-            if stages_per_rank == 1
-            else interleaved(rank, ranks, micro_batches, stages_per_rank)
+            if virtual_stages == 1
+            else interleaved(rank, ranks, micro_batches, virtual_stages)
             for rank in range(ranks)
         ]
-        return [most_held(programs, rank, ranks * stages_per_rank) for rank in range(ranks)]
+        return [most_held(programs, rank, ranks * virtual_stages) for rank in range(ranks)]
 
     assert most(8 * ranks) == most(32 * ranks)
-    assert max(most(32 * ranks)) <= 4 * ranks * stages_per_rank
+    assert max(most(32 * ranks)) <= 4 * ranks * virtual_stages
 
 
 @given(st.data(), st.integers(1, 8), st.integers(2, 4), st.integers(1, 2))

@@ -5,13 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.schedule.actions import check_replicas, parse_program
+from lightning_wlb.schedule.actions import parse_program
 from lightning_wlb.schedule.packflow import (
     backward_order,
     backward_orders,
     packflow,
     planned_warm_up,
 )
+from lightning_wlb.schedule.proof import check_replicas
 from lightning_wlb.schedule.simulate import simulate, simulate_replicas
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.schedule.actions import Action, parse_program
-from lightning_wlb.schedule.registry import make_programs
+from lightning_wlb.schedule.programs import make_programs
 from lightning_wlb.schedule.simulate import simulate, simulate_replicas
 
 
@@ -60,9 +60,9 @@ def watch_the_clock(programs, duration, transfer):
     return spans
 
 
-def random_programs(choose, ranks, stages_per_rank, micro_batches):
+def random_programs(choose, ranks, virtual_stages, micro_batches):
     """Programs in an order in which they could have run: any ready action, on any rank."""
-    stages = ranks * stages_per_rank
+    stages = ranks * virtual_stages
     programs = [[] for _ in range(ranks)]
     done = set()
     todo = {Action(s, k, m) for s in range(stages) for k in "FB" for m in range(micro_batches)}
@@ -150,11 +150,11 @@ def test_equal_micro_batches(schedule, ranks, micro_batches, forward, backward):
 @given(
     st.integers(1, 8), st.integers(1, 4), st.integers(1, 28), st.integers(1, 50), st.integers(1, 50)
 )
-def test_interleaving_divides_the_bubble(ranks, stages_per_rank, micro_batches, forward, backward):
+def test_interleaving_divides_the_bubble(ranks, virtual_stages, micro_batches, forward, backward):
     """Also where the micro-batches do not divide by the ranks, or are fewer."""
-    programs = make_programs("interleaved", ranks, micro_batches, stages_per_rank)
+    programs = make_programs("interleaved", ranks, micro_batches, virtual_stages)
     found = simulate(programs, lambda a: forward if a.kind == "F" else backward)
-    passes = stages_per_rank * max(micro_batches, ranks) + min(micro_batches, ranks) - 1
+    passes = virtual_stages * max(micro_batches, ranks) + min(micro_batches, ranks) - 1
     assert found.total_ns == passes * (forward + backward)
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from lightning_wlb.attention.sharding import ADAPTIVE, layout
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.sampler import StepDataset
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from lightning_wlb.sharding import ADAPTIVE, layout
 from tests.strategy.harness import WINDOW, Case, documents
 
 MICRO_BATCHES = 5

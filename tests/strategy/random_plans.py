@@ -12,7 +12,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.sharding import layout
+from lightning_wlb.attention.process_groups import NO_GROUPS
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
@@ -22,9 +22,9 @@ from lightning_wlb.models.transformer import ActivationCheckpointing, Transforme
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.strategy.messages import Messages
-from lightning_wlb.strategy.pipeline import Pipeline
-from lightning_wlb.strategy.step import Step
+from lightning_wlb.sharding import layout
+from lightning_wlb.strategy.executor import Step
+from lightning_wlb.strategy.messages import Messages, Pipeline
 from tests.models.steps import config, documents
 
 SHARDING = "per_document_contiguous"
@@ -132,7 +132,7 @@ def run_step(
         dtype=torch.float64,
         device=torch.device("cpu"),
     )
-    step = Step(model, pipeline, batch, Messages(pipeline, {}), 1, None, None)
+    step = Step(model, pipeline, NO_GROUPS, batch, Messages(pipeline, {}), 1, None, None)
     program = program_of(pipeline.schedule, 0, 1, stages, batch.executed, 0)
     for action in program:
         step.run(action)

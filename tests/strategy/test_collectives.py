@@ -9,9 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.strategy.collectives import own_group
-from lightning_wlb.strategy.merged import MergedGroups
-from lightning_wlb.strategy.pipeline import pipeline_groups
+from lightning_wlb.strategy.process_groups import MergedGroups, own_group, pipeline_groups
 from tests.ranks import run_ranks
 
 MESH = Mesh(data=32, pipeline=8, context=2, tensor=2)

@@ -4,11 +4,11 @@ import time
 import lightning.pytorch as L
 import pytest
 
-from lightning_wlb.schedule.one_f_one_b import one_f_one_b
 from lightning_wlb.strategy import executor, messages
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
+from tests.schedule.textbook import one_f_one_b
 from tests.strategy.harness import CASES, WINDOW, data, module, trainer
 
 

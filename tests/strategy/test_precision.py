@@ -10,6 +10,7 @@ import lightning_wlb  # noqa: F401  registers "wlb"
 from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
+from tests.strategy.changed_plans import changed_data
 from tests.strategy.harness import SMALL, data, module, reference, trainer
 
 CASE = SMALL
@@ -103,8 +104,31 @@ def test_dtypes(results, mesh, precision, rest, compute, wide):
         }
 
 
+SHARED = [("none", (1, 1, 2, 1)), ("none", (1, 1, 1, 2)), ("merged", (2, 1, 1, 1))]
+
+
+def runs_with_groups(rank: int) -> list[list[float]]:
+    losses = []
+    for change, mesh in SHARED:
+        watch = Watch()
+        batches = data(CASE) if change == "none" else changed_data(CASE, change)
+        runner = trainer(
+            WLBStrategy(*mesh), 2, precision="bf16-mixed", callbacks=[watch], max_steps=4
+        )
+        runner.fit(module(CASE), batches)
+        losses.append(watch.losses)
+    return losses
+
+
+def test_process_groups_pass_where_fsdp_casts_arguments():
+    """It rebuilds every dataclass among the arguments of a module's forward."""
+    for rank in run_ranks(runs_with_groups, 2, process_group=False):
+        for losses in rank:
+            assert losses == pytest.approx(exact(), rel=5e-3)
+
+
 def test_bfloat16_is_reduced_in_float32():
-    """What that is worth is in test_fully_sharded.py."""
+    """What that is worth is in test_fsdp.py."""
     for precision in ("bf16-true", "bf16-mixed"):
         policy = WLBPrecision(precision).policy
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)

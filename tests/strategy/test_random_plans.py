@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning.units import units
-from lightning_wlb.schedule.actions import check_schedule
+from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.schedule.proof import check_schedule
 from lightning_wlb.schedule.simulate import simulate
 from tests.models.steps import documents
 from tests.oracle import oracle, relative_error
@@ -62,20 +62,20 @@ def test_legal_plans_run_with_the_gradients_of_dense_attention(lengths, draw, ki
 
 @given(LENGTHS, RANDOM, st.sampled_from(KINDS), st.integers(1, 4), st.sampled_from([1, 2]))
 @settings(max_examples=40)
-def test_legal_plans_simulate_without_deadlock(lengths, draw, kind, ranks, stages_per_rank):
+def test_legal_plans_simulate_without_deadlock(lengths, draw, kind, ranks, virtual_stages):
     replica = units(random_replica(draw, lengths, kind), 1, 1)
-    schedule = "1f1b" if stages_per_rank == 1 else "interleaved"
+    schedule = "1f1b" if virtual_stages == 1 else "interleaved"
     programs = [
-        program_of(schedule, rank, ranks, stages_per_rank, [replica], 0) for rank in range(ranks)
+        program_of(schedule, rank, ranks, virtual_stages, [replica], 0) for rank in range(ranks)
     ]
-    check_schedule(programs, len(replica.forward), stages_per_rank)
+    check_schedule(programs, len(replica.forward), virtual_stages)
 
     def work(action):
         return replica.tokens_of(replica.forward[action.micro_batch])
 
     step = simulate(programs, lambda action: work(action) * (1 if action.kind == "F" else 2))
     # Every token passes every stage, forward and backward.
-    assert sum(step.busy_ns) == 3 * sum(lengths) * ranks * stages_per_rank
+    assert sum(step.busy_ns) == 3 * sum(lengths) * ranks * virtual_stages
     assert step.total_ns >= max(step.busy_ns)
 
 

@@ -170,7 +170,8 @@ def require(solver: str) -> None:
     if solver == "highs" and importlib.util.find_spec("highspy") is None:
         raise ModuleNotFoundError(
             "solver='highs' needs highspy, which is not installed. Install it with"
-            " `pip install '.[highs]'` in a clone, or leave the solver to 'cbc', which comes with PuLP.",
+            " `pip install '.[highs]'` in a clone, or leave the solver to 'cbc', which comes with"
+            " PuLP.",
             name="highspy",
         )
 

@@ -27,8 +27,8 @@ def plans(steps, lengths=None, window=WINDOW, **mesh):
     return [tuple(each.next_step() for each in planner.values()) for _ in range(steps)]
 
 
-def longest(plan, stages=4, per_rank=1):
-    mesh = Mesh(pipeline=stages, virtual_stages=per_rank)
+def longest(plan, stages=4, virtual_stages=1):
+    mesh = Mesh(pipeline=stages, virtual_stages=virtual_stages)
     judge = PipelineJudge(LLAMA2_7B_LAYER, mesh, FORWARD(WINDOW // OVERHEAD))
     return judge(plan.replicas).time
 

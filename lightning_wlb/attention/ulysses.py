@@ -1,0 +1,151 @@
+"""Attention split by heads over the context-parallel group (``sharding="heads"``).
+
+One all-to-all brings every rank its part of the heads of all rows of the micro-batch, one kernel
+call computes whole pieces, and a second all-to-all brings the outputs back to the rows' owners.
+Backward is the same two, in reverse. Rows lie in rank order in the order of the concatenated
+pieces, so what arrives is in order and nothing is copied by index.
+
+Key/value heads fewer than ranks are sent to every rank whose query heads read them; their
+gradients are summed in float32 for half types. Padding rows reach no other rank and are exactly
+zero in output and gradients. Every rank of the group runs the same collectives, also one without
+any token.
+
+Cost: see :mod:`.sharding.heads`. Nothing overlaps: queries, keys and values travel together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lightning_wlb.attention.context_parallel import wide
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.sharding import check_heads
+
+
+def head_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    metadata: AttentionMetadata,
+    attention: VarlenAttention,
+    group: ProcessGroup,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of all rows of a micro-batch, each rank for its part of the heads.
+
+    Args:
+        q: [rows, heads, head_dim], local rows including padding.
+        k: [rows, kv_heads, head_dim].
+        v: [rows, kv_heads, head_dim].
+        metadata: with ``head_rows``; its segments are the whole pieces.
+        attention: the kernel.
+        group: the context-parallel group.
+        scale: factor of the scores, 1 / sqrt(head_dim) unless given.
+
+    Returns:
+        [rows, heads, head_dim], zero in padding rows.
+
+    Raises:
+        ValueError: if the group or the heads do not fit the metadata.
+    """
+    size, own = dist.get_world_size(group), metadata.queries
+    if len(metadata.head_rows) != size or q.shape[0] != metadata.rows:
+        raise ValueError(
+            f"the context-parallel group has {size} rank(s) and q {q.shape[0]} rows, but the"
+            f" metadata was made for {len(metadata.head_rows)} ranks and {metadata.rows} rows. Use"
+            " one context_parallel_size for the strategy and the data."
+        )
+    check_heads(q.shape[1], k.shape[1], size)
+    tokens = sum(metadata.head_rows)
+    whole = replace(metadata, rows=tokens, queries=tokens, key_index=None, head_rows=())
+    q, k, v = q[:own], k[:own], v[:own]
+    if tokens:
+        q, k, v = _to_heads(q, k, v, metadata.head_rows, group)
+    out = attention(q, k, v, whole, scale)
+    if tokens:
+        out = _to_rows(out, own, metadata.head_rows, group)
+    padding = metadata.rows - own
+    return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    """[rows, heads, d] -> [size, rows, heads of a rank, d]; a head may go to several ranks."""
+    rows, heads, width = x.shape
+    if heads < size:
+        return x.transpose(0, 1).repeat_interleave(size // heads, dim=0).unsqueeze(2)
+    return x.view(rows, size, heads // size, width).transpose(0, 1)
+
+
+def _joined(x: Tensor, heads: int) -> Tensor:
+    """[size, rows, heads of a rank, d] -> [rows, heads, d]; several ranks' shares are added."""
+    size, rows, own, width = x.shape
+    copies = size * own // heads
+    if copies > 1:
+        shares = x.view(heads, copies, rows, width)
+        return shares.sum(1, dtype=wide(x.dtype)).to(x.dtype).transpose(0, 1)
+    return x.transpose(0, 1).reshape(rows, heads, width)
+
+
+def _by_heads(x: Tensor, rows: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    """All-to-all of [size, own rows, ...], one entry for each rank, to [rows of all, ...]."""
+    out = x.new_empty(sum(rows), *x.shape[2:])
+    own = [x.shape[1]] * len(rows)
+    dist.all_to_all_single(out, x.flatten(0, 1).contiguous(), list(rows), own, group=group)
+    return out
+
+
+def _by_rows(x: Tensor, own: int, rows: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    """All-to-all of [rows of all, ...] to [size, own rows, ...], one entry from each rank."""
+    size = len(rows)
+    out = x.new_empty(size * own, *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), [own] * size, list(rows), group=group)
+    return out.view(size, own, *x.shape[1:])
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: tuple[int, ...], group: ProcessGroup
+    ) -> tuple[Tensor, ...]:
+        ctx.own, ctx.rows, ctx.group = q.shape[0], rows, group
+        ctx.heads = [x.shape[1] for x in (q, k, v)]
+        parts = [_split(x, len(rows)) for x in (q, k, v)]
+        ctx.parts = [part.shape[2] for part in parts]
+        return _by_heads(torch.cat(parts, dim=2), rows, group).split(ctx.parts, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        back = _by_rows(torch.cat(gradients, dim=1), ctx.own, ctx.rows, ctx.group)
+        shares = back.split(ctx.parts, dim=2)
+        joined = (_joined(x, heads) for x, heads in zip(shares, ctx.heads, strict=True))
+        return *joined, None, None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, own: int, rows: tuple[int, ...], group: ProcessGroup
+    ) -> Tensor:
+        ctx.rows, ctx.group = rows, group
+        back = _by_rows(out, own, rows, group)
+        return _joined(back, len(rows) * out.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _by_heads(_split(gradient, len(ctx.rows)), ctx.rows, ctx.group), None, None, None
+
+
+_to_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ToHeads.apply
+_to_rows: Callable[..., Tensor] = _ToRows.apply

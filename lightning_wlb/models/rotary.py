@@ -1,0 +1,42 @@
+"""Rotary position embedding (Su et al., RoFormer): each pair of a head turns with its position.
+
+Neighbouring pairs of a head are rotated, as in the original; Hugging Face's models rotate the two
+halves instead, so weights are not interchangeable without permuting the query and key matrices.
+
+Cost: a table of rows × head_dim / 2 for each micro-batch, computed once for all layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_wlb.models.config import TransformerConfig
+
+
+def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
+    """The rotary embedding of each position: for each pair of a head a complex number of modulus 1.
+
+    Angles are computed in float64, since float32 is off by 0.01 rad at position 100,000. The
+    table is complex64 (complex128 for float64 models), which mixed precision leaves alone.
+
+    Args:
+        positions: int64 [rows].
+        config: for ``head_dim`` and ``rope_theta``.
+        dtype: of the hidden states.
+
+    Returns:
+        [rows, head_dim / 2].
+    """
+    assert config.head_dim is not None
+    pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64)
+    angles = positions[:, None] * config.rope_theta ** (-pairs / config.head_dim)
+    freqs = torch.polar(torch.ones_like(angles), angles)
+    return freqs if dtype == torch.float64 else freqs.to(torch.complex64)
+
+
+def apply_rotary(heads: Tensor, freqs: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of [rows, heads, head_dim] by ``freqs`` [rows, head_dim / 2]."""
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], freqs.shape[-1], 2))
+    return torch.view_as_real(pairs * freqs[:, None]).flatten(-2).to(heads.dtype)

@@ -1,0 +1,167 @@
+"""How the tokens of one micro-batch lie on a context-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_wlb.sharding.arrays import Integers, offsets
+from lightning_wlb.sharding.heads import HEADS, equal_ranges
+from lightning_wlb.sharding.hybrid import hybrid
+from lightning_wlb.sharding.paired import (
+    per_document,
+    per_document_contiguous,
+    per_sequence,
+)
+from lightning_wlb.sharding.ptrr import ptrr
+
+SHARDINGS: dict[str, Callable[[Integers, int], Integers]] = {
+    "hybrid": hybrid,
+    "per_document_contiguous": per_document_contiguous,
+    "per_document": per_document,
+    "per_sequence": per_sequence,
+    "ptrr": ptrr,
+}
+"""(lengths of the pieces in tokens [pieces], ranks) -> chunks int64 [chunks, 4].
+
+The columns are rank, piece, first token and end of a chunk, tokens counted from the piece's
+start. A new sharding is a function and a line here. Every token belongs to exactly one chunk, no
+chunk is empty; their order is free, and chunks may be adjacent, :func:`layout` merges them.
+"""
+
+NAMES = (*SHARDINGS, HEADS)
+"""What :func:`layout` knows: the shardings whose ranks exchange keys, and the one of heads."""
+
+
+class Chunk(NamedTuple):
+    """Tokens ``[start, stop)`` of a piece, counted from the piece's own start.
+
+    ``document`` is the piece's index within the micro-batch.
+    """
+
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How the tokens of one micro-batch lie on a context-parallel group.
+
+    Args:
+        lengths: length in tokens of each piece.
+        rows: rows of each rank after padding at the local end.
+        shared: most rows that any rank holds of pieces that lie on several ranks. They are the
+            first rows of each rank, so the first ``shared`` rows are all that others may read.
+        table: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of
+            ranks and of their local rows; none empty, none adjacent to its predecessor.
+        first: int64 [ranks + 1], where the chunks of each rank begin, then their number.
+        by_heads: whether ranks split the heads (:mod:`.heads`) and the rows are in rank order
+            those of the concatenated pieces. Slices exchange keys all the same.
+    """
+
+    lengths: tuple[int, ...]
+    rows: int
+    shared: int
+    table: Integers
+    first: Integers
+    by_heads: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return len(self.first) - 1
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """For each rank its chunks in local row order."""
+        every = [Chunk(*row) for row in self.table[:, 1:].tolist()]
+        first = self.first.tolist()
+        return tuple(tuple(every[start:stop]) for start, stop in pairwise(first))
+
+
+def layout(
+    sharding: str,
+    lengths: Sequence[int],
+    context_parallel_size: int,
+    tensor_parallel_size: int,
+) -> Layout:
+    """Spread the pieces of a micro-batch over the context-parallel group.
+
+    Args:
+        sharding: a name in :data:`NAMES`.
+        lengths: length in tokens of each piece, each at least 1; none for an empty micro-batch.
+        context_parallel_size: ranks of the group.
+        tensor_parallel_size: the padded rows are a multiple of it.
+
+    Raises:
+        ValueError: naming an unknown sharding and the known ones, or a size or length below 1.
+    """
+    if sharding not in NAMES:
+        raise ValueError(
+            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(NAMES))},"
+            " and 'adaptive' for the choice among them where a plan is made."
+        )
+    if context_parallel_size < 1 or tensor_parallel_size < 1:
+        raise ValueError(
+            f"context_parallel_size={context_parallel_size} and"
+            f" tensor_parallel_size={tensor_parallel_size} must be at least 1."
+        )
+    sizes = np.array(lengths, dtype=np.int64).reshape(-1)
+    if len(sizes) and sizes.min() < 1:
+        raise ValueError(
+            f"piece {int(sizes.argmin())} of the micro-batch has {sizes.min()} tokens;"
+            " a piece has at least 1. Leave empty pieces out."
+        )
+    ranks = context_parallel_size
+    by_heads = sharding == HEADS and ranks > 1
+    if ranks == 1:
+        number = np.arange(len(sizes))
+        table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
+    elif by_heads:
+        table = equal_ranges(sizes, ranks)
+    else:
+        table = _merged(SHARDINGS[sharding](sizes, ranks), sizes)
+    if by_heads:
+        first = np.searchsorted(table[:, 0], np.arange(ranks + 1))
+        rows = shared = -(-int(sizes.sum()) // ranks)
+    else:
+        table, first, rows, shared = _ordered(table, len(sizes), ranks)
+    rows = -(-rows // tensor_parallel_size) * tensor_parallel_size
+    return Layout(tuple(sizes.tolist()), rows, shared, table, first, by_heads)
+
+
+def _merged(table: Integers, lengths: Integers) -> Integers:
+    """In the order of rank, piece and token, neighbours joined: one segment instead of several."""
+    rank, document, start, _ = table.T
+    token = offsets(lengths)[document] + start
+    table = table[np.argsort(rank * (int(lengths.sum()) + 1) + token)]
+    rank, document, start, stop = table.T
+    new = np.ones(len(table), dtype=bool)
+    new[1:] = (rank[1:] != rank[:-1]) | (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
+    kept = np.flatnonzero(new)
+    merged = table[kept]
+    merged[:-1, 3] = stop[kept[1:] - 1]
+    merged[-1:, 3] = stop[-1:]
+    return merged
+
+
+def _ordered(table: Integers, documents: int, ranks: int) -> tuple[Integers, Integers, int, int]:
+    """Pieces on several ranks first; where each rank's chunks begin; most rows, all and shared."""
+    rank, document, start, stop = table.T
+    # The last assignment to an element stands, so these are the highest and the lowest rank.
+    highest, lowest = np.zeros((2, documents), dtype=np.int64)
+    highest[document] = rank
+    lowest[document[::-1]] = rank[::-1]
+    whole = (highest == lowest)[document]
+    order = np.argsort(2 * rank + whole, kind="stable")
+    first = np.searchsorted(rank, np.arange(ranks + 1))
+    rows = stop - start
+    most = np.diff(offsets(rows)[first]).max()
+    shared = np.diff(offsets(rows * ~whole)[first]).max()
+    return table[order], first, int(most), int(shared)

@@ -1,0 +1,177 @@
+"""The processes of a run and the mesh that they form: the half of a strategy without a model."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.strategy.checks import check_process_group
+from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
+from lightning_wlb.strategy.process_groups import Communicators, communicators
+
+
+class MeshStrategy(ParallelStrategy):
+    """Launches one process per device and gives them a four-axis mesh.
+
+    Args:
+        data_parallel_size: replicas.
+        pipeline_parallel_size: ranks of a pipeline.
+        context_parallel_size: ranks that share a micro-batch's tokens.
+        tensor_parallel_size: ranks that share each weight.
+        virtual_stages: stages of each pipeline rank.
+        process_group_backend: None for the device's own.
+        timeout: how long a collective may wait for a rank.
+
+    Raises:
+        MisconfigurationException: for a value that is none of these.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Size,
+        pipeline_parallel_size: Size,
+        context_parallel_size: Size,
+        tensor_parallel_size: Size,
+        virtual_stages: int,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        super().__init__()
+        self._asked = checked_sizes(
+            data_parallel_size,
+            pipeline_parallel_size,
+            context_parallel_size,
+            tensor_parallel_size,
+        )
+        self._virtual_stages = virtual_stages
+        check_process_group(process_group_backend, timeout)
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._rank: Rank | None = None
+        self._communicators: Communicators | None = None
+        self.num_nodes = 1
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with axes ``data``, ``pipeline``, ``context``, ``tensor``."""
+        return self.communicators.mesh
+
+    @property
+    def communicators(self) -> Communicators:
+        """What the ranks talk over."""
+        if self._communicators is None:
+            raise RuntimeError("The device mesh exists once the processes have been launched.")
+        return self._communicators
+
+    @property
+    def mesh(self) -> Mesh:
+        """Ranks along each axis, resolved, and stages of a pipeline rank."""
+        return self.rank.mesh
+
+    @property
+    def rank(self) -> Rank:
+        """Where this rank stands in the mesh."""
+        if self._rank is None:
+            raise RuntimeError("The mesh sizes are known once the processes have been launched.")
+        return self._rank
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For loaders that are not the data module's own: a sampler over the replicas."""
+        return {"num_replicas": self.mesh.data, "rank": self.rank.data}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero helpers who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Initialise the process group, and the mesh with its communicators."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        # Before any process waits for another: a wrong size is answered at once, on every rank.
+        mesh = resolve_mesh(self.world_size, *self._asked, virtual_stages=self._virtual_stages)
+        self._rank = mesh.coordinate(self.global_rank)
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            # Its launcher limits threads in the first process only. The other ranks would have a
+            # thread per core each, and crowd each other out.
+            _set_num_threads_if_needed(self.num_processes)
+        _init_dist_connection(
+            self.cluster_environment,
+            backend,
+            timeout=self._timeout,
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
+        self._communicators = communicators(self._rank, self.root_device, self._timeout)
+        rank_zero_info(f"WLBStrategy: mesh {mesh}")
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of rank ``src`` on every rank."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over all ranks."""
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor

@@ -1,0 +1,106 @@
+import json
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from lightning_wlb.cli.timelines import draw_gantt, write_trace
+from lightning_wlb.schedule.actions import Action, parse_program
+from lightning_wlb.schedule.programs import make_programs
+from lightning_wlb.schedule.simulate import simulate
+from lightning_wlb.schedule.timeline import Timing
+
+
+def predicted():
+    return simulate(
+        [parse_program("0F0 0B0"), parse_program("1F0 1B0")],
+        lambda action: 2_500 if action.kind == "F" else 4_000,
+        opened_bytes=lambda action: 10 + action.stage,
+        constant_bytes=[100, 200],
+        synchronisation_ns=1_000,
+    )
+
+
+def measured():
+    return [[Timing(Action(0, "F", 0), 1e-6, 2e-6, 1.5e-6, 5e-7)]]
+
+
+def test_trace_of_prediction_and_measurement(tmp_path):
+    path = tmp_path / "made" / "trace.json"
+    write_trace(path, {"predicted": predicted(), "measured": measured()})
+    events = json.loads(path.read_text())["traceEvents"]
+    bars = [
+        (e["pid"], e["tid"], e["name"], e["cat"], e["ts"], e["dur"], e["args"])
+        for e in events
+        if e["ph"] == "X"
+    ]
+    place = [{"stage": stage, "micro_batch": 0} for stage in (0, 1)]
+    assert bars == [
+        (0, 0, "0F0", "forward", 0.0, 2.5, place[0]),
+        (0, 0, "0B0", "backward", 9.0, 4.0, place[0]),
+        (0, 0, "gradient synchronisation", "communication", 13.0, 1.0, {}),
+        (0, 1, "1F0", "forward", 2.5, 2.5, place[1]),
+        (0, 1, "1B0", "backward", 5.0, 4.0, place[1]),
+        (0, 1, "gradient synchronisation", "communication", 13.0, 1.0, {}),
+        (
+            1,
+            0,
+            "0F0",
+            "forward",
+            1.0,
+            2.0,
+            {
+                **place[0],
+                "compute_ms": pytest.approx(1.5e-3),
+                "attention_ms": pytest.approx(5e-4),
+            },
+        ),
+    ]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "predicted", 1: "measured"}
+    threads = [(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"]
+    assert threads == [(0, 0), (0, 1), (1, 0)]
+    held = [(e["name"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+    assert held == [
+        ("bytes held by rank 0", 0.0, 100),
+        ("bytes held by rank 0", 0.0, 110),
+        ("bytes held by rank 0", 13.0, 100),
+        ("bytes held by rank 1", 0.0, 200),
+        ("bytes held by rank 1", 2.5, 211),
+        ("bytes held by rank 1", 9.0, 200),
+    ]
+
+
+def share(pixels, colour):
+    wanted = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return float((np.abs(pixels[..., :3] - wanted).max(axis=-1) < 0.01).mean())
+
+
+def test_gantt_shows_forward_and_backward_in_proportion(tmp_path):
+    path = tmp_path / "made" / "gantt.png"
+    programs = make_programs("interleaved", 2, 4, 2)
+    found = simulate(programs, lambda action: 100 if action.kind == "F" else 200)
+    draw_gantt(path, {"interleaved": found}, "a title")
+    pixels = imread(path)
+    dark, light = share(pixels, "#08306b"), share(pixels, "#4292c6")
+    orange, pale = share(pixels, "#e69f00"), share(pixels, "#fbe3a8")
+    assert dark > 0.03
+    # Bars are twice as wide backward; their white edges and the numbers blur the proportion.
+    assert 1.8 < orange / dark < 2.4
+    assert 1.8 < pale / light < 2.4
+    assert share(pixels, "#ececec") > 0.01
+
+
+def test_gantt_of_every_kind_of_timeline(tmp_path):
+    many = simulate(make_programs("1f1b", 40, 2), lambda _: 3)
+    empty = simulate(make_programs("1f1b", 2, 0), lambda _: 1)
+    path = tmp_path / "gantt.png"
+    draw_gantt(path, {"measured": measured(), "many ranks": many, "empty": empty})
+    assert imread(path).shape[1] == 12 * 150
+    draw_gantt(path, {"predicted": predicted()})
+    assert imread(path).shape[1] == 12 * 150
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="no timeline"):
+        draw_gantt(tmp_path / "gantt.png", {})

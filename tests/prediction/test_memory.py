@@ -1,0 +1,67 @@
+"""What actions leave for others to free, by hand on small programs."""
+
+from __future__ import annotations
+
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.prediction.memory import first_readers, freed_bytes
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.schedule.simulate import simulate
+
+
+def replica_of(*groups: list[Slice]) -> ReplicaPlan:
+    slices, forward = [], []
+    for group in groups:
+        members = tuple(range(len(slices), len(slices) + len(group)))
+        forward.append(
+            MicroBatch(members, "per_sequence", sum(part.tokens for part in group), (0,))
+        )
+        slices += group
+    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+
+
+LONG = [Slice(0, 0, start, start + 10) for start in (0, 10, 20)]
+SHORT = [Slice(number, 0, 0, 10) for number in range(1, 6)]
+
+
+def programs_of(replica: ReplicaPlan, ranks: int) -> list[list[Action]]:
+    return [program_of("1f1b", rank, ranks, 1, [replica], 0) for rank in range(ranks)]
+
+
+def test_the_last_of_a_chain_is_the_first_to_run_backward() -> None:
+    replica = replica_of([LONG[0]], [LONG[1], SHORT[0]], [LONG[2]], [SHORT[1]])
+    # Backward runs 2, 1, 0, 3.
+    assert first_readers(replica) == {0: 0, 1: 0}
+    assert first_readers(replica_of(SHORT[:1], SHORT[1:])) == {}
+
+
+def test_pieces_that_overlap_are_read_first_by_the_last_of_their_chain() -> None:
+    other = [Slice(9, 0, 0, 10), Slice(9, 0, 10, 20)]
+    replica = replica_of([LONG[0]], [LONG[1], other[0]], [LONG[2]], [other[1]])
+    # 1 and 3 share a piece and so do 0, 1 and 2: backward runs 3, 2, 1, 0.
+    assert first_readers(replica) == {0: 1, 1: 0}
+
+
+def test_gradients_of_keys_go_from_the_first_reader_to_their_owner() -> None:
+    replica = replica_of([LONG[0]], [LONG[1]], [LONG[2]])
+    freed = freed_bytes(
+        programs_of(replica, 1), replica, 1, lambda stage, mb: 10 + mb, lambda mb: 7
+    )
+    assert {str(action): size for action, size in freed.items()} == {
+        "0B2": -21, "0B1": 11, "0B0": 10,
+    }  # fmt: skip
+
+
+def test_sent_gradients_wait_for_the_next_message_that_comes_back() -> None:
+    replica = replica_of(*([part] for part in SHORT[:4]))
+    programs = programs_of(replica, 2)
+    assert [str(action) for action in programs[1]] == [
+        "1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3",
+    ]  # fmt: skip
+    freed = freed_bytes(programs, replica, 2, lambda stage, mb: 0, lambda mb: 1)
+    simulated = simulate(programs, lambda _: 1, freed_bytes=lambda action: freed.get(action, 0))
+    # Stage 0 runs 0B0 before it sends for 1F2: two gradients are on their way at most, and the
+    # last two until the step's end.
+    assert simulated.held_bytes[1] == (0, 0, 1, 1, 1, 1, 1, 1)
+    assert simulated.memory[1][-1][1] == 2
+    assert simulated.held_bytes[0] == (0,) * 8

@@ -1,0 +1,367 @@
+"""Predicted steps: closed forms, sums of their parts, memory, and bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import ActionOverhead, Profile
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+
+SHAPE = ModelShape(
+    dim=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn_dim=2816, vocab_size=32000
+)
+HEADLESS = replace(SHAPE, vocab_size=0)
+H100 = Profile.load("h100")
+FREE_MEMORY = replace(H100, element_bytes_per_second=1e30, action=ActionOverhead())
+
+
+def plan_of(replicas: list[list[list[int]]], sharding: str = "per_document_contiguous") -> StepPlan:
+    """Whole documents: replicas of micro-batches of lengths. Rows are not read by a prediction."""
+    made, pieces, document = [], [], 0
+    for number, groups in enumerate(replicas):
+        slices: list[Slice] = []
+        forward = []
+        for lengths in groups:
+            first = len(slices)
+            for length in lengths:
+                slices.append(Slice(document, 0, 0, length))
+                pieces.append(Piece(document, 0, length, 0))
+                document += 1
+            forward.append(
+                MicroBatch(tuple(range(first, len(slices))), sharding, sum(lengths), (number,))
+            )
+        made.append(ReplicaPlan(tuple(slices), tuple(forward), tuple(forward)))
+    return StepPlan(
+        step=0, epoch=0, replicas=tuple(made), pieces=tuple(pieces), target_tokens=0, cap=10**9,
+        micro_batches=sum(map(len, replicas)), nominal_tokens=1,
+    )  # fmt: skip
+
+
+def predictor(
+    mesh: Mesh, *, shape: ModelShape = SHAPE, profile: Profile = H100, stages: int = 0, **options
+) -> Predictor:
+    split = model_stages(shape, stages or mesh.stages, 1000)
+    schedule = options.pop("schedule", "1f1b")
+    return Predictor(LatencyModel(profile, shape, mesh, **options), tuple(split), schedule)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_equal_micro_batches_take_the_closed_form_of_1f1b(pipeline: int, count: int) -> None:
+    model = predictor(Mesh(pipeline=pipeline), shape=HEADLESS, profile=FREE_MEMORY)
+    prediction = model.predict(plan_of([[[4096, 2000]] * count]))
+    cost = prediction.costs[0][0]
+    forward, backward = model.action_ns(0, cost)
+    assert (forward, backward) == tuple(8 // pipeline * time for time in cost.layer_ns)
+    message = model.latency.pipeline_ns(cost.rows, 0)
+    lower = (pipeline - 1 + count) * (forward + backward)
+    compute = prediction.simulations[0].compute_ns
+    if pipeline == 1:
+        assert compute == lower
+    assert lower <= compute <= lower + 2 * (pipeline + count) * message
+
+
+def test_attention_split_by_heads_is_equal_on_all_ranks() -> None:
+    lengths = [5000, 300, 40]
+    pieces = [Slice(number, 0, 0, length) for number, length in enumerate(lengths)]
+    model = predictor(Mesh(context=4))
+    cost = model.micro_batch(pieces, "heads")
+    every = np.array(lengths)
+    for backward in (False, True):
+        attention = model.latency.attention_ns(every, every, backward=backward, head_split=4)
+        assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
+        assert cost.layer_ns[backward] == (
+            attention
+            + model.latency.head_parallel_ns(cost.rows, backward=backward)
+            + model.latency.linear_ns(cost.rows, backward=backward)
+        )
+    assert cost.keys == cost.rows == sum(lengths) // 4
+    assert cost.indexed == 0
+    # Where a later micro-batch reads its keys, keys are exchanged, and the ranks are not equal.
+    sliced = model.micro_batch(pieces, "heads", kept=True)
+    assert sliced.attention_ns[0] > sliced.mean_attention_ns[0]
+
+
+def test_an_action_is_the_sum_of_its_parts() -> None:
+    model = predictor(Mesh(pipeline=2))
+    pieces = [Slice(0, 0, 0, 3000), Slice(1, 0, 0, 500)]
+    cost = model.micro_batch(pieces, "per_sequence")
+    latency, rows = model.latency, 3500
+    queries = keys = np.array([3000, 500])
+    assert cost.rows == cost.keys == rows
+    for backward in (False, True):
+        attention = latency.attention_ns(queries, keys, backward=backward)
+        assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
+        layer = attention + latency.linear_ns(rows, backward=backward)
+        assert cost.layer_ns[backward] == layer
+        overhead = latency.action_ns(rows, backward=backward)
+        first, last = len(model.stages[0]), len(model.stages[1])
+        assert first + last == 8
+        assert model.action_ns(0, cost)[backward] == (
+            first * layer + overhead + latency.embedding_ns(rows, backward=backward)
+        )
+        assert model.action_ns(1, cost)[backward] == (
+            last * layer + overhead + latency.head_ns(rows, backward=backward)
+        )
+
+
+def test_a_later_slice_attends_to_the_earlier_ones() -> None:
+    model = predictor(Mesh())
+    cost = model.micro_batch([Slice(0, 100, 4196, 5220)], "per_sequence")
+    expected = model.latency.attention_ns(np.array([1024]), np.array([5120]), backward=False)
+    assert cost.attention_ns[0] == expected
+    assert cost.keys == 5120
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_keys_of_slices_are_put_together_and_again_in_backward(checkpointing: str) -> None:
+    model = predictor(Mesh(), activation_checkpointing=checkpointing)
+    latency, width = model.latency, 2 * 4 * 64 * 2  # keys and values, heads, head_dim, bf16
+    later = model.micro_batch([Slice(0, 0, 4096, 5120)], "per_sequence")
+    rate = H100.element_bytes_per_second / 1e9
+    read = round(5120 * width * 2 / rate)
+    added = round(5120 * width // 2 * (2 + 2 * 4) / rate)
+    for backward, copies in ((False, read), (True, read + added)):
+        rest = later.attention_ns[backward] + latency.linear_ns(1024, backward=backward)
+        assert later.layer_ns[backward] - rest == copies
+    # A first slice reads what it has.
+    whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_sequence", kept=True)
+    assert whole.layer_ns[0] == whole.attention_ns[0] + latency.linear_ns(1024, backward=False)
+
+
+def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() -> None:
+    shape = replace(SHAPE, sliding_window=100)
+    model = predictor(Mesh(context=2), shape=shape)
+    cost = model.micro_batch([Slice(0, 0, 0, 8192)], "per_document_contiguous")
+    # The first quarter and the last one on one rank, the middle on the other. Of what is before
+    # the last one, and before the middle, 99 keys are in sight.
+    assert cost.keys == cost.indexed == 4096 + 99
+    exchange = model.latency.context_parallel_ns(99, cost.keys, backward=False)
+    assert cost.layer_ns[0] == (
+        cost.attention_ns[0] + exchange + model.latency.linear_ns(4096, backward=False)
+    )
+    later = predictor(Mesh(), shape=shape).micro_batch([Slice(0, 0, 4096, 5120)], "per_sequence")
+    assert later.keys == 1024 + 99
+
+
+def test_a_context_group_is_as_slow_as_its_slowest_rank() -> None:
+    model = predictor(Mesh(context=2))
+    # Cut as one sequence, the first rank gets all of the long document's dear end.
+    pieces = [Slice(0, 0, 0, 8192), *(Slice(number, 0, 0, 512) for number in range(1, 17))]
+    one = model.micro_batch(pieces, "per_sequence")
+    even = model.micro_batch(pieces, "per_document_contiguous")
+    assert sum(one.attention_ns) > 1.2 * sum(one.mean_attention_ns)
+    assert sum(even.attention_ns) == pytest.approx(sum(even.mean_attention_ns), rel=0.01)
+    assert one.rows == even.rows == 8192
+
+
+def test_the_slowest_replica_decides_and_data_parallelism_synchronises() -> None:
+    model = predictor(Mesh(data=2))
+    prediction = model.predict(plan_of([[[8192]], [[512], [512]]]))
+    alone = predictor(Mesh()).predict(plan_of([[[8192]]]))
+    assert prediction.simulations[0].compute_ns == alone.simulations[0].compute_ns
+    assert prediction.total_ns == prediction.simulations[1].total_ns
+    assert prediction.total_ns - prediction.simulations[0].compute_ns == model.synchronisation_ns
+    assert model.synchronisation_ns > predictor(Mesh()).synchronisation_ns
+    assert prediction.work_ns.shape == (2, 2)
+    assert prediction.work_ns[0, 1] == 0
+    assert prediction.work_ns[0, 0] == alone.simulations[0].busy_ns[0]
+
+
+def test_figures_of_a_step() -> None:
+    plan = plan_of([[[8192], [4096, 100]]])
+    prediction = predictor(Mesh(pipeline=2)).predict(plan)
+    assert prediction.flops == sum(map(Work.of(SHAPE).total, (8192, 4096, 100)))
+    seconds = prediction.total_ns / 1e9
+    assert prediction.tokens_per_second == pytest.approx(12388 / seconds)
+    assert prediction.utilisation == pytest.approx(prediction.flops / seconds / 2 / 989.4e12)
+    assert 0 < prediction.utilisation < 0.7
+    simulation = prediction.simulations[0]
+    assert prediction.bubble == pytest.approx(
+        1 - sum(simulation.busy_ns) / (2 * simulation.compute_ns)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_peak_counts_the_open_micro_batches_of_the_schedule(schedule: str) -> None:
+    model = predictor(Mesh(pipeline=2), schedule=schedule)
+    prediction = model.predict(plan_of([[[2048]] * 6]))
+    most = 0
+    for rank, opened in enumerate((2, 1) if schedule == "1f1b" else (6, 6)):
+        parts = model.parts(rank)
+        most = max(
+            most,
+            model.memory.state_bytes(parts)
+            + 6 * model.memory.input_bytes(parts, 2048, 0)
+            + opened * model.memory.micro_batch_bytes(parts, 2048)
+            + model.memory.transient_bytes(parts, 2048, 2048),
+        )
+    assert prediction.peak_bytes == most
+    # The simulator's own account leaves out what lives inside a pass.
+    assert max(prediction.simulations[0].peak_bytes) < most
+
+
+def test_virtual_stages_shorten_the_bubble() -> None:
+    plan = plan_of([[[4096]] * 8])
+    even = {"shape": HEADLESS, "profile": FREE_MEMORY}
+    one = predictor(Mesh(pipeline=4), **even).predict(plan)
+    virtual = Mesh(pipeline=4, virtual_stages=2)
+    two = predictor(virtual, schedule="interleaved", **even).predict(plan)
+    assert two.bubble < one.bubble
+    assert two.total_ns < one.total_ns
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    plan = plan_of([[[8192]] * 4])
+    steps = [
+        predictor(Mesh(pipeline=2), activation_checkpointing=how).predict(plan)
+        for how in ("none", "selective", "full")
+    ]
+    assert all(low.total_ns < high.total_ns for low, high in pairwise(steps))
+    assert all(low.peak_bytes > high.peak_bytes for low, high in pairwise(steps))
+    assert len({step.flops for step in steps}) == 1
+
+
+def test_the_longest_micro_batch_fits_in_the_predicted_peak() -> None:
+    model = predictor(Mesh(pipeline=2))
+    longest = model.longest_micro_batch(8)
+    available = H100.memory_bytes * 92 // 100
+    assert model.predict(plan_of([[[longest]] * 8])).peak_bytes <= available
+    assert model.predict(plan_of([[[longest + 2000]] * 8])).peak_bytes > available
+
+
+def test_planned_steps_are_predicted_and_an_idle_replica_too() -> None:
+    lengths = np.random.default_rng(0).integers(50, 4000, 300)
+    mesh = Mesh(data=2, pipeline=2, context=2, tensor=2)
+    model = predictor(mesh)
+    planner = Planner(
+        lengths,
+        DataSettings(8192, 4, packing="wlb"),
+        Work.of(SHAPE),
+        Mesh(data=2, context=2, tensor=2),
+    )
+    steps = 0
+    while (plan := planner.next_step()) is not None:
+        prediction = model.predict(plan)
+        steps += 1
+        busiest = max(max(simulation.busy_ns) for simulation in prediction.simulations)
+        assert busiest <= prediction.simulations[0].compute_ns < prediction.total_ns
+        for replica, costs in zip(plan.replicas, prediction.costs, strict=True):
+            assert [cost.rows for cost in costs] == [group.rows for group in replica.forward]
+        slowest, mean = prediction.context_ns
+        assert slowest >= mean > 0
+    assert steps > 10
+    empty = model.predict(plan_of([[[1000]], []]))
+    assert empty.simulations[1].busy_ns == (0, 0)
+
+
+def test_stages_carry_the_head_and_contexts_count() -> None:
+    assert model_stages(HEADLESS, 4, 1000) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    heavy = replace(SHAPE, vocab_size=500_000)
+    assert len(model_stages(heavy, 2, 0)[1]) < len(model_stages(heavy, 2, 0)[0])
+    # One document of 4 in windows of 3: 1 + 2 + 3 and 1 pairs over 4 tokens.
+    assert mean_context_of(np.array([4]), 3) == 7 // 4
+    assert mean_context_of(np.array([1000] * 5), 1000) == 500
+
+
+def test_earlier_keys_travel_in_both_passes() -> None:
+    model = predictor(Mesh(context=2))
+    whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_document_contiguous")
+    later = model.micro_batch([Slice(0, 0, 3000, 4024)], "per_document_contiguous")
+    latency = model.latency
+
+    def gather(rows: int, keys: int, backward: bool) -> int:
+        return latency.context_parallel_ns(rows, keys, backward=backward)
+
+    for backward in (False, True):
+        expected = whole.layer_ns[backward] - whole.attention_ns[backward]
+        expected += later.attention_ns[backward]
+        expected += gather(512 + 1500, later.keys, backward) - gather(512, whole.keys, backward)
+        if backward:  # which reads them once more
+            expected += gather(512 + 1500, later.keys, False) - gather(512, whole.keys, False)
+        # The slowest rank may be the one that reads fewer keys.
+        assert later.layer_ns[backward] == pytest.approx(expected, rel=0.005)
+
+
+def test_slices_that_lie_whole_on_a_rank_travel_all_the_same() -> None:
+    """Every rank sends all its rows where a slice reads earlier keys, not only shared ones."""
+    model = predictor(Mesh(context=2))
+    pieces = [Slice(0, 0, 3000, 3100), Slice(1, 0, 3000, 3100)]
+    later = model.micro_batch(pieces, "hybrid")
+    assert later.rows == 100
+    for backward in (False, True):
+        gather = model.latency.context_parallel_ns(100 + 3000, later.keys, backward=backward)
+        once = model.latency.context_parallel_ns(100 + 3000, later.keys, backward=False)
+        alone = model.latency.linear_ns(100, backward=backward)
+        expected = later.attention_ns[backward] + gather + alone + (once if backward else 0)
+        assert later.layer_ns[backward] == expected
+
+
+def shared_plan(tokens: int) -> StepPlan:
+    """One document, shared by two replicas of which the second also has one of its own."""
+    shared = MicroBatch((0,), "per_sequence", tokens // 2, (0, 1))
+    own = MicroBatch((1,), "per_sequence", 512, (1,))
+    document = Slice(0, 0, 0, tokens)
+    first = ReplicaPlan((document,), (shared,), (shared,))
+    second = ReplicaPlan((document, Slice(1, 0, 0, 512)), (shared, own), (shared, own))
+    return replace(plan_of([[[tokens]], [[512]]]), replicas=(first, second)).validate()
+
+
+def test_replicas_that_share_a_micro_batch_are_one_context_group() -> None:
+    model = predictor(Mesh(data=2))
+    prediction = model.predict(shared_plan(8192))
+    cost = prediction.costs[0][0]
+    assert cost == prediction.costs[1][0]
+    by_context = predictor(Mesh(context=2)).micro_batch([Slice(0, 0, 0, 8192)], "per_sequence")
+    assert cost.rows == by_context.rows == 4096
+    assert cost.attention_ns == by_context.attention_ns
+    first, second = prediction.simulations
+    assert first.spans[0] == second.spans[0][:2]
+    with pytest.raises(ValueError, match="one stage per pipeline rank, not 2"):
+        predictor(Mesh(data=2, pipeline=2, virtual_stages=2), schedule="interleaved").predict(
+            shared_plan(64)
+        )
+
+
+def test_slices_hold_their_own_keys_and_the_gradients_of_what_later_slices_read() -> None:
+    model = predictor(Mesh())
+    parts = (Slice(0, 0, 0, 1000), Slice(0, 0, 1000, 3000))
+    groups = tuple(
+        MicroBatch((at,), "per_sequence", part.tokens, (0,)) for at, part in enumerate(parts)
+    )
+    replica = ReplicaPlan(parts, groups, groups[::-1])
+    plan = replace(plan_of([[[3000]]]), replicas=(replica,)).validate()
+    prediction = model.predict(plan)
+    first, second = prediction.costs[0]
+    assert (first.keys, first.indexed, first.kept_rows) == (1000, 0, 1000)
+    assert (second.keys, second.indexed, second.kept_rows) == (3000, 0, 0)
+    memory, ends = model.memory, model.parts(0)
+    constant = memory.state_bytes(ends) + memory.input_bytes(ends, 3000, 0)
+    opened = [memory.micro_batch_bytes(ends, rows) for rows in (1000, 2000)]
+    gradients = 4 * 8 * 2 * 1000 * 4 * 64  # bytes, layers, keys and values, rows, heads, width
+    # Forward and forward; the second slice's backward leaves gradients to the first one's.
+    (held,) = prediction.simulations[0].held_bytes
+    assert [each - constant for each in held] == [
+        opened[0], sum(opened), sum(opened), opened[0] + gradients,
+    ]  # fmt: skip
+    assert prediction.simulations[0].memory[0][-1][1] == constant
+
+
+def test_what_cannot_be_predicted_is_refused() -> None:
+    with pytest.raises(ValueError, match="plan is for 1 replicas, the mesh data 2"):
+        predictor(Mesh(data=2)).predict(plan_of([[[10]]]))
+    with pytest.raises(ValueError, match=r"3 stages for pipeline=2 ranks .* each: give 2"):
+        predictor(Mesh(pipeline=2), stages=3)
+    with pytest.raises(ValueError, match="one stage per rank"):
+        predictor(Mesh(pipeline=2, virtual_stages=2))
+    with pytest.raises(ValueError, match="unknown schedule"):
+        predictor(Mesh(), schedule="zigzag")

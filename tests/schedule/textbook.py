@@ -1,0 +1,67 @@
+"""The schedules of the field, written as their papers have them: what PackFlow is held to."""
+
+from __future__ import annotations
+
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
+from lightning_wlb.schedule.packflow import groups_of
+
+
+def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """The program of one stage.
+
+    Args:
+        stage: 0-based stage of the rank.
+        stages: number of stages, at least 1.
+        micro_batches: M, at least 0.
+    """
+    warm_up = min(micro_batches, stages - 1 - stage)
+    program = [Action(stage, FORWARD, index) for index in range(warm_up)]
+    for index in range(warm_up, micro_batches):
+        program.append(Action(stage, FORWARD, index))
+        program.append(Action(stage, BACKWARD, index - warm_up))
+    program += [
+        Action(stage, BACKWARD, index) for index in range(micro_batches - warm_up, micro_batches)
+    ]
+    return program
+
+
+def interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int = 2) -> list[Action]:
+    """The program of one rank; stage numbers count over all ranks.
+
+    Args:
+        rank: 0-based pipeline rank.
+        ranks: P, at least 1.
+        micro_batches: M, at least 0.
+        virtual_stages: V, at least 1. With 1 the order is valid, but 1F1B opens less.
+    """
+    groups = groups_of(micro_batches, ranks)
+    rounds = range(virtual_stages)
+    forward = [
+        Action(round_ * ranks + rank, FORWARD, micro_batch)
+        for group in groups
+        for round_ in rounds
+        for micro_batch in group
+    ]
+    backward = [
+        Action(round_ * ranks + rank, BACKWARD, micro_batch)
+        for group in groups
+        for round_ in reversed(rounds)
+        for micro_batch in group
+    ]
+    largest = max(len(group) for group in groups)
+    warm_up = min(len(forward), 2 * (ranks - 1 - rank) + (virtual_stages - 1) * largest)
+    program = forward[:warm_up]
+    for action, partner in zip(forward[warm_up:], backward, strict=False):
+        program += (action, partner)
+    return program + backward[len(forward) - warm_up :]
+
+
+def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """The program of one stage.
+
+    Args:
+        stage: 0-based stage of the rank.
+        stages: number of stages; the order is the same whatever it is.
+        micro_batches: M, at least 0.
+    """
+    return [Action(stage, kind, m) for kind in (FORWARD, BACKWARD) for m in range(micro_batches)]

@@ -1,0 +1,142 @@
+"""Communicators: made once in a process, and connected before a step uses them."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.distributed.distributed_c10d import _world as process_groups
+
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.strategy.process_groups import communicators
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import free_port, run_ranks
+from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
+
+CASE, TIED = SMALL, SMALL_TIED
+HELD_OUT = {"validation_documents": 5}
+
+
+def several_trainers(rank: int) -> dict[str, int]:
+    """Process groups after each of several runs in one process."""
+    counts = {}
+
+    def run(name: str, verb: str, model, mesh=(1, 2, 1, 1), **options) -> WLBStrategy:
+        strategy = WLBStrategy(*mesh, **options)
+        documents = data(CASE, **HELD_OUT, test_documents=data(CASE)._stores()[0])
+        getattr(trainer(strategy, 2, max_steps=1), verb)(model, documents)
+        counts[name] = len(process_groups.pg_map)
+        return strategy
+
+    model = module(CASE)
+    run("first", "fit", model)
+    run("the model again", "fit", model)
+    run("validation", "validate", model)
+    run("test", "test", model)
+    run("another model", "fit", module(TIED))
+    patient = run("patient", "fit", model, timeout=timedelta(seconds=77))
+    groups = [patient.device_mesh["data"].get_group(), *patient.communicators.channels.values()]
+    for group in groups:
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    run("another mesh", "fit", module(CASE), (2, 1, 1, 1))
+    run("the first mesh", "fit", module(CASE))
+    return counts
+
+
+def test_a_second_trainer_makes_no_process_groups():
+    for counts in run_ranks(several_trainers, 2, process_group=False):
+        first = counts["first"]
+        same = ("the model again", "validation", "test", "another model", "patient")
+        assert {counts[name] for name in same} == {first}
+        assert first < counts["another mesh"] == counts["the first mesh"]
+
+
+def after_the_process_group(rank: int) -> None:
+    model = module(CASE)
+    trainer(WLBStrategy(), 1, max_steps=1).fit(model, data(CASE))
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(free_port())
+    with pytest.raises(MisconfigurationException, match=r"was destroyed. Give a new module"):
+        trainer(WLBStrategy(), 1, max_steps=1).fit(model, data(CASE))
+    # The process is none the worse for it.
+    trainer(WLBStrategy(), 1, max_steps=1).fit(module(CASE), data(CASE))
+
+
+def test_communicators_end_with_the_process_group():
+    run_ranks(after_the_process_group, 1, process_group=False)
+
+
+class Log:
+    """What was called on which group, and between whom, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, dist.ProcessGroup, int]] = []
+        for name in ("send", "recv", "all_reduce", "batch_isend_irecv"):
+            monkeypatch.setattr(dist, name, self._noting(name, getattr(dist, name)))
+
+    def _noting(self, name, function):
+        def call(*args, **kwargs):
+            if name == "batch_isend_irecv":
+                self.calls += [(name, each.group, each.peer) for each in args[0]]
+            elif name == "all_reduce":
+                self.calls.append((name, kwargs.get("group"), -1))
+            else:
+                self.calls.append((name, args[2], args[1]))
+            return function(*args, **kwargs)
+
+        return call
+
+
+def connections(rank: int, ring: bool) -> tuple[list[str], dict]:
+    """What a rank of three calls when communicators are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        log = Log(patch)
+        at = Mesh(pipeline=3, virtual_stages=2 if ring else 1).coordinate(rank)
+        made = communicators(at, torch.device("cpu"), None)
+        again = communicators(at, torch.device("cpu"), None)
+    assert made is again
+    assert log.calls[0][:2] == ("all_reduce", made.mesh["pipeline"].get_group())
+    messages = {
+        channel: [(name, peer) for name, at, peer in log.calls if at is group]
+        for channel, group in made.channels.items()
+    }
+    assert sum(map(len, messages.values())) == len(log.calls) - 1
+    return [name for name, _, _ in log.calls], messages
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_each_channel_has_carried_a_message_between_all_who_will_use_it(ring):
+    ranks = run_ranks(connections, 3, ring)
+    sent = {
+        channel: {
+            (rank, peer)
+            for rank, (_, messages) in enumerate(ranks)
+            for name, peer in messages[channel]
+            if name == "send"
+        }
+        for channel in ranks[0][1]
+    }
+    want = {("F", False): {(0, 1), (1, 2)}, ("B", False): {(2, 1), (1, 0)}}
+    if ring:
+        want |= {("F", True): {(2, 0)}, ("B", True): {(0, 2)}}
+    assert sent == want
+    # Whoever passes a message on has it: no two ranks send to each other first.
+    for channel in want:
+        assert [name for name, _ in ranks[1][1][channel]] in (["recv", "send"], [])
+
+
+def tied_ends(rank: int) -> list[str]:
+    """What a rank of two pipelines calls on the axis over which tied gradients are swapped."""
+    with pytest.MonkeyPatch.context() as patch:
+        log = Log(patch)
+        strategy = WLBStrategy(2, 2)
+        trainer(strategy, 4, max_steps=1, gradient_clip_val=None).fit(module(TIED), data(TIED))
+    axis = strategy.device_mesh["pipeline"].get_group()
+    return [name for name, group, _ in log.calls if group is axis]
+
+
+def test_a_pipeline_has_met_in_a_collective_before_two_of_it_swap_tied_gradients():
+    for calls in run_ranks(tied_ends, 4, process_group=False):
+        assert calls == ["all_reduce", "batch_isend_irecv", "batch_isend_irecv"]
