@@ -21,7 +21,6 @@ JSON object; ``--output FOLDER`` also writes it, with a picture and a table.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,8 +29,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import report
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
@@ -207,46 +206,52 @@ def _attention_ms(predictor: Predictor, lengths: list[int]) -> tuple[float, floa
 
 def show_heads(table: list[dict[str, Any]], console: Console) -> None:
     """The comparison of both ways to attend."""
-    shown = Table(
-        title="Attention, exchange and copies of one layer, forward + backward, modelled by the"
+    title = (
+        "Attention, exchange and copies of one layer, forward + backward, modelled by the"
         f" analytic profile {PROFILE!r}"
     )
-    for title in ("model", "TP", "window", "CP", "keys, ms", "heads, ms", "keys / heads"):
-        shown.add_column(title, justify="left" if title == "model" else "right")
-    for row in table:
-        shown.add_row(
+    headings = ("model", "TP", "window", "CP", "keys, ms", "heads, ms", "keys / heads")
+    figures = ("modelled_ms_keys", "modelled_ms_heads", "modelled_speed_of_heads")
+    rows = [
+        [
             row["model"],
             str(row["tensor"]),
             f"{row['window'] // 1024}K",
             str(row["ranks"]),
-            f"{row['modelled_ms_keys']:.2f}",
-            f"{row['modelled_ms_heads']:.2f}",
-            f"{row['modelled_speed_of_heads']:.2f}",
-        )
-    console.print(shown)
+            *(f"{row[figure]:.2f}" for figure in figures),
+        ]
+        for row in table
+    ]
+    console.print(report.table(title, headings, rows))
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
     """What the paper's choice and ours are modelled to reach, and what they send."""
+    by = {
+        (row["window"], row["ranks"], row["overhead_tiles"], row["sharding"]): row for row in table
+    }
+    names = ("adaptive of these (the paper's)", "adaptive (ours)")
+    cells = []
+    for key in sorted({key[:3] for key in by}):
+        window, ranks, overhead = key
+        paper, ours = (by[*key, name] for name in names)
+        cells.append([
+            f"{window // 1024}K", str(ranks), str(overhead),
+            f"{paper['modelled_max_over_ideal_mean']:.3f}",
+            f"{ours['modelled_max_over_ideal_mean']:.4f}",
+            f"{paper['sent_busiest_rank_mib']:.0f}", f"{ours['sent_busiest_rank_mib']:.0f}",
+            f"{ours['plain_all_gather_mib']:.0f}",
+        ])  # fmt: skip
+    headings = (
+        "window", "CP", "overhead, tiles", "paper's choice", "ours", "MiB, paper's", "ours",
+        "plain",
+    )  # fmt: skip
     lines = [
         "Attention latency of the slowest rank / ideal (mean, **modelled**), and MiB that the",
         "busiest rank sends in a layer's forward; `python -m benchmarks.context_parallel`.",
         "",
-        "| window | CP | overhead, tiles | paper's choice | ours | MiB, paper's | ours | plain |",
-        "|---|---|---|---|---|---|---|---|",
+        *report.markdown_table(headings, cells),
     ]
-    rows = {
-        (row["window"], row["ranks"], row["overhead_tiles"], row["sharding"]): row for row in table
-    }
-    for window, ranks, overhead in sorted({key[:3] for key in rows}):
-        names = ("adaptive of these (the paper's)", "adaptive (ours)")
-        paper, ours = (rows[window, ranks, overhead, name] for name in names)
-        lines.append(
-            f"| {window // 1024}K | {ranks} | {overhead} |"
-            f" {paper['modelled_max_over_ideal_mean']:.3f} |"
-            f" {ours['modelled_max_over_ideal_mean']:.4f} | {paper['sent_busiest_rank_mib']:.0f} |"
-            f" {ours['sent_busiest_rank_mib']:.0f} | {ours['plain_all_gather_mib']:.0f} |"
-        )
     return "\n".join(lines) + "\n"
 
 
@@ -286,36 +291,19 @@ def draw(table: list[dict[str, Any]], overhead: int, path: Path) -> None:
 
 def show(table: list[dict[str, Any]], times: list[dict[str, Any]], console: Console) -> None:
     """One table for each window and overhead, then the time of the index arithmetic."""
-    groups = sorted({(row["window"], row["overhead_tiles"]) for row in table})
-    for window, overhead in groups:
-        shown = Table(
-            title=f"Modelled attention latency, max over ranks / ideal: {window // 1024}K tokens,"
+    headings = (
+        "sharding", "CP", "mean", "p99", "aggregate", "rows max/mean", "MiB sent, busiest rank",
+        "mean rank", "plain all-gather", "by all-to-all",
+    )  # fmt: skip
+    for window, overhead in sorted({(row["window"], row["overhead_tiles"]) for row in table}):
+        title = (
+            f"Modelled attention latency, max over ranks / ideal: {window // 1024}K tokens,"
             f" overhead {overhead} tile(s)"
         )
-        columns = (
-            "CP",
-            "sharding",
-            "mean",
-            "p99",
-            "aggregate",
-            "rows max/mean",
-            "MiB sent, busiest rank",
-            "mean rank",
-            "plain all-gather",
-            "by all-to-all",
-        )
-        for title in columns:
-            shown.add_column(title, justify="left" if title == "sharding" else "right")
-        before = None
-        for row in table:
-            if (row["window"], row["overhead_tiles"]) != (window, overhead):
-                continue
-            if before not in (None, row["ranks"]):
-                shown.add_section()
-            before = row["ranks"]
-            shown.add_row(
-                str(row["ranks"]),
+        rows = [
+            [
                 row["sharding"],
+                str(row["ranks"]),
                 f"{row['modelled_max_over_ideal_mean']:.4f}",
                 f"{row['modelled_max_over_ideal_p99']:.3f}",
                 f"{row['modelled_max_over_ideal_aggregate']:.4f}",
@@ -324,8 +312,11 @@ def show(table: list[dict[str, Any]], times: list[dict[str, Any]], console: Cons
                 f"{row['sent_mean_rank_mib']:.0f}",
                 f"{row['plain_all_gather_mib']:.0f}",
                 f"{row['by_all_to_all']:.0%}",
-            )
-        console.print(shown)
+            ]
+            for row in table
+            if (row["window"], row["overhead_tiles"]) == (window, overhead)
+        ]
+        console.print(report.table(title, headings, rows))
     for each in times:
         console.print(
             f"{each['window'] // 1024}K, CP {each['ranks']}: choice and one rank's indices"
@@ -334,9 +325,7 @@ def show(table: list[dict[str, Any]], times: list[dict[str, Any]], console: Cons
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.context_parallel", description=__doc__.split("\n")[0]
-    )
+    parser = report.parser("context_parallel", __doc__)
     parser.add_argument(
         "--windows", type=int, nargs="+", default=[131_072, 65_536], help="default 131072 65536"
     )
@@ -366,23 +355,21 @@ def main(argv: list[str] | None = None) -> None:
     show(table, times, console)
     show_heads(heads, console)
     settings = {name: value for name, value in vars(arguments).items() if name != "output"}
-    result = json.dumps(
-        {
-            "benchmark": "context_parallel",
-            "modelled": True,
-            **settings,
-            "rows": table,
-            "milliseconds": times,
-            "heads_profile": PROFILE,
-            "heads": heads,
-        }
-    )
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        draw(table, arguments.overheads[0], arguments.output / "context_parallel.png")
-        (arguments.output / "context_parallel.md").write_text(markdown(table))
-        (arguments.output / "context_parallel.json").write_text(result + "\n")
-    print(result)
+    made = {
+        "benchmark": "context_parallel",
+        "modelled": True,
+        **settings,
+        "rows": table,
+        "milliseconds": times,
+        "heads_profile": PROFILE,
+        "heads": heads,
+    }
+    if not arguments.output:
+        report.finish(made)
+        return
+    saved = arguments.output / "context_parallel"
+    report.finish(made, saved, lambda _: markdown(table))
+    draw(table, arguments.overheads[0], saved.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -13,18 +13,17 @@ the output is one JSON object; ``--output FOLDER`` also writes it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import lightning_wlb as wlb
+from benchmarks import report
+from benchmarks.measured import quiet_trainer
 
 SHARDINGS = ("per_sequence", "per_document", "per_document_contiguous", "adaptive")
 
@@ -63,30 +62,24 @@ def run(sharding: str, arguments: argparse.Namespace) -> Steps:
         sharding=sharding,
     )
     steps = Steps()
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=wlb.WLBStrategy(context_parallel_size=2),
-        accelerator="cpu",
         devices=2,
         max_steps=arguments.steps + 2,
         # The monitor's figures are logged before the other callback reads them.
         callbacks=[wlb.ImbalanceMonitor(heat_map=False), steps],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, data)
     return steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = report.parser("context_parallel_cpu", __doc__)
     parser.add_argument("--steps", type=int, default=6, help="measured steps of a run")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each sharding")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--context-window", type=int, default=12_288, help="tokens")
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     runs: dict[str, list[Steps]] = {name: [] for name in SHARDINGS}
     for number in range(arguments.rounds):
@@ -94,7 +87,17 @@ def main() -> None:
             runs[sharding].append(run(sharding, arguments))
     result = {name: figures(runs[name], runs[SHARDINGS[0]]) for name in SHARDINGS}
     if torch.distributed.get_rank() == 0:
-        report(result, arguments)
+        show(result)
+        made = {
+            "benchmark": "context_parallel_cpu",
+            "measured": True,
+            "device": "CPU, two ranks of one thread",
+            "rounds": arguments.rounds,
+            "steps": arguments.steps,
+            "context_window": arguments.context_window,
+            "shardings": result,
+        }
+        report.finish(made, arguments.output and arguments.output / "context_parallel_cpu")
 
 
 def figures(runs: list[Steps], baseline: list[Steps]) -> dict[str, float]:
@@ -115,43 +118,22 @@ def figures(runs: list[Steps], baseline: list[Steps]) -> dict[str, float]:
     }
 
 
-def report(result: dict[str, dict[str, float]], arguments: argparse.Namespace) -> None:
-    """A table and the JSON."""
-    table = Table(
-        title="Context parallel 2, two ranks of one CPU thread each, wall clock, measured"
-    )
-    for heading in (
-        "sharding",
-        "µs per token",
-        "per_sequence / this",
-        "over rounds",
-        "context imbalance",
-    ):
-        table.add_column(heading, justify="right" if heading != "sharding" else "left")
-    for name, row in result.items():
-        table.add_row(
+def show(result: dict[str, dict[str, float]]) -> None:
+    title = "Context parallel 2, two ranks of one CPU thread each, wall clock, measured"
+    headings = (
+        "sharding", "µs per token", "per_sequence / this", "over rounds", "context imbalance",
+    )  # fmt: skip
+    rows = [
+        [
             name,
             f"{row['microseconds_per_token_median']:.2f}",
             f"{row['speedup']:.3f}",
             f"{row['speedup_least']:.3f} to {row['speedup_most']:.3f}",
             f"{row['imbalance_context_median']:.3f}",
-        )
-    Console(width=110).print(table)
-    line = json.dumps(
-        {
-            "benchmark": "context_parallel_cpu",
-            "measured": True,
-            "device": "CPU, two ranks of one thread",
-            "rounds": arguments.rounds,
-            "steps": arguments.steps,
-            "context_window": arguments.context_window,
-            "shardings": result,
-        }
-    )
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "context_parallel_cpu.json").write_text(line + "\n")
-    print(line)
+        ]
+        for name, row in result.items()
+    ]
+    Console(width=110).print(report.table(title, headings, rows))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ and what is predicted and chosen goes by that profile. Results:
 * ``path``: our call over the kernel library's own function on the same segments.
 
 Not yet run by this project, which had no CUDA device while it was written; its tests run it on a
-CPU. A sharding whose ranks read more keys than ``--most-keys`` (PTRR on long documents) is left
-out.
+CPU. A sharding whose ranks read more keys than ``--most-keys`` is left out.
 
 Run ``python -m benchmarks.context_parallel_gpu``; ``--help`` lists the options. Prints tables and
 then, as its last line, one JSON object. ``--output`` (default benchmarks/results) gets that, a
@@ -25,7 +24,6 @@ picture, and the measured profile, which ``lightning-wlb plan --profile`` takes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.nn.attention.varlen import varlen_attn
 
+from benchmarks import report
 from benchmarks.context_parallel import PAPER, sequences
 from benchmarks.workloads import LLAMA2_7B_LAYER
 from lightning_wlb.attention.kernels_gpu import flash_function
@@ -251,32 +249,35 @@ def path_over_library(attention: VarlenAttention, lengths: list[int], ranks: int
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Both figures as tables."""
-    table = Table(title=f"Segments of {result['keys']} keys, forward, measured: {result['device']}")
-    for title in ("queries", "segments", "us per segment", "TFLOP/s"):
-        table.add_column(title, justify="right")
-    for row in result["segments"]:
-        table.add_row(
+    title = f"Segments of {result['keys']} keys, forward, measured: {result['device']}"
+    rows = [
+        [
             str(row["queries"]),
             str(row["segments"]),
             f"{row['forward_us_per_segment']:.1f}",
             f"{row['forward_tflops']:.0f}",
-        )
-    console.print(table)
-    table = Table(title="Slowest rank, forward + backward of one layer, ms, measured")
+        ]
+        for row in result["segments"]
+    ]
+    headings = ["queries", "segments", "us per segment", "TFLOP/s"]
+    console.print(report.table(title, headings, rows))
     names = list(dict.fromkeys(name for row in result["shardings"] for name in row["ms"]))
-    for title in ("window", "CP", *names, "ours / best single", "predicted - measured, 5-95 %"):
-        table.add_column(title, justify="right")
+    rows = []
     for row in result["shardings"]:
         low, _, high = row["predicted_error"]
         over = row["ours_over_best_single"]
-        table.add_row(
-            f"{row['window'] // 1024}K",
-            str(row["ranks"]),
-            *(f"{row['ms'][name]:.2f}" if name in row["ms"] else "-" for name in names),
-            "-" if over is None else f"{over:.3f}",
-            f"{low:+.0%} to {high:+.0%}",
+        rows.append(
+            [
+                f"{row['window'] // 1024}K",
+                str(row["ranks"]),
+                *(f"{row['ms'][name]:.2f}" if name in row["ms"] else "-" for name in names),
+                "-" if over is None else f"{over:.3f}",
+                f"{low:+.0%} to {high:+.0%}",
+            ]
         )
-    console.print(table)
+    headings = ["window", "CP", *names, "ours / best single", "predicted - measured, 5-95 %"]
+    title = "Slowest rank, forward + backward of one layer, ms, measured"
+    console.print(report.table(title, headings, rows))
     ratios = ", ".join(f"{ratio:.3f}" for ratio in result["path_over_library"])
     console.print(f"Our call over the library's own, one rank of each window: {ratios}")
 
@@ -341,9 +342,7 @@ def run(arguments: argparse.Namespace, profile: Profile) -> dict[str, Any]:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.context_parallel_gpu", description=__doc__.split("\n")[0]
-    )
+    parser = report.parser("context_parallel_gpu", __doc__)
     parser.add_argument("--windows", type=int, nargs="+", default=[65_536, 131_072])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--sequences", type=int, default=8, help="per window (default 8)")
@@ -382,9 +381,9 @@ def main(argv: list[str] | None = None) -> None:
         (arguments.output / "measured_profile.json").write_text(profile.to_json())
     result = run(arguments, profile)
     show(result, console)
-    draw(result, arguments.output / "context_parallel_gpu.png")
-    (arguments.output / "context_parallel_gpu.json").write_text(json.dumps(result) + "\n")
-    print(json.dumps(result))
+    saved = arguments.output / "context_parallel_gpu"
+    draw(result, saved.with_suffix(".png"))
+    report.finish(result, saved)
 
 
 if __name__ == "__main__":

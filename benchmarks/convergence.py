@@ -17,7 +17,7 @@ Reported by tokens seen, mean and standard deviation over the seeds:
   all runs, whatever their packing cuts;
 * the difference to a *control* of the same seed, which cuts documents alike and delays nothing:
   ``original`` for ``fixed_greedy`` (the stream of documents, cut every C tokens), ``auto`` for
-  ``wlb`` and ``balanced`` (documents whole);
+  ``wlb`` (documents whole);
 * the mean and the maximum delay in steps.
 
 Documents end at the context window (``long_documents="truncate"``), or single ones would fill many
@@ -31,7 +31,8 @@ default numbers the held-out loss is always taken where a window of ``fixed_gree
 steps of short documents; ``--tokens 589824`` takes it all over the window.
 
 Finished runs are kept in the JSON file and not repeated, so that a broken run of the benchmark goes
-on, and seeds and packings can be added. Needs no quiet machine: no time is measured.
+on, and seeds and packings can be added; runs of a packing that the package no longer has stay there
+as ``removed``. Needs no quiet machine: no time is measured.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import report
 from benchmarks.convergence_runs import (
     NORMALISATIONS,
     PACKINGS,
@@ -64,7 +66,7 @@ from benchmarks.convergence_runs import (
     train,
 )
 
-CONTROLS = {"fixed_greedy": "original", "wlb": "auto", "balanced": "auto"}
+CONTROLS = {"fixed_greedy": "original", "wlb": "auto"}
 """What a packing's loss is compared with: the same pieces, or nearly, and no delay."""
 
 # Okabe and Ito's colours: told apart under every common colour blindness.
@@ -113,15 +115,12 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The summary as a table."""
-    shown = Table(title="Final losses, mean ± standard deviation over the seeds")
-    shown.add_column("packing / normalisation")
-    for heading in (
-        "seeds", "training", "held out", "training, % of control", "held out, % of control",
-        "delay", "max",
-    ):  # fmt: skip
-        shown.add_column(heading, justify="right")
-    for row in rows:
-        shown.add_row(
+    headings = (
+        "packing / normalisation", "seeds", "training", "held out", "training, % of control",
+        "held out, % of control", "delay", "max",
+    )  # fmt: skip
+    cells = [
+        [
             f"{row['packing']} / {row['normalisation']}",
             str(row["seeds"]),
             *(
@@ -134,8 +133,11 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             ),
             f"{row['delay_mean']:.2f}",
             str(row["delay_max"]),
-        )
-    return shown
+        ]
+        for row in rows
+    ]
+    title = "Final losses, mean ± standard deviation over the seeds"
+    return report.table(title, headings, cells)
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
@@ -230,12 +232,15 @@ def kept(path: Path, settings: Settings) -> dict[str, dict[str, Any]]:
 def save(path: Path, settings: Settings, results: dict[str, dict[str, Any]]) -> None:
     """Write all finished runs, sorted by packing, normalisation and seed, and their summary."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "benchmark": "convergence",
-        "settings": asdict(settings),
-        "summary": summarise(results),
-        "runs": results,
-    }
+    content = report.with_removed(
+        {
+            "benchmark": "convergence",
+            "settings": asdict(settings),
+            "summary": summarise(results),
+            "runs": results,
+        },
+        path,
+    )
     aside = path.with_suffix(".part")
     aside.write_text(json.dumps(content) + "\n")
     aside.replace(path)

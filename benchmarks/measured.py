@@ -90,6 +90,21 @@ class Recorder(L.Callback):
         )
 
 
+def quiet_trainer(**options: Any) -> L.Trainer:
+    """A Trainer on CPU that prints and writes nothing but what goes wrong."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 def train(
     config: TransformerConfig,
     mesh: Mesh,
@@ -109,19 +124,11 @@ def train(
         schedule: of the pipeline.
         options: of the Trainer.
     """
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     recorder = Recorder(counted)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=WLBStrategy(*mesh.shape, schedule=schedule),
-        accelerator="cpu",
         devices=mesh.devices,
         callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     # The Trainer shares the machine's cores out; profiles and clocks are of one thread.

@@ -1,12 +1,9 @@
 """How well packing methods balance: Table 2 of WLB-LLM, and what beats it.
 
-Three tables and some single figures:
-
-* the paper's Table 2 (forward imbalance max·N/Σ) beside the same methods on Generator A;
+* The paper's Table 2 (forward imbalance max·N/Σ) beside the same methods on Generator A;
 * every method on the workloads by simulated step time over work (four stages, 1F1B), imbalance,
-  tokens per step, delay and milliseconds;
-* dealing to 4 and 16 replicas;
-* verl and Megatron Core on the same lengths, and 100,000 documents in one step.
+  tokens per step, delay and milliseconds, on one replica and dealt to 4 and 16;
+* verl and Megatron Core on the same lengths.
 
 All methods pack the same pieces, those that ``original`` cuts from the stream. The cost is one
 layer of LLaMA2-7B (benchmarks/workloads.py). Steps before the warm-up and in the drain are left
@@ -16,29 +13,27 @@ Run ``python -m benchmarks.packing --help``. The last line is one JSON object, w
 are keyed ``workload/N/cap/method`` (``workload/N@R/cap/method`` for R replicas of four stages,
 ``workload/N@Rx1/cap/method`` of one), one of them being ``default``. With ``--output FILE.json``
 every row is written there, and to a table in FILE.md, as soon as it is finished; rows that are
-there already, of as many steps and the same seeds, are not run again. So a run can be stopped and
-continued, and split between processes by ``--parts``, ``--workloads`` and ``--counts``. About
-25 minutes on one core in full, one minute with ``--quick``; ``--steps 200`` takes a fifth.
+there already, of as many steps and the same seeds, are not run again, and rows of methods that the
+package no longer has stay under ``removed``. So a run can be stopped and continued, and split
+between processes by ``--parts``, ``--workloads`` and ``--counts``. About 20 minutes on one core in
+full, one minute with ``--quick``; ``--steps 200`` takes a fifth.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning_wlb.planning.costs import PieceCosts
-from lightning_wlb.planning.many import deal_many
 from rich.console import Console
 
+from benchmarks import report
 from benchmarks.packing_others import compare
 from benchmarks.packing_report import Results, show
-from benchmarks.packing_runs import STAGES, WARM, averaged, measure, run
+from benchmarks.packing_runs import STAGES, WARM, averaged, loads_of, measure, run
 from benchmarks.workloads import (
     CALIBRATION_DOCUMENTS,
     REFERENCE_WORK,
@@ -47,8 +42,8 @@ from benchmarks.workloads import (
     stdlib_lengths,
     window_pieces,
 )
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.packing.base import Mesh
 
 WINDOW = 131_072
 SEEDS = (1, 2, 3)
@@ -64,10 +59,8 @@ PAPER = {
     "wlb/2": (1.05, 20), "wlb/3": (1.05, 23),
 }  # fmt: skip
 INSTANCES = {1: 16, 2: 16, 4: 4}  # windows that the solver packs, by global batches in each
-CAPS = (1.25, 1.5, 2.0)
+CAPS = (1.25, 1.5, 2.0)  # of wlb, in windows
 COUNTS = (4, 16, 64)
-AT_WINDOW = ("original", "best_fit", "tapered", "slim", "auto")  # methods with a cap of C
-AT_CAPS = ("wlb", "balanced")
 SLICED = ("slim", "auto")  # of which fewer steps are run
 Case = tuple[str, int, Mesh]
 CASES: list[Case] = [
@@ -80,21 +73,8 @@ CASES: list[Case] = [
     ("generator_a", 64, Mesh(16, 1)),
 ]
 WORKLOADS = ("generator_a", "stdlib", "generator_a_whole")
-PARTS = ("table_2", "solver", "methods", "many", "others")
+PARTS = ("table_2", "solver", "methods", "others")
 DEFAULT = DataSettings.__dataclass_fields__["packing"].default
-
-
-def calibration(window: int = WINDOW, micro_batches: int = 4) -> dict[str, Any]:
-    """The forward imbalance of ``original`` on Generator A, which must be 1.434 ± 0.02."""
-    lengths = generator_a(CALIBRATION_DOCUMENTS, window, 0)
-    data = DataSettings(window, micro_batches, packing="original", shuffle=False)
-    value = float(measure(lengths, data, 10**6)["imbalance_forward_mean"])
-    return {
-        "documents": CALIBRATION_DOCUMENTS,
-        "seed": 0,
-        "imbalance_forward_mean": value,
-        "passed": abs(value - GATE["original"]) <= TOLERANCE,
-    }
 
 
 def table_2(results: Results, solver: bool) -> None:
@@ -106,11 +86,12 @@ def table_2(results: Results, solver: bool) -> None:
         if method == "fixed_ilp" and not solver:
             continue
         number = int(size or 1)
+        option = "queues" if method == "wlb" else "packing_window"
+        options = {option: number} if method != "original" else {}
         data = DataSettings(
-            WINDOW, 4, packing=method, shuffle=False, packing_window=number, queues=number,
+            WINDOW, 4, packing={"method": method, **options}, shuffle=False,
             cap=WINDOW * 5 // 4 if method == "wlb" else None,
         )  # fmt: skip
-
         made = partial(
             solver_row if method == "fixed_ilp" else gate_row,
             pieces if method == "wlb" else lengths, data,
@@ -137,18 +118,16 @@ def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[
     squares: list[int] = []
     longest = 0
     seconds = 0.0
-    for step in run(lengths, data, Mesh(1, 1)):
+    for step in run(lengths, data, Mesh()):
         seconds += step.seconds
-        groups = [
-            [part.tokens for part in replica.slices_of(group)]
-            for replica in step.replicas
-            for group in replica.forward
-        ]
-        loads = [sum(map(REFERENCE_WORK.forward, group)) for group in groups]
+        (replica,) = step.replicas
+        loads = loads_of(REFERENCE_WORK.forward, replica)
         degrees.append(max(loads) * len(loads) / sum(loads))
-        squares += [sum(tokens**2 for tokens in group) for group in groups]
-        longest = max(longest, *(tokens for group in groups for tokens in group))
-        if (step.number + 1) % data.packing_window == 0:
+        for group in replica.forward:
+            tokens = [part.tokens for part in replica.slices_of(group)]
+            squares.append(sum(each**2 for each in tokens))
+            longest = max(longest, *tokens)
+        if (step.number + 1) % data.choice.options.packing_window == 0:
             bound = max(longest**2, sum(squares) / len(squares))
             gaps.append(max(squares) / bound - 1)
             squares, longest = [], 0
@@ -163,37 +142,27 @@ def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[
     }
 
 
-def settings_of(method: str, count: int, cap: float, mesh: Mesh) -> DataSettings:
-    """The settings of a row; ``METHOD/0`` is the method without delay."""
-    name, _, budget = method.partition("/")
-    return DataSettings(
-        WINDOW, count, packing=name, cap=int(cap * WINDOW), shuffle=False,
-        nominal_replicas=mesh.replicas, nominal_stages=mesh.stages,
-        delay_budget=float(budget) if budget else 0.25,
-    )  # fmt: skip
-
-
 def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) -> None:
     """All methods on all workloads; a row of the default for each (workload, N)."""
     for workload, count, mesh in cases:
-        # As many documents for every N, but the controllers of delay need steps to settle.
+        # As many documents for every N, but queues need steps to settle.
         steps = max(arguments.steps * 4 // count, 20) if count > 4 else arguments.steps
         warm = max(WARM * 4 // count, 25)
-        chosen = [(method, 1.0) for method in (*AT_WINDOW, "tapered/0")]
-        chosen += [(method, cap) for cap in arguments.caps for method in AT_CAPS]
-        if mesh.replicas > 1:
-            chosen = [(method, 1.0) for method in ("tapered", "slim", "auto", "auto/0")]
-            chosen += [(method, 1.5) for method in AT_CAPS]
-        size = f"{count}@{mesh.replicas}" if mesh.replicas > 1 else str(count)
-        size += f"x{mesh.stages}" if mesh.stages != STAGES else ""
-        streams = _Streams(workload, steps + warm, count, arguments.seeds)
+        asked_of = workload, steps + warm, count, tuple(arguments.seeds)
         if workload == "stdlib":
             steps, warm = 10**6, 0  # the whole epoch, which is short
+        if mesh.data == 1:
+            chosen = [(method, 1.0) for method in ("original", "best_fit", *SLICED)]
+            chosen += [("wlb", cap) for cap in arguments.caps]
+        else:
+            chosen = [*((method, 1.0) for method in SLICED), ("wlb", 1.5)]
+        size = f"{count}@{mesh.data}" if mesh.data > 1 else str(count)
+        size += f"x{mesh.pipeline}" if mesh.pipeline != STAGES else ""
         for method, cap in chosen:
+            data = DataSettings(WINDOW, count, packing=method, cap=int(cap * WINDOW), shuffle=False)
             # A simulation of hundreds of slices takes long and says little more.
-            data = settings_of(method, count, cap, mesh)
-            most = steps if data.packing not in SLICED else max(steps // 5, 5)
-            made = partial(_averaged, streams, data, most, mesh, warm)
+            most = steps if method not in SLICED else max(steps // 5, 5)
+            made = partial(method_row, asked_of, data, most, mesh, warm)
             asked = {"seeds": arguments.seeds, "steps_per_seed": most, "warm": warm}
             key = f"{workload}/{size}/{cap:g}/"
             row = results.row("methods", key + method, asked, made)
@@ -201,57 +170,33 @@ def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) 
                 results.row("methods", key + "default", asked, lambda row=row: row)
 
 
-def many() -> dict[str, float]:
-    """100,000 documents of one step into 512 micro-batches, costs looked up, sorting included."""
-    lengths = generator_a(100_000, WINDOW, 1)
-    costs = PieceCosts(REFERENCE_WORK.total, WINDOW, REFERENCE_WORK.forward)
-    weights = costs.totals(lengths)
-    seconds = []
-    for _ in range(5):
-        begin = time.process_time()
-        homes = deal_many(costs.totals(lengths), lengths, 512, 10 * WINDOW)
-        seconds.append(time.process_time() - begin)
-    loads = np.bincount(homes, weights, 512)
-    return {
-        "documents": 100_000,
-        "micro_batches": 512,
-        "ms": round(1e3 * float(np.median(seconds)), 2),
-        "imbalance": round(float(loads.max() / loads.mean()), 6),
-    }
+def method_row(
+    asked: tuple[str, int, int, tuple[int, ...]],
+    data: DataSettings,
+    steps: int,
+    mesh: Mesh,
+    warm: int,
+) -> dict[str, float]:
+    """A method on the streams of a workload, see :func:`streams`."""
+    return averaged(streams(*asked), data, steps, mesh, warm)
 
 
-def _averaged(
-    streams: _Streams, data: DataSettings, steps: int, mesh: Mesh, warm: int
-) -> dict[str, Any]:
-    return averaged(streams.get(), data, steps, mesh, warm)
-
-
-class _Streams:
-    """The lengths of the pieces of a workload for each seed, made when they are asked for."""
-
-    def __init__(self, workload: str, steps: int, count: int, seeds: list[int]) -> None:
-        self._asked = workload, steps, count, seeds
-        self._made: list[np.ndarray] | None = None
-
-    def get(self) -> list[np.ndarray]:
-        if self._made is None:
-            workload, steps, count, seeds = self._asked
-            if workload == "stdlib":
-                lengths = stdlib_lengths()
-                made = [np.random.default_rng(seed).permutation(lengths) for seed in seeds]
-            else:
-                documents = documents_for(steps + 20, count, WINDOW)
-                made = [generator_a(documents, WINDOW, seed) for seed in seeds]
-            if workload != "generator_a_whole":
-                made = [window_pieces(lengths, WINDOW) for lengths in made]
-            self._made = made
-        return self._made
+@lru_cache(maxsize=1)
+def streams(workload: str, steps: int, count: int, seeds: tuple[int, ...]) -> list[np.ndarray]:
+    """The lengths of the pieces of a workload for each seed."""
+    if workload == "stdlib":
+        lengths = stdlib_lengths()
+        made = [np.random.default_rng(seed).permutation(lengths) for seed in seeds]
+    else:
+        documents = documents_for(steps + 20, count, WINDOW)
+        made = [generator_a(documents, WINDOW, seed) for seed in seeds]
+    if workload == "generator_a_whole":
+        return made
+    return [window_pieces(lengths, WINDOW) for lengths in made]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.packing", description=__doc__.split("\n")[0]
-    )
+    parser = report.parser("packing", __doc__)
     parser.add_argument("--steps", type=int, default=1000, help="steps per seed at N = 4")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--caps", type=float, nargs="+", default=list(CAPS), help="in windows")
@@ -263,34 +208,30 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.steps, arguments.seeds, arguments.counts = 60, [1], [4]
-        arguments.workloads, arguments.parts = ["generator_a", "stdlib"], ["table_2", *PARTS[2:4]]
+        arguments.workloads, arguments.parts = ["generator_a", "stdlib"], ["table_2", "methods"]
     cases = [
         (workload, count, mesh)
         for workload, count, mesh in CASES
-        if workload in arguments.workloads and (count in arguments.counts or mesh.replicas > 1)
+        if workload in arguments.workloads
+        and (count in arguments.counts or (mesh.data > 1 and not arguments.quick))
     ]
-    if arguments.quick:
-        cases = [case for case in cases if case[2].replicas == 1]
     console = Console(width=200)
     head = {"benchmark": "packing", "default": DEFAULT, "stages": STAGES}
     results = Results(head, arguments.output, console)
-    parts: dict[str, Callable[[], None]] = {
-        "table_2": lambda: table_2(results, "solver" in arguments.parts),
-        "methods": lambda: methods(results, cases, arguments),
-        "many": lambda: results.put("many", many()),
-        "others": lambda: others(results),
-    }
-    for name, part in parts.items():
-        if name in arguments.parts:
-            part()
+    if "table_2" in arguments.parts:
+        table_2(results, "solver" in arguments.parts)
+    if "methods" in arguments.parts:
+        methods(results, cases, arguments)
+    if "others" in arguments.parts:
+        results.put("others", others())
     show(results.content, console)
     print(json.dumps(results.content))
 
 
-def others(results: Results) -> None:
+def others() -> list[dict[str, Any]]:
     """Of verl and Megatron Core, on the global batches of Generator A."""
     sample = window_pieces(generator_a(documents_for(450, 4, WINDOW), WINDOW, 1), WINDOW)
-    results.put("others", compare(sample, WINDOW, WINDOW * 3 // 2, 400))
+    return compare(sample, WINDOW, WINDOW * 3 // 2, 400)
 
 
 if __name__ == "__main__":

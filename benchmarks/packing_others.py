@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning_wlb.planning.costs import PieceCosts
-from lightning_wlb.planning.pipeline import pipeline_time
 
-from benchmarks.packing_runs import STAGES, run
+from benchmarks.packing_runs import STAGES, loads_of, run
 from benchmarks.workloads import REFERENCE_WORK
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.packing.base import Mesh
+from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning.replicas import replica_plan, unsharded
 
 RANKS = 16
 PACKAGES = ("verl", "megatron-core>=0.16,<0.17")
@@ -54,10 +55,9 @@ def compare(lengths: np.ndarray, window: int, cap: int, steps: int) -> list[dict
     Returns:
         One row each, with version and figures; empty if they cannot be installed.
     """
-    costs = PieceCosts(REFERENCE_WORK.total, window, REFERENCE_WORK.forward)
     data = DataSettings(window, 4, packing="best_fit")
     batches = []
-    for step in run(lengths, data, Mesh(1, 1)):
+    for step in run(lengths, data, Mesh()):
         batches.append([piece.tokens for piece in step.pieces])
         if len(batches) == steps:
             break
@@ -74,13 +74,14 @@ def compare(lengths: np.ndarray, window: int, cap: int, steps: int) -> list[dict
         }
         return [
             {"package": "verl", "version": versions["verl"].removesuffix("-info"),
-             **_verl(verl, batches, cap, costs)},
+             **_verl(verl, batches, cap)},
             {"package": "megatron-core", "version": versions["megatron_core"],
-             **_megatron(megatron, batches, window, costs)},
+             **_megatron(megatron, batches, window)},
         ]  # fmt: skip
 
 
-def _verl(module: Any, batches: list[list[int]], cap: int, costs: PieceCosts) -> dict[str, float]:
+def _verl(module: Any, batches: list[list[int]], cap: int) -> dict[str, float]:
+    judge = PipelineJudge(REFERENCE_WORK, Mesh(pipeline=STAGES))
     spent = work = 0
     degrees = []
     for batch in batches:
@@ -93,10 +94,10 @@ def _verl(module: Any, batches: list[list[int]], cap: int, costs: PieceCosts) ->
             bins += 1
         parts.sort(key=lambda part: (sum(weights[index] for index in part), part[0]), reverse=True)
         parts = parts[::2][::-1] + parts[1::2]
-        total = [sum(costs.total(batch[index]) for index in part) for part in parts]
-        forward = [sum(costs.forward(batch[index]) for index in part) for part in parts]
-        backward = [t - f for t, f in zip(total, forward, strict=True)]
-        spent += pipeline_time(forward, backward, STAGES)
+        packs = [[Slice(index, 0, 0, batch[index]) for index in part] for part in parts]
+        replica = replica_plan(packs, 0, unsharded)
+        total = loads_of(REFERENCE_WORK.total, replica)
+        spent += judge([replica]).time
         work += sum(total)
         degrees.append(max(total) * len(total) / sum(total))
     return {
@@ -106,9 +107,7 @@ def _verl(module: Any, batches: list[list[int]], cap: int, costs: PieceCosts) ->
     }
 
 
-def _megatron(
-    module: Any, batches: list[list[int]], window: int, costs: PieceCosts
-) -> dict[str, float]:
+def _megatron(module: Any, batches: list[list[int]], window: int) -> dict[str, float]:
     """Σ over groups of the busiest rank's work, over the mean; a rank holds C/8 tokens."""
     scheduler = module.BalancedCPScheduler(window // 8, types.SimpleNamespace(size=lambda: RANKS))
     degrees, spent, work = [], 0.0, 0.0
@@ -118,7 +117,7 @@ def _megatron(
         for group in groups:
             # A sequence is listed by each of the ranks that share it.
             loads = [
-                sum(costs.total(tokens) / scheduler.gpus_needed(tokens) for tokens in rank)
+                sum(REFERENCE_WORK.total(tokens) / scheduler.gpus_needed(tokens) for tokens in rank)
                 for rank in group
             ]
             busiest += max(loads)

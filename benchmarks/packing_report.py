@@ -1,4 +1,4 @@
-"""What ``benchmarks.packing`` keeps and prints: rows in a file, tables, targets beside figures."""
+"""What ``benchmarks.packing`` keeps and prints: rows in a file, and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from benchmarks import report
 
 COLUMNS = {
     "time_over_work": "T/S", "time_over_work_p99": "p99", "time_over_equal": "T/T equal",
@@ -21,26 +22,6 @@ COLUMNS = {
     "delay_mean": "delay", "delay_max": "max", "micro_batches": "M", "ms_per_step": "ms",
     "steps": "steps",
 }  # fmt: skip
-# Row, figure, target, stretch, on Generator A and the standard library; negative: at least.
-TARGETS = (
-    ("generator_a/4/1/tapered", "time_over_work", 1.46, None),
-    ("generator_a/4/1/tapered", "delay_mean", 0.26, None),
-    ("generator_a/16/1/tapered", "time_over_work", 1.15, None),
-    ("generator_a/64@16/1/tapered", "time_over_equal", 1.029, 1.02),
-    ("generator_a/64@16/1/tapered", "time_over_equal_p99", 1.10, None),
-    ("generator_a/64@16/1/tapered", "delay_mean", 0.3, None),
-    ("generator_a/64@16/1/tapered", "ms_per_step", 2, None),
-    ("generator_a/4/1.25/balanced", "imbalance_mean", 1.041, 1.03),
-    ("generator_a/4/1.25/balanced", "delay_mean", 0.25, None),
-    ("generator_a/4/1.5/balanced", "imbalance_mean", 1.016, 1.010),
-    ("generator_a/4/1.5/balanced", "imbalance_p99", 1.17, 1.10),
-    ("generator_a/4/1.5/balanced", "delay_mean", 0.25, None),
-    ("generator_a/4/1.5/balanced", "delay_max", 12, None),
-    ("generator_a/4/2/balanced", "imbalance_mean", 1.002, 1.001),
-    ("generator_a/4/2/balanced", "delay_mean", 0.25, None),
-    ("stdlib/4/1.5/balanced", "imbalance_mean", 1.018, None),
-    ("stdlib/4/1.5/balanced", "tokens_least", -0.45, None),
-)
 
 
 class Results:
@@ -89,28 +70,12 @@ class Results:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._read()
             change(self.content)
-            self.content["targets"] = targets(self.content["methods"])
             partial = self._path.with_suffix(".partial")
             partial.write_text(json.dumps(self.content, indent=1) + "\n")
             os.replace(partial, self._path)
             self._path.with_suffix(".md").write_text(markdown(self.content))
         finally:
             os.close(lock)
-
-
-def targets(methods: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """The targets beside what was reached."""
-    rows = []
-    for name, figure, target, stretch in TARGETS:
-        if name in methods:
-            value = methods[name][figure]
-            rows.append({
-                "row": name, "figure": figure, "target": abs(target), "reached": value,
-                "met": value <= target if target >= 0 else value >= -target,
-                "stretch": stretch,
-                "stretch_met": stretch is not None and value <= stretch,
-            })  # fmt: skip
-    return rows
 
 
 def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -123,17 +88,15 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
             name, f"{row['paper']:.2f}", f"{row['imbalance_forward_mean']:.3f}", gate,
             f"{row['paper_ms']}", f"{row['ms_per_step']:.1f}", gap, f"{row['steps']}",
         ])  # fmt: skip
-    figures = [
-        [name, *(f"{row[column]:.{0 if column == 'steps' else 3}f}" for column in COLUMNS)]
-        for name, row in content["methods"].items()
-        if not name.endswith("/default")
-    ]
-    goals = [
-        [row["row"], row["figure"], f"{row['target']}", f"{row['reached']:.4f}",
-         "yes" if row["met"] else "NO", "" if row["stretch"] is None else f"{row['stretch']}",
-         "" if row["stretch"] is None else ("yes" if row["stretch_met"] else "no")]
-        for row in content.get("targets", [])
-    ]  # fmt: skip
+
+    def figures(methods: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+        return [
+            [name, *(f"{row[column]:.{0 if column == 'steps' else 3}f}" for column in COLUMNS)]
+            for name, row in methods.items()
+            if not name.endswith("/default")
+        ]
+
+    heads = ["workload/N/cap/method", *COLUMNS.values()]
     return [
         (
             "Table 2 of WLB-LLM: forward imbalance max·N/Σ, N = 4, C = 128K",
@@ -143,23 +106,22 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
         (
             f"Simulated step time over work ({content['stages']} stages unless x1 is said),"
             " imbalance max·K/Σ",
-            ["workload/N/cap/method", *COLUMNS.values()],
-            figures,
+            heads,
+            figures(content["methods"]),
         ),
-        ("Targets", ["row", "figure", "target", "here", "met", "stretch", "met"], goals),
+        (
+            "Removed methods, as last measured",
+            heads,
+            figures(content.get(report.REMOVED, {}).get("methods", {})),
+        ),
     ]
 
 
 def show(content: Mapping[str, Any], console: Console) -> None:
     """Print the tables."""
-    for title, heads, rows in tables(content):
-        table = Table(title=title)
-        for number, head in enumerate(heads):
-            table.add_column(head, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    for row in [*content.get("others", []), content.get("many", {})]:
+    for title, heads, rows in tables(content)[:2]:
+        console.print(report.table(title, heads, rows))
+    for row in content.get("others", []):
         console.print(row)
 
 
@@ -176,18 +138,14 @@ def markdown(content: Mapping[str, Any]) -> str:
         " planning per step in plain Python, without that of a solver, which is another process."
         " The JSON beside this page has the seeds of each row and its steps.",
     ]
-    for title, heads, rows in tables(content):
+    *current, removed = tables(content)
+    for title, heads, rows in current:
         if rows:
-            lines += ["", f"## {title}", "", "| " + " | ".join(heads) + " |"]
-            lines.append("|---|" + "---:|" * (len(heads) - 1))
-            lines += ["| " + " | ".join(row) + " |" for row in rows]
+            lines += ["", f"## {title}", "", *report.markdown_table(heads, rows)]
     for row in content.get("others", []):
         lines += ["", ", ".join(f"{name} {value}" for name, value in row.items()) + "."]
-    if "many" in content:
-        row = content["many"]
-        lines += [
-            "",
-            f"{row['documents']:,} documents into {row['micro_batches']} micro-batches:"
-            f" {row['ms']} ms, imbalance {row['imbalance']}.",
-        ]
+    title, heads, rows = removed
+    if rows:
+        note = content[report.REMOVED]["note"]
+        lines += ["", f"## {title}", "", note, "", *report.markdown_table(heads, rows)]
     return "\n".join(lines) + "\n"

@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from lightning_wlb.planning.costs import PieceCosts
-from lightning_wlb.planning.merging import shared_work
-from lightning_wlb.planning.pipeline import pipeline_time
 
 from benchmarks.workloads import REFERENCE_WORK
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan
+from lightning_wlb.cost.flops import PassWork
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.arrivals import GlobalBatches
+from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.planning.judge import PipelineJudge
-from lightning_wlb.planning.packing.auto import AutoPacker
-from lightning_wlb.planning.packing.base import Mesh
-from lightning_wlb.planning.packing.slim import SlimPacker
+from lightning_wlb.planning.packing.base import Placement
 from lightning_wlb.planning.replicas import unsharded
 
 STAGES = 4
 WARM = 50  # steps of 4 windows before the first that is measured
+PASSES = {
+    "": REFERENCE_WORK.total,
+    "_forward": REFERENCE_WORK.forward,
+    "_backward": REFERENCE_WORK.backward,
+}
 
 
 class Step(NamedTuple):
@@ -49,10 +52,9 @@ class Step(NamedTuple):
 
 def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
     """The steps of one epoch before its last global batch, in the order of the store."""
-    rules = data.rules(lengths, REFERENCE_WORK.total, REFERENCE_WORK.forward)
-    packer = data.method(rules)
+    packer = data.packer(data.rules(lengths, REFERENCE_WORK))
     arrivals = GlobalBatches(
-        lengths, data.nominal_tokens, data.context_window, data.method.cuts_stream, 0, False
+        lengths, data.nominal_tokens, data.context_window, packer.cuts_stream, 0, False
     )
     number = 0
     while True:
@@ -60,17 +62,27 @@ def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
         begin = time.process_time()
         groups, drain = packer.next_step(arrivals, number)
         # The last global batch of an epoch is short.
-        if drain or not any(groups) or not arrivals.peek(1):
+        if drain or not any(groups) or arrivals.exhausted:
             return
-        replicas = packer.replicas(groups, mesh, unsharded)
+        replicas = packer.replicas(groups, Placement(mesh, unsharded))
         seconds = time.process_time() - begin
         yield Step(number, [piece for group in groups for piece in group], replicas, seconds)
         number += 1
 
 
+def loads_of(work: PassWork, replica: ReplicaPlan) -> list[int]:
+    """Work of each micro-batch of a replica, of shared ones that replica's part."""
+    loads = []
+    for group in replica.forward:
+        load = sum(work(part.tokens, part.context) for part in replica.slices_of(group))
+        members = len(group.replicas)
+        loads.append(load if members == 1 else shared_work(load, members))
+    return loads
+
+
 def measure(
     lengths: np.ndarray, data: DataSettings, steps: int, mesh: Mesh | None = None, warm: int = 0
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Measure ``steps`` steps over documents that arrive in the given order.
 
     Args:
@@ -89,67 +101,60 @@ def measure(
         tokens per step over N·C with their coefficient of variation and least; delay in steps,
         mean over tokens and maximum; micro-batches; milliseconds per step.
     """
-    mesh = mesh or Mesh(1, STAGES)
-    costs = PieceCosts(REFERENCE_WORK.total, data.context_window, REFERENCE_WORK.forward)
-    judge = PipelineJudge(costs.total, costs.forward, mesh.stages)
-    sliced = issubclass(data.method, SlimPacker | AutoPacker)
-    rows: list[tuple[float, ...]] = []
+    mesh = mesh or Mesh(pipeline=STAGES)
+    judge = PipelineJudge(REFERENCE_WORK, mesh)
+    rows: list[dict[str, float]] = []
     delays: list[tuple[int, int]] = []
-    oldest = 0
     for step in run(lengths, data, mesh):
         if step.number < warm:
             continue
         if len(rows) == steps:
             break
-        times, formulas, totals, forwards = [], [0], [], []
-        for replica in step.replicas:
-            total = [_work(costs.total, replica, group) for group in replica.forward]
-            forward = [_work(costs.forward, replica, group) for group in replica.forward]
-            if not sliced:
-                backward = [t - f for t, f in zip(total, forward, strict=True)]
-                times.append(pipeline_time(forward, backward, mesh.stages))
-            formulas.append(sum(total) + (mesh.stages - 1) * max(total, default=0))
-            totals += total
-            forwards += forward
-        if sliced:
-            times = [judge(step.replicas).time]
-        rows.append(
-            (max(times), max(formulas), len(totals), *_summary(totals), *_summary(forwards),
-             *_summary([t - f for t, f in zip(totals, forwards, strict=True)]),
-             sum(piece.tokens for piece in step.pieces), step.seconds,
-             sum(costs.total(piece.tokens) for piece in step.pieces))
-        )  # fmt: skip
-        for piece in step.pieces:
-            delays.append((piece.tokens, piece.tokens * (step.number - piece.arrival)))
-            oldest = max(oldest, step.number - piece.arrival)
-    table = np.array(rows, dtype=np.float64)
-    spent, formula, count, top, work, top_f, work_f, top_b, work_b, tokens, seconds, own_work = (
-        table.T
-    )
-    share = own_work / mesh.replicas
-    bins = np.maximum(count, data.micro_batches)
-    degrees = top * bins / work
-    own = data.micro_batches / mesh.replicas
-    tokens = tokens / data.nominal_tokens
+        loads = {
+            name: [loads_of(work, replica) for replica in step.replicas]
+            for name, work in PASSES.items()
+        }
+        row: dict[str, float] = {
+            "spent": judge(step.replicas).time,
+            "work": sum(REFERENCE_WORK.total(piece.tokens) for piece in step.pieces) / mesh.data,
+            "formula": max(
+                sum(own) + (mesh.pipeline - 1) * max(own, default=0) for own in loads[""]
+            ),
+            "count": sum(map(len, loads[""])),
+            "tokens": sum(piece.tokens for piece in step.pieces) / data.nominal_tokens,
+            "ms": 1e3 * step.seconds,
+        }
+        for name, of_replicas in loads.items():
+            row[f"top{name}"] = max(max(own, default=0) for own in of_replicas)
+            row[f"sum{name}"] = sum(map(sum, of_replicas))
+        rows.append(row)
+        delays += [(piece.tokens, step.number - piece.arrival) for piece in step.pieces]
+    of = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+    bins = np.maximum(of["count"], data.micro_batches)
+    degrees = {name: of[f"top{name}"] * bins / of[f"sum{name}"] for name in PASSES}
+    over_work = of["spent"] / of["work"]
+    mean_over_work = of["spent"].sum() / of["work"].sum()
+    own = data.micro_batches / mesh.data
+    equal = own / (own + mesh.pipeline - 1)
     return {
         "steps": len(rows),
-        "time_over_work": spent.sum() / share.sum(),
-        "time_over_work_p99": _p99(spent / share),
-        "formula_over_work": formula.sum() / share.sum(),
-        "time_over_equal": spent.sum() / share.sum() * own / (own + mesh.stages - 1),
-        "time_over_equal_p99": _p99(spent / share) * own / (own + mesh.stages - 1),
-        "imbalance_mean": degrees.mean(),
-        "imbalance_p99": _p99(degrees),
-        "imbalance_aggregate": (top * bins).sum() / work.sum(),
-        "imbalance_forward_mean": (top_f * bins / work_f).mean(),
-        "imbalance_backward_mean": (top_b * bins / work_b).mean(),
-        "tokens_per_step": tokens.mean(),
-        "tokens_variation": tokens.std() / tokens.mean(),
-        "tokens_least": tokens.min(),
-        "delay_mean": sum(held for _, held in delays) / sum(each for each, _ in delays),
-        "delay_max": oldest,
-        "micro_batches": count.mean(),
-        "ms_per_step": 1e3 * seconds.mean(),
+        "time_over_work": mean_over_work,
+        "time_over_work_p99": _p99(over_work),
+        "formula_over_work": of["formula"].sum() / of["work"].sum(),
+        "time_over_equal": mean_over_work * equal,
+        "time_over_equal_p99": _p99(over_work) * equal,
+        "imbalance_mean": degrees[""].mean(),
+        "imbalance_p99": _p99(degrees[""]),
+        "imbalance_aggregate": (of["top"] * bins).sum() / of["sum"].sum(),
+        "imbalance_forward_mean": degrees["_forward"].mean(),
+        "imbalance_backward_mean": degrees["_backward"].mean(),
+        "tokens_per_step": of["tokens"].mean(),
+        "tokens_variation": of["tokens"].std() / of["tokens"].mean(),
+        "tokens_least": of["tokens"].min(),
+        "delay_mean": sum(each * held for each, held in delays) / sum(each for each, _ in delays),
+        "delay_max": max(held for _, held in delays),
+        "micro_batches": of["count"].mean(),
+        "ms_per_step": of["ms"].mean(),
     }
 
 
@@ -164,21 +169,6 @@ def averaged(
         extreme = {"delay_max": max, "tokens_least": min, "steps": sum}.get(name)
         result[name] = round(extreme(values) if extreme else float(np.mean(values)), 4)
     return result
-
-
-def _work(cost: Any, replica: ReplicaPlan, group: MicroBatch) -> int:
-    """Work of a micro-batch on one of its replicas."""
-    total = 0
-    for index in group.slices:
-        part = replica.slices[index]
-        before = part.start - part.origin
-        total += cost(part.stop - part.origin) - (cost(before) if before else 0)
-    members = len(group.replicas)
-    return total if members == 1 else shared_work(total, members)
-
-
-def _summary(loads: Sequence[int]) -> tuple[int, int]:
-    return max(loads), sum(loads)
 
 
 def _p99(values: np.ndarray) -> float:

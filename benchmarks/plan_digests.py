@@ -13,7 +13,6 @@ The last line is a JSON object: how many settings were compared, and which diffe
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, stdlib_lengths
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
@@ -96,7 +96,7 @@ def digest(setting: Setting, steps: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser("plan_digests", __doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each setting")
     parser.add_argument("--only", default="", help="settings whose name contains this text")
     parser.add_argument("--write", action="store_true", help="commit the fingerprints to the file")

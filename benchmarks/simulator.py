@@ -21,8 +21,6 @@ Run ``python -m benchmarks.simulator --help``. Prints a table and as its last li
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
 from benchmarks.paper_speedups import without_communication
 from lightning_wlb.cost.latency import LatencyModel
@@ -56,9 +54,8 @@ class Setting:
 
     window: int
     micro_batches: int
-    packing: str
+    packing: str | dict[str, Any]
     sharding: str = "per_document_contiguous"
-    micro_packs: int = 4
 
 
 WHOLE = (
@@ -67,9 +64,7 @@ WHOLE = (
     Setting(8192, 3, "wlb"),
 )
 SLICED = (
-    Setting(4096, 4, "slim", micro_packs=1),
-    Setting(4096, 4, "slim", micro_packs=2),
-    Setting(4096, 4, "slim", micro_packs=4),
+    *(Setting(4096, 4, {"method": "slim", "micro_packs": multiple}) for multiple in (1, 2, 4)),
     Setting(4096, 4, "auto"),
 )
 RUNS = {
@@ -102,7 +97,6 @@ def train_rank(rank: int, name: str, steps: int, counted: bool = False) -> list[
                 micro_batches=setting.micro_batches,
                 packing=setting.packing,
                 sharding=setting.sharding,
-                micro_packs=setting.micro_packs,
                 num_workers=0,  # ranks are daemons, which have no children
             ),
             counted=counted,
@@ -184,10 +178,24 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(values)).astype(float)
 
 
+def ran(name: str, steps: int, counted: bool = False) -> list[list[list[RankStep]]]:
+    """The steps of every setting on a mesh: by setting, then rank."""
+    of_ranks = run_ranks(train_rank, RANKS, name, steps, counted, timeout=900, process_group=False)
+    return [list(of_setting) for of_setting in zip(*of_ranks, strict=True)]
+
+
+def measured_profile() -> Profile:
+    """What every rank sees while the others measure too: the first rank's."""
+    link = measure_link(torch.device("cpu"))
+    texts = run_ranks(
+        profile_rank, RANKS, (link.latency_ns, link.bytes_per_second),
+        timeout=900, process_group=False,
+    )  # fmt: skip
+    return Profile.from_json(texts[0])
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulator", description=__doc__.split("\n")[0]
-    )
+    parser = report.parser("simulator", __doc__)
     parser.add_argument("--steps", type=int, default=8, help="judged steps per run (default 8)")
     parser.add_argument("--profile", help="a file instead of a profile taken in this run")
     parser.add_argument(
@@ -197,80 +205,63 @@ def main(argv: list[str] | None = None) -> None:
         help="where to write the JSON object too",
     )
     arguments = parser.parse_args(argv)
-    console = Console(width=140)
-    if arguments.profile:
-        profile = Profile.load(arguments.profile)
-    else:
-        link = measure_link(torch.device("cpu"))
-        texts = run_ranks(
-            profile_rank, RANKS, (link.latency_ns, link.bytes_per_second),
-            timeout=900, process_group=False,
-        )  # fmt: skip
-        profile = Profile.from_json(texts[0])
+    profile = Profile.load(arguments.profile) if arguments.profile else measured_profile()
     results = {
         name: [
             judged
-            for setting, _ in enumerate(settings)
-            for judged in judge(mesh, [rank[setting] for rank in ranks], profile)
+            for ranks in ran(name, arguments.steps + WARM_UP)
+            for judged in judge(mesh, ranks, profile)
         ]
-        for name, (mesh, settings) in RUNS.items()
-        for ranks in [ran(name, arguments.steps + WARM_UP)]
+        for name, (mesh, _) in RUNS.items()
     }
     memory = {
         name: [
-            judged
-            for setting, _ in enumerate(settings)
-            for judged in judge_memory(mesh, [rank[setting] for rank in ranks], profile)
+            judged for ranks in ran(name, 3, True) for judged in judge_memory(mesh, ranks, profile)
         ]
-        for name, (mesh, settings) in RUNS.items()
+        for name, (mesh, _) in RUNS.items()
         if mesh.pipeline > 1
-        for ranks in [ran(name, 3, True)]
     }
-    everything = [judged for each in results.values() for judged in each]
-    table = Table(
-        title="Predicted step times against real runs",
-        caption=f"{profile.provenance}. Held-out micro-batches: median error"
-        f" {profile.errors.get('median', float('nan')):.1%}.",
+    everything = {**results, "all": [judged for each in results.values() for judged in each]}
+    summaries = {
+        kind: {name: summary(judged, predicted, measured) for name, judged in compared.items()}
+        for kind, compared, predicted, measured in (
+            ("replayed CPU times", everything, "predicted", "replayed"),
+            ("wall clock", everything, "predicted_wall", "wall"),
+            ("replayed, own speed", results, "predicted_at_own_speed", "replayed"),
+            ("wall clock, own speed", results, "predicted_wall_at_own_speed", "wall"),
+            ("peak of activations", memory, "predicted", "counted"),
+        )
+    }
+    cells = [
+        [
+            f"{kind}, {name}",
+            f"{row['plans']}",
+            f"{row['span']:.2f}×",
+            f"{row['median_error']:.1%}",
+            f"{row['p90_error']:.1%}",
+            f"{row['bias']:+.1%}",
+            f"{row['rank_correlation']:.3f}",
+        ]
+        for kind, of_kind in summaries.items()
+        for name, row in of_kind.items()
+    ]
+    headings = ("", "plans", "span", "median error", "p90", "bias", "rank correlation")
+    caption = (
+        f"{profile.provenance}. Held-out micro-batches: median error"
+        f" {profile.errors.get('median', float('nan')):.1%}."
     )
-    for heading in ("", "plans", "span", "median error", "p90", "bias", "rank correlation"):
-        table.add_column(heading, justify="right" if heading else "left")
-    report: dict[str, Any] = {}
-    for kind, compared, predicted, measured in (
-        ("replayed CPU times", {**results, "all": everything}, "predicted", "replayed"),
-        ("wall clock", {**results, "all": everything}, "predicted_wall", "wall"),
-        ("replayed, own speed", results, "predicted_at_own_speed", "replayed"),
-        ("wall clock, own speed", results, "predicted_wall_at_own_speed", "wall"),
-        ("peak of activations", memory, "predicted", "counted"),
-    ):
-        for name, judged in compared.items():
-            row = summary(judged, predicted, measured)
-            report.setdefault(kind, {})[name] = row
-            table.add_row(
-                f"{kind}, {name}",
-                f"{row['plans']}",
-                f"{row['span']:.2f}×",
-                f"{row['median_error']:.1%}",
-                f"{row['p90_error']:.1%}",
-                f"{row['bias']:+.1%}",
-                f"{row['rank_correlation']:.3f}",
-            )
-    console.print(table)
+    title = "Predicted step times against real runs"
+    Console(width=140).print(report.table(title, headings, cells, caption))
     made = {
         "benchmark": "simulator",
         "cores": os.cpu_count(),
         "ranks": RANKS,
         "profile": {"device": profile.device, "errors": dict(profile.errors)},
-        "results": report,
+        "results": summaries,
         "steps": results,
         "activations": memory,
     }
-    arguments.output.write_text(json.dumps(made, indent=1) + "\n")
-    print(json.dumps(made))
-
-
-def ran(name: str, steps: int, counted: bool = False) -> list[list[list[RankStep]]]:
-    """The steps of every setting on a mesh, by rank and setting."""
-    return run_ranks(train_rank, RANKS, name, steps, counted, timeout=900, process_group=False)
+    report.finish(made, arguments.output)
 
 
 if __name__ == "__main__":

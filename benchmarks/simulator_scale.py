@@ -12,8 +12,6 @@ JSON object.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,8 +20,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import report
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.graph import graph_of
 from lightning_wlb.schedule.programs import make_programs
@@ -111,27 +109,21 @@ def rows(repeats: int) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulator_scale", description=__doc__.split("\n")[0]
-    )
+    parser = report.parser("simulator_scale", __doc__)
     parser.add_argument("--repeats", type=int, default=30, help="timed runs per case (default 30)")
     arguments = parser.parse_args(argv)
     table = rows(arguments.repeats)
-    shown = Table(title=f"Simulator, one step, {arguments.repeats} repeats, one core")
-    for title in table[0]:
-        shown.add_column(title.replace("_", " "), justify="left" if title == "case" else "right")
-    for row in table:
-        shown.add_row(*("" if value is None else str(value) for value in row.values()))
-    Console(width=150).print(shown)
-    print(
-        json.dumps(
-            {
-                "benchmark": "simulator_scale",
-                "repeats": arguments.repeats,
-                "python": sys.version.split()[0],
-                "rows": table,
-            }
-        )
+    title = f"Simulator, one step, {arguments.repeats} repeats, one core"
+    headings = [heading.replace("_", " ") for heading in table[0]]
+    cells = [["" if value is None else str(value) for value in row.values()] for row in table]
+    Console(width=150).print(report.table(title, headings, cells))
+    report.finish(
+        {
+            "benchmark": "simulator_scale",
+            "repeats": arguments.repeats,
+            "python": sys.version.split()[0],
+            "rows": table,
+        }
     )
 
 

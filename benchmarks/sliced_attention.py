@@ -12,8 +12,6 @@ one JSON object; ``--output FOLDER`` also writes it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from itertools import pairwise
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 
 import lightning_wlb as wlb
+from benchmarks import report
 from lightning_wlb.attention.process_groups import NO_GROUPS
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
@@ -87,7 +86,7 @@ def seconds(model: Transformer, batch: StepBatch) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = report.parser("sliced_attention", __doc__)
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=6_800, help="of each document")
     parser.add_argument("--slices", type=int, default=4, help="of each document")
@@ -120,29 +119,20 @@ def main() -> None:
     whole, sliced = times["whole"][1:], times["sliced"][1:]
     ratios = [own / other for own, other in zip(sliced, whole, strict=True)]
     count = arguments.documents * arguments.tokens
-    line = json.dumps(
-        {
-            "benchmark": "sliced_attention",
-            "measured": True,
-            "device": "CPU, one process of one thread, processor time",
-            "documents": arguments.documents,
-            "tokens": arguments.tokens,
-            "slices": arguments.slices,
-            "dim": arguments.dim,
-            "heads": arguments.heads,
-            "layers": arguments.layers,
-            "rounds": arguments.rounds - 1,
-            "whole_microseconds_per_token": 1e6 * statistics.median(whole) / count,
-            "sliced_microseconds_per_token": 1e6 * statistics.median(sliced) / count,
-            "ratio_median": statistics.median(ratios),
-            "ratio_least": min(ratios),
-            "ratio_most": max(ratios),
-        }
-    )
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "sliced_attention.json").write_text(line + "\n")
-    print(line)
+    settings = ("documents", "tokens", "slices", "dim", "heads", "layers")
+    made = {
+        "benchmark": "sliced_attention",
+        "measured": True,
+        "device": "CPU, one process of one thread, processor time",
+        **{name: getattr(arguments, name) for name in settings},
+        "rounds": arguments.rounds - 1,
+        "whole_microseconds_per_token": 1e6 * statistics.median(whole) / count,
+        "sliced_microseconds_per_token": 1e6 * statistics.median(sliced) / count,
+        "ratio_median": statistics.median(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+    }
+    report.finish(made, arguments.output and arguments.output / "sliced_attention")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ object. Wall clocks need two cores and nothing else running.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -32,8 +30,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import DocumentSubset
@@ -143,9 +141,7 @@ def measured(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.slimpack_measured", description=__doc__.split("\n")[0]
-    )
+    parser = report.parser("slimpack_measured", __doc__)
     add = parser.add_argument
     add("--packings", default="best_fit,wlb,auto", help="the first is the baseline")
     add(
@@ -190,29 +186,29 @@ def main(argv: list[str] | None = None) -> None:
         ("  of the median step", "pipeline 2", "peak_bytes_median_step"),
     ]
     ratios: dict[str, dict[str, float]] = {}
-    table = Table(title="Measured, the same documents", title_justify="left")
-    for heading in ("", *packings, *(f"{packings[0]} / {each}" for each in packings[1:])):
-        table.add_column(heading, justify="right" if heading else "left")
+    cells = []
     for label, run, name in rows:
         values = [runs[run][packing][name] for packing in packings]
         ratios[label.strip()] = {
             packing: values[0] / value for packing, value in zip(packings, values, strict=True)
         }
-        table.add_row(
-            label,
-            *(f"{value:,.4g}" if value < 1e5 else f"{value:,.0f}" for value in values),
-            *(f"{values[0] / value:.3f}" for value in values[1:]),
+        cells.append(
+            [
+                label,
+                *(f"{value:,.4g}" if value < 1e5 else f"{value:,.0f}" for value in values),
+                *(f"{values[0] / value:.3f}" for value in values[1:]),
+            ]
         )
-    Console(width=140).print(table)
-    report: dict[str, Any] = {
+    headings = ["", *packings, *(f"{packings[0]} / {each}" for each in packings[1:])]
+    Console(width=140).print(report.table("Measured, the same documents", headings, cells))
+    made = {
         "benchmark": "slimpack_measured",
         "cores": os.cpu_count(),
         "settings": {**options, "layers": CONFIG.layers, "dim": CONFIG.dim, "heads": CONFIG.heads},
         "ratios": ratios,
         "runs": runs,
     }
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    report.finish(made, arguments.output)
 
 
 if __name__ == "__main__":

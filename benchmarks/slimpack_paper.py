@@ -19,8 +19,6 @@ Run ``python -m benchmarks.slimpack_paper --help``. Prints tables and, last, one
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,15 +27,17 @@ from typing import Any, get_args
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks import report
+from benchmarks.paper_speedups import without_communication
+from lightning_wlb.cli.forecast import plan_steps
 from lightning_wlb.cost.flops import ModelShape, Work
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
-from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning import DataSettings, MeshSettings, Planner
+from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
@@ -133,7 +133,7 @@ class Case:
             if max(each.peak_bytes for each in made) <= usable:
                 break
         plans = self._plans("auto", count, lengths, steps, mesh, model)
-        unlinked = predictor(free(self.profile), mode)
+        unlinked = predictor(without_communication(self.profile), mode)
         result: dict[str, Any] = {
             "N": count,
             "activation_checkpointing": mode,
@@ -153,29 +153,14 @@ class Case:
         mesh: Mesh,
         model: Predictor | None,
     ) -> list[StepPlan]:
-        work = Work.of(SHAPES[self.model])
         planner = Planner(
             lengths,
             DataSettings(self.window, count, packing=packing, cap=self.window, shuffle=False),
-            work.total,
-            MeshSettings(
-                mesh.data,
-                mesh.context,
-                mesh.tensor,
-                pipeline_parallel_size=mesh.pipeline,
-                stages_per_rank=mesh.virtual_stages,
-            ),
-            forward=work.forward,
+            Work.of(SHAPES[self.model]),
+            mesh,
             judge=None if model is None else PredictedJudge(model),
         )
-        plans = [planner.next_step() for _ in range(steps)]
-        return [plan for plan in plans if plan is not None]
-
-
-def free(profile: Profile) -> Profile:
-    """The same device with links that take no time."""
-    link = Link(0.0, 1e30)
-    return replace(profile, links={"node": link, "network": link})
+        return plan_steps(planner, steps)
 
 
 def summary(plans: Sequence[StepPlan], model: Predictor, unlinked: Predictor) -> dict[str, Any]:
@@ -215,31 +200,26 @@ def summary(plans: Sequence[StepPlan], model: Predictor, unlinked: Predictor) ->
     }
 
 
-def show(rows: dict[str, dict[str, Any]], profile: Profile, console: Console) -> None:
-    table = Table(
-        title="Slices over best-fit, simulated",
-        caption=f"{profile.provenance}. The paper reports up to {PAPER}.",
-    )
-    for title in ("case", "N", "gain", "M", "cuts", "GB"):
-        table.add_column(title)
-    for share in ("work", "warm-up", "imbalance", "communication"):
-        table.add_column(f"{share} (best-fit → slices)")
+SHARES = ("work", "warm_up", "imbalance", "communication")
+HEADINGS = ("case", "N", "gain", "M", "cuts", "GB", "recomputed", *SHARES)
+
+
+def cells(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each case, the shares and what has two figures as best-fit → slices."""
+    made = []
     for name, row in rows.items():
         old, new = row["best_fit"], row["auto"]
 
         def pair(key: str, form: str, old: dict[str, Any] = old, new: dict[str, Any] = new) -> str:
             return f"{old[key]:{form}} → {new[key]:{form}}"
 
-        table.add_row(
-            name,
-            str(row["N"]),
-            f"{row['gain']:.2f}",
-            pair("micro_batches_per_replica", ".1f"),
+        made.append([
+            name, str(row["N"]), f"{row['gain']:.2f}", pair("micro_batches_per_replica", ".1f"),
             f"{new['cuts_per_step']:.0f}",
-            pair("peak_gigabytes", ".0f") + ("" if row["fits"] else " (!)"),
-            *(pair(key, ".0%") for key in ("work", "warm_up", "imbalance", "communication")),
-        )
-    console.print(table)
+            pair("peak_gigabytes", ".0f") + ("" if row["fits"] else ", does not fit"),
+            row["activation_checkpointing"], *(pair(share, ".0%") for share in SHARES),
+        ])  # fmt: skip
+    return made
 
 
 def gains(rows: dict[str, dict[str, Any]]) -> str:
@@ -249,7 +229,7 @@ def gains(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The same as a page."""
+    """The table as a page."""
     rows = result["rows"]
     lines = [
         "# Slices over best-fit packing in SlimPack's settings, simulated",
@@ -261,28 +241,8 @@ def markdown(result: dict[str, Any]) -> str:
         " time, best-fit → slices. The baseline does not fit where it says so, and the range leaves"
         " these cases out.",
         "",
+        *report.markdown_table(HEADINGS, cells(rows)),
     ]
-    titles = ("case", "N", "gain", "M", "cuts", "GB", "recomputed")
-    shares = ("work", "warm_up", "imbalance", "communication")
-    for row in (titles + shares, ["---"] * len(titles + shares)):
-        lines.append("| " + " | ".join(row) + " |")
-    for name, row in rows.items():
-        old, new = row["best_fit"], row["auto"]
-
-        def pair(key: str, form: str, old: dict[str, Any] = old, new: dict[str, Any] = new) -> str:
-            return f"{old[key]:{form}} → {new[key]:{form}}"
-
-        cells = (
-            name,
-            str(row["N"]),
-            f"{row['gain']:.2f}",
-            pair("micro_batches_per_replica", ".1f"),
-            f"{new['cuts_per_step']:.0f}",
-            pair("peak_gigabytes", ".0f") + ("" if row["fits"] else ", does not fit"),
-            row["activation_checkpointing"],
-            *(pair(share, ".0%") for share in shares),
-        )
-        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -310,9 +270,7 @@ def cases(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.slimpack_paper", description=__doc__.split("\n")[0]
-    )
+    parser = report.parser("slimpack_paper", __doc__)
     parser.add_argument("--steps", type=int, default=4, help="steps per case (default 4)")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--profile", default="h100", help="device profile (default h100)")
@@ -320,7 +278,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[64, 128, 256], help="in K")
     parser.add_argument("--save", type=Path, help="also write PATH.json and PATH.md")
     arguments = parser.parse_args(argv)
-    console = Console(width=200)
     profile = Profile.load(arguments.profile)
     rows = {
         name: case.run(arguments.steps, arguments.seed, per_rank)
@@ -330,7 +287,10 @@ def main(argv: list[str] | None = None) -> None:
             console=Console(stderr=True),
         )
     }
-    show(rows, profile, console)
+    console = Console(width=200)
+    caption = f"{profile.provenance}. The paper reports up to {PAPER}."
+    title = "Slices over best-fit (best-fit → slices), simulated"
+    console.print(report.table(title, HEADINGS, cells(rows), caption))
     console.print(f"gain {gains(rows)}; the paper: up to {PAPER}")
     result = {
         "benchmark": "slimpack_paper",
@@ -339,11 +299,7 @@ def main(argv: list[str] | None = None) -> None:
         "provenance": profile.provenance,
         "rows": rows,
     }
-    line = json.dumps(result)
-    if arguments.save:
-        arguments.save.with_suffix(".json").write_text(line + "\n")
-        arguments.save.with_suffix(".md").write_text(markdown(result))
-    print(line)
+    report.finish(result, arguments.save, markdown)
 
 
 if __name__ == "__main__":

@@ -120,9 +120,9 @@ class _Waiting:
         """How many pieces have at most so many tokens and so much work each; the first ones."""
         return min(bisect_right(self.lengths, tokens), bisect_right(self.works, work))
 
-    def take(self, index: int) -> None:
-        """The piece waits no longer."""
-        del self.pieces[index], self.lengths[index], self.works[index]
+    def take(self, index: int) -> tuple[Piece, int, int]:
+        """The piece, its tokens and its work; it waits no longer."""
+        return self.pieces.pop(index), self.lengths.pop(index), self.works.pop(index)
 
 
 class _Part(NamedTuple):
@@ -200,7 +200,7 @@ class _Filling:
         for place, index in enumerate(range(longest, -1, -1), packs_left // 2):
             fits = waiting.lengths[index] <= pack.room and waiting.works[index] <= pack.gap
             if fits and place % packs_left == 0:
-                self._place(pack, self._waiting_part(index), waiting.lengths[index])
+                self._place_whole(pack, index)
 
     def _fill_by_work(self, pack: _Pack) -> None:
         """Take whole pieces, and where none fits a part of one, until the pack has its work."""
@@ -250,9 +250,8 @@ class _Filling:
             index = self.waiting.count_fitting(room, gap + slack) - 1
             if index < 0:
                 break
-            tokens = self.waiting.lengths[index]
-            room, gap = room - tokens, gap - self.waiting.works[index]
-            self._place(pack, self._waiting_part(index), tokens)
+            tokens, work = self._place_whole(pack, index)
+            room, gap = room - tokens, gap - work
             taken = True
         return taken
 
@@ -272,6 +271,14 @@ class _Filling:
 
     def _waiting_part(self, index: int) -> _Part:
         return _Part(self.waiting.pieces[index], 0, index)
+
+    def _place_whole(self, pack: _Pack, index: int) -> tuple[int, int]:
+        """Put a piece that waits into the pack; its tokens and its work."""
+        piece, tokens, work = self.waiting.take(index)
+        pack.slices.append(Slice(piece.document, piece.origin, piece.origin, piece.stop))
+        pack.room -= tokens
+        pack.gap -= work
+        return tokens, work
 
     def _place(self, pack: _Pack, part: _Part, stop: int) -> None:
         """Put the piece's tokens from where it is placed up to ``stop`` into the pack."""

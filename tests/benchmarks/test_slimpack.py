@@ -2,27 +2,38 @@
 
 import pytest
 
-from benchmarks.slimpack import measure, replicas
-from benchmarks.slimpack_plans import Step, whole_packs
+from benchmarks.slimpack import Method, by_replicas, measure, steps_of, stream_of
 from benchmarks.slimpack_tables import targets
+from benchmarks.workloads import REFERENCE_WORK
 from lightning_wlb.plan import Slice
+from lightning_wlb.planning.replicas import replica_plan, unsharded
 
 
 def test_a_step_of_equal_micro_batches_by_hand():
-    """Four of forward 1 and backward 2 on four ranks: (4 + 3) · 3 over 12."""
-    step = Step([10] * 4, [20] * 4, [0, 1, 2, 3], [1, 2, 3, 4], [7] * 4, 120)
-    assert step.imbalance == (1, 1, 1)
-    assert step.simulate() == (7 / 4, 28)
-    assert step.simulate(overhead=1)[0] == pytest.approx(7 / 4 * 32 / 30)
-    assert step.simulate(2)[0] == pytest.approx((2 * 4 + 3) * 15 / 120)
+    """Four on four ranks: (4 + 3) times one of them, over four."""
+    method = Method("equal", 1000)
+    packs = [[Slice(number, 0, 0, 700)] for number in range(4)]
+    method.add(replica_plan(packs, 0, unsharded), 4)
+    (step,) = method.steps
+    assert (step["imbalance"], step["imbalance_forward"], step["imbalance_backward"]) == (1, 1, 1)
+    assert step["step"] == 7 / 4
+    assert (step["open_tokens"], step["micro_batches"], step["cuts"]) == (2.8, 4, 0)
+    overhead = 2 * REFERENCE_WORK.forward.per_token * 10  # of a forward and a backward
+    whole = REFERENCE_WORK.total(700)
+    assert step["step_overhead"] == pytest.approx(7 / 4 * (whole + overhead) / whole)
+    # Two stages of half the length on each rank.
+    assert step["step_interleaved"] == pytest.approx((2 * 4 + 3) / 2 / 4)
+    method.add(replica_plan(packs, 0, unsharded), 3, interleaved=1.25)
+    assert (method.steps[1]["step_interleaved"], method.steps[1]["cuts"]) == (1.25, 1)
+    assert method.row()["step"] == method.row()["step_p99"] == 7 / 4
 
 
-def test_asymmetric_packs_as_whole_actions():
-    a, b, c = Slice(0, 0, 0, 600), Slice(0, 0, 600, 1000), Slice(1, 0, 0, 500)
-    step = whole_packs([[a], [b, c]], [[b], [a, c]])
-    assert step.needs == [2, 2]
-    assert step.tokens == [600, 900]
-    assert step.work == sum(step.forward) + sum(step.backward)
+def test_global_batches_are_full():
+    batches = steps_of(stream_of(4, 131_072, 4, seed=1), 4 * 131_072, 4)
+    assert [sum(piece.tokens for piece in batch) for batch in batches] == [4 * 131_072] * 4
+    assert [piece.document for batch in batches for piece in batch] == list(
+        range(sum(map(len, batches)))
+    )
 
 
 def test_slices_beat_whole_pieces():
@@ -34,5 +45,5 @@ def test_slices_beat_whole_pieces():
 
 
 def test_many_replicas_are_as_good_as_one():
-    ratios = replicas(131_072, 8, 1, [1, 4])
+    ratios = by_replicas(131_072, 8, 1, [1, 4])
     assert ratios["4"] < 1.01 * ratios["1"]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.slimpack_paper import CORPORA, Case, K, free, markdown
+from benchmarks.paper_speedups import without_communication
+from benchmarks.slimpack_paper import CORPORA, Case, K, markdown
 from lightning_wlb.cost.profile import Profile
 
 H100 = Profile.load("h100")
@@ -29,4 +30,4 @@ def test_lengths_are_bounded_and_of_the_seed():
 
 
 def test_links_can_be_taken_away():
-    assert all(link.latency_ns == 0 for link in free(H100).links.values())
+    assert all(link.latency_ns == 0 for link in without_communication(H100).links.values())

@@ -1,0 +1,73 @@
+"""What every benchmark prints: a parser, tables, and one JSON object as the last line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+REMOVED = "removed"
+"""Key in a file of results: what was measured last of methods that are no longer in the package."""
+
+
+def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a script.
+
+    Args:
+        module: name of the script, without the package.
+        doc: its docstring; the first line describes it.
+    """
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}", description=(doc or "").split("\n")[0]
+    )
+
+
+def table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None
+) -> Table:
+    """A table to print: the first column to the left, figures to the right."""
+    made = Table(title=title, caption=caption)
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The same as the lines of a page."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in (headings, *rows)]
+    return [head, "|---|" + "---:|" * (len(headings) - 1), *body]
+
+
+def finish(
+    result: dict[str, Any],
+    save: Path | None = None,
+    page: Callable[[dict[str, Any]], str] | None = None,
+) -> None:
+    """Print the result as one line of JSON, the last that a script prints.
+
+    Args:
+        result: in plain types.
+        save: a path that it is written to as well, as ``.json``; what is there under
+            :data:`REMOVED` stays.
+        page: makes the page that is then written beside it, as ``.md``.
+    """
+    if save is not None:
+        path = save.with_suffix(".json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = with_removed(result, path)
+        path.write_text(json.dumps(content) + "\n")
+        if page is not None:
+            path.with_suffix(".md").write_text(page(content))
+    print(json.dumps(result))
+
+
+def with_removed(result: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The result with what the file, if there is one, has under :data:`REMOVED`."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    return {**result, REMOVED: before[REMOVED]} if REMOVED in before else result
