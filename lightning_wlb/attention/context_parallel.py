@@ -64,13 +64,10 @@ def context_parallel_attention(
         v: [rows, kv_heads, head_dim].
         metadata: this rank's segments and key index, on the same device.
         project: maps attention's output, [rows, heads, head_dim] with zeros in padding rows, to
-            the result. It is called once, and its backward hides the exchange of the keys that
-            attention's own backward refetches.
+            what is returned. It is called once, and its backward hides the exchange of the keys
+            that attention's own backward refetches.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
-
-    Returns:
-        What ``project`` returns.
 
     Raises:
         ValueError: if rows, metadata and group do not fit each other.

@@ -161,11 +161,9 @@ class Transformer(nn.Module):
             k: [rows, kv_heads, head_dim].
             v: [rows, kv_heads, head_dim].
             metadata: of the micro-batch, for the layer.
-            project: a function of attention's output, [rows, heads, head_dim], called once.
+            project: a function of attention's output, [rows, heads, head_dim], called once; its
+                result is returned.
             groups: as of :meth:`forward`.
-
-        Returns:
-            What ``project`` returns.
         """
         queries = q if callable(q) else lambda: q
         kernel, group = self.attention_kernel, groups.of_rows(metadata.replicas)
