@@ -175,7 +175,7 @@ def calls(monkeypatch):
 def test_a_rank_makes_one_process_group_for_each_channel(calls, ring):
     mesh = replace(MESH, virtual_stages=2 if ring else 1)
     groups = pipeline_groups(replace(RANK, mesh=mesh), None)
-    mine = [MESH.rank_of(21, place, 0, 0) for place in range(8)]
+    mine = [Rank(MESH, 21, place, 0, 0).index for place in range(8)]
     assert calls == [mine] * (4 if ring else 2)
     assert len({id(group) for group in groups.values()}) == len(calls)
     for group in groups.values():
@@ -195,7 +195,7 @@ def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
     assert sorted(groups) == [2, 4]
     pair, four = (
         [
-            MESH.rank_of(data, 7, context, 0)
+            Rank(MESH, data, 7, context, 0).index
             for data in range(first, first + count)
             for context in range(2)
         ]
