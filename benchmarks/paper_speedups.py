@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from lightning_wlb.attention.sharding import ADAPTIVE
 from rich.console import Console
 
 from benchmarks import report
@@ -38,6 +37,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.prediction.predictor import Predictor, model_stages
+from lightning_wlb.sharding import ADAPTIVE
 
 SHAPES: dict[str, ModelShape] = {
     "550M": TransformerConfig.preset("550m").shape,

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.measured import replayed
 from benchmarks.simulator import at_own_speed, summary
 from lightning_wlb.mesh import Mesh
-from tests.planning.test_predict import plan_of
+from tests.prediction.test_predictor import plan_of
 
 
 def test_a_pipeline_is_replayed_with_each_ranks_times() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.measured import RankStep
 from benchmarks.slimpack_measured import figures
-from tests.planning.test_predict import plan_of
+from tests.prediction.test_predictor import plan_of
 
 
 def step(rank: int, wall: float, held: list[int]) -> RankStep:
