@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help train test test-gpu lint types floors clean
+.PHONY: help train test test-gpu lint types floors docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,5 +39,15 @@ types: $(VENV)/ready  ## mypy: strict for the planning half
 floors: $(VENV)/ready  ## import-linter: a room imports only from floors below it
 	@$(VENV)/bin/lint-imports
 
+$(VENV)/docs-ready: $(VENV)/ready
+	@$(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# All pages anew: a warning of a page that is not written again would be lost.
+docs: $(VENV)/docs-ready  ## the documentation as a site; broken links and references are errors
+	@rm -rf docs/modules
+	@$(VENV)/bin/sphinx-build -q -E -a -W --keep-going -c docs -b html . site
+	@echo "site/docs/index.html"
+
 clean:  ## remove the environment and caches
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) site docs/modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,7 +25,7 @@ from benchmarks import report
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.graph import graph_of
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.simulate import simulate, simulate_replicas
+from lightning_wlb.schedule.simulate import simulate_replicas
 
 # (name, schedule, replicas, ranks, micro-batches, stages per rank, limit in ms or None)
 CASES = (
@@ -72,22 +72,12 @@ def step(
     def opened(replica: int, action: Action) -> int:
         return sizes[action.micro_batch] * 8
 
-    if replicas == 1:
-        found = [
-            simulate(
-                programs_of(schedule, ranks, counts[0], stages_per_rank),
-                partial(duration, 0),
-                partial(transfer, 0),
-                opened_bytes=partial(opened, 0),
-            )
-        ]
-    else:
-        found = simulate_replicas(
-            [programs_of(schedule, ranks, count, stages_per_rank) for count in counts],
-            duration,
-            transfer,
-            opened_bytes=opened,
-        )
+    found = simulate_replicas(
+        [programs_of(schedule, ranks, count, stages_per_rank) for count in counts],
+        duration,
+        transfer,
+        opened_bytes=opened,
+    )
     for each in found:
         assert min(each.idle_ns) >= 0
         assert min(each.peak_bytes) > 0

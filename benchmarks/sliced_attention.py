@@ -69,7 +69,7 @@ def batch_of(documents: int, tokens: int, slices: int) -> StepBatch:
 def seconds(model: Transformer, batch: StepBatch) -> float:
     """Processor time of one step."""
     pipeline = Pipeline(
-        at=Rank(),
+        rank=Rank(),
         stages=(range(len(model.layers)),),
         schedule="1f1b",
         groups={},

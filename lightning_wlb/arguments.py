@@ -1,8 +1,9 @@
 """What a user passed, as plain Python, or a ValueError with the value and the remedy.
 
-Numbers of numpy and torch count as numbers and become Python's: settings go into JSON,
-fingerprints and checkpoints of plain types. True is no number, and 32.0 no whole one: where they
-stand, something else was meant.
+Numbers of numpy and torch are accepted and become Python's, because settings go into JSON,
+fingerprints and checkpoints, which hold plain types. True is not accepted as a number, nor 32.0 as
+a whole one: whoever passes them meant something else. ``name`` is always the argument's, ``value``
+what was passed for it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,10 @@ import numpy as np
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """A whole number.
-
-    Args:
-        name: of the argument.
-        value: as it was passed.
-        least: smallest value allowed.
+    """A whole number of at least ``least``.
 
     Raises:
-        ValueError: another type, or a value below ``least``.
+        ValueError: another type, or a smaller value.
     """
     wanted = "a whole number" if least is None else f"a whole number of at least {least}"
     try:
@@ -32,36 +28,27 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise ValueError(f"{name}={value!r} is of type {_kind(value)}. Give {wanted}.")
+        raise _wrong_type(name, value, wanted)
     if least is not None and number < least:
         raise ValueError(f"{name}={value!r}, but it must be at least {least}. Give {wanted}.")
     return number
 
 
 def wholes(name: str, value: Any, least: int | None = None) -> tuple[int, ...]:
-    """Whole numbers in a sequence; ``least`` as in :func:`whole`.
+    """A sequence of whole numbers of at least ``least`` each.
 
     Raises:
-        ValueError: no sequence, or something else in it.
+        ValueError: not a sequence, or something else in it.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(
-            f"{name}={value!r} is of type {_kind(value)}. Give a sequence of whole numbers."
-        )
+        raise _wrong_type(name, value, "a sequence of whole numbers")
     return tuple(whole(name, each, least) for each in value)
 
 
 def number(
     name: str, value: Any, least: float = -math.inf, most: float = math.inf, above: bool = False
 ) -> float:
-    """A finite number.
-
-    Args:
-        name: of the argument.
-        value: as it was passed.
-        least: smallest value allowed, or with ``above`` the largest that is not.
-        most: largest value allowed.
-        above: whether ``least`` itself is too small.
+    """A finite number from ``least`` to ``most``; with ``above`` it must be above ``least``.
 
     Raises:
         ValueError: another type, or a value out of range.
@@ -72,7 +59,7 @@ def number(
     if most < math.inf:
         wanted += f" to {most:g}"
     if _is_truth(value) or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name}={value!r} is of type {_kind(value)}. Give {wanted}.")
+        raise _wrong_type(name, value, wanted)
     result = float(value)
     if not (math.isfinite(result) and least <= result <= most) or (above and result == least):
         raise ValueError(f"{name}={value!r} is out of range. Give {wanted}.")
@@ -83,18 +70,18 @@ def flag(name: str, value: Any) -> bool:
     """True or False.
 
     Raises:
-        ValueError: another type; a text like ``"false"`` would count as true.
+        ValueError: another type. (As a condition, a text like ``"false"`` would count as true.)
     """
     if not _is_truth(value):
-        raise ValueError(f"{name}={value!r} is of type {_kind(value)}. Give True or False.")
+        raise _wrong_type(name, value, "True or False")
     return bool(value)
 
 
 def choice(name: str, value: Any, known: Iterable[str]) -> str:
-    """One of the names that are known.
+    """One of the known names.
 
     Raises:
-        ValueError: any other value; the message lists them.
+        ValueError: any other value; the message lists the known names.
     """
     names = list(known)
     if not isinstance(value, str) or value not in names:
@@ -106,5 +93,5 @@ def _is_truth(value: Any) -> bool:
     return isinstance(value, bool | np.bool_)
 
 
-def _kind(value: Any) -> str:
-    return type(value).__name__
+def _wrong_type(name: str, value: Any, wanted: str) -> ValueError:
+    return ValueError(f"{name}={value!r} is of type {type(value).__name__}. Give {wanted}.")

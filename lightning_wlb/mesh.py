@@ -6,8 +6,8 @@ data, planning, cost model, strategy and profiling.
 Rank order: data outermost, tensor innermost, so that tensor parallelism, which talks most, stays
 within a node and data parallelism, which talks once a step, crosses nodes (WLB-LLM §6.1).
 
-Cost: integer arithmetic; :meth:`Mesh.groups` and :meth:`Rank.group` enumerate the ranks, so not
-for every message.
+Everything is integer arithmetic. :meth:`Mesh.groups` and :meth:`Rank.group` enumerate all ranks of
+the mesh: call them when a run is set up, not for every message.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ import numpy.typing as npt
 from lightning_wlb.arguments import whole
 
 AXES = ("data", "pipeline", "context", "tensor")
+"""Names of the axes, outermost first."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along each axis, and stages of a pipeline rank.
+    """The sizes of the axes, and the stages of a pipeline rank.
 
     Args:
         data: replicas that train on different documents.
         pipeline: ranks that share the layers of a replica.
         context: ranks that share the tokens of a micro-batch.
         tensor: ranks that share each weight.
-        virtual_stages: stages of each pipeline rank: stage s is on rank ``s % pipeline``.
+        virtual_stages: stages of each pipeline rank; stage s is on rank ``s % pipeline``.
 
     Raises:
-        ValueError: a size that is no whole number of at least 1.
+        ValueError: a size is not a whole number of at least 1.
     """
 
     data: int = 1
@@ -64,23 +65,23 @@ class Mesh:
         """Stages of a pipeline, virtual ones counted."""
         return self.pipeline * self.virtual_stages
 
-    def rank_of(self, data: int, pipeline: int, context: int, tensor: int) -> int:
-        """Global rank at a coordinate: the inverse of :meth:`coordinate`."""
-        return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
-
-    def coordinate(self, rank: int) -> Rank:
-        """Where a global rank stands.
+    def coordinate(self, index: int) -> Rank:
+        """The rank with a global rank number: the inverse of :attr:`Rank.index`.
 
         Raises:
             ValueError: the mesh has no such rank.
         """
-        rest, tensor = divmod(rank, self.tensor)
+        rest, tensor = divmod(index, self.tensor)
         rest, context = divmod(rest, self.context)
         data, pipeline = divmod(rest, self.pipeline)
         return Rank(self, data, pipeline, context, tensor)
 
     def groups(self, *axes: str) -> npt.NDArray[np.int64]:
-        """Global ranks of each group that the axes span: int64 [groups, ranks of a group]."""
+        """Global rank numbers of the process groups that span some axes.
+
+        Returns:
+            int64 [groups, ranks of a group]; in a group the last of ``axes`` counts up first.
+        """
         inner = [AXES.index(axis) for axis in axes]
         outer = [number for number in range(len(AXES)) if number not in inner]
         size = math.prod(self.shape[number] for number in inner)
@@ -99,14 +100,14 @@ class Rank:
     """Where one rank stands in the mesh.
 
     Args:
-        mesh: it is one of this mesh's.
-        data: its replica, in ``[0, mesh.data)``.
-        pipeline: its place in the pipeline; so for the other two axes.
+        mesh: the mesh that the rank belongs to.
+        data: its replica, in ``[0, mesh.data)``; the other axes likewise.
+        pipeline: its place in the pipeline.
         context: its place among the ranks that share a micro-batch's tokens.
         tensor: its place among the ranks that share each weight.
 
     Raises:
-        ValueError: a place that the mesh does not have.
+        ValueError: the mesh has no such place.
     """
 
     mesh: Mesh = ONE_DEVICE
@@ -126,8 +127,9 @@ class Rank:
 
     @property
     def index(self) -> int:
-        """The global rank."""
-        return self.mesh.rank_of(self.data, self.pipeline, self.context, self.tensor)
+        """The global rank number."""
+        outer = (self.data * self.mesh.pipeline + self.pipeline) * self.mesh.context + self.context
+        return outer * self.mesh.tensor + self.tensor
 
     @property
     def first_stage(self) -> bool:
@@ -140,7 +142,7 @@ class Rank:
         return self.pipeline == self.mesh.pipeline - 1
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """Global ranks of the group that the axes span and that this rank is in."""
+        """Global rank numbers of this rank's process group among :meth:`Mesh.groups`."""
         groups = self.mesh.groups(*axes)
         (own,) = groups[(groups == self.index).any(axis=1)].tolist()
         return tuple(own)

@@ -36,18 +36,18 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 
 
 @given(meshes)
-def test_rank_of_is_the_inverse_of_coordinate(mesh: Mesh) -> None:
-    for rank in range(mesh.devices):
-        at = mesh.coordinate(rank)
-        assert at.mesh is mesh
-        assert at.index == mesh.rank_of(at.data, at.pipeline, at.context, at.tensor) == rank
+def test_index_is_the_inverse_of_coordinate(mesh: Mesh) -> None:
+    for index in range(mesh.devices):
+        rank = mesh.coordinate(index)
+        assert rank.mesh is mesh
+        assert rank.index == index
 
 
 @given(meshes)
 def test_data_is_outermost_and_tensor_innermost(mesh: Mesh) -> None:
-    ranks = [mesh.coordinate(rank) for rank in range(mesh.devices)]
+    ranks = [mesh.coordinate(index) for index in range(mesh.devices)]
     # Lexicographic order of (data, pipeline, context, tensor), with no gap.
-    assert [(at.data, at.pipeline, at.context, at.tensor) for at in ranks] == list(
+    assert [(rank.data, rank.pipeline, rank.context, rank.tensor) for rank in ranks] == list(
         itertools.product(*map(range, mesh.shape))
     )
 
@@ -69,21 +69,22 @@ def test_groups_partition_the_ranks(mesh: Mesh, axes: list[str]) -> None:
     assert sorted(groups.ravel().tolist()) == list(range(mesh.devices))
     others = [axis for axis in AXES if axis not in axes]
     for group in groups.tolist():
-        ranks = [mesh.coordinate(rank) for rank in group]
+        ranks = [mesh.coordinate(index) for index in group]
         # The axes count up in the order asked for, the others stand still.
-        assert [tuple(getattr(at, axis) for axis in axes) for at in ranks] == list(
+        assert [tuple(getattr(rank, axis) for axis in axes) for rank in ranks] == list(
             itertools.product(*(range(getattr(mesh, axis)) for axis in axes))
         )
-        assert len({tuple(getattr(at, axis) for axis in others) for at in ranks}) == 1
+        assert len({tuple(getattr(rank, axis) for axis in others) for rank in ranks}) == 1
         assert ranks[-1].group(*axes) == tuple(group)
 
 
 @given(meshes)
 def test_only_the_ends_of_a_pipeline_hold_the_ends_of_the_model(mesh: Mesh) -> None:
-    places = [Rank(mesh, pipeline=place) for place in range(mesh.pipeline)]
-    assert [at.pipeline for at in places if at.first_stage] == [0]
+    ranks = [Rank(mesh, pipeline=place) for place in range(mesh.pipeline)]
+    assert [rank.pipeline for rank in ranks if rank.first_stage] == [0]
     # Stage s is on place s % pipeline.
-    assert [at.pipeline for at in places if at.last_stage] == [(mesh.stages - 1) % mesh.pipeline]
+    last = (mesh.stages - 1) % mesh.pipeline
+    assert [rank.pipeline for rank in ranks if rank.last_stage] == [last]
 
 
 def test_places_outside_of_the_mesh_are_refused() -> None:
@@ -93,11 +94,11 @@ def test_places_outside_of_the_mesh_are_refused() -> None:
         Rank(context=-1)
     with pytest.raises(ValueError, match=r"tensor=0.5 is of type float"):
         Rank(tensor=0.5)  # type: ignore[arg-type]
-    for rank in (-1, 6):
-        with pytest.raises(ValueError, match=rf"data={rank // 3} is not in \[0, 2\)"):
-            Mesh(data=2, tensor=3).coordinate(rank)
+    for index in (-1, 6):
+        with pytest.raises(ValueError, match=rf"data={index // 3} is not in \[0, 2\)"):
+            Mesh(data=2, tensor=3).coordinate(index)
 
 
 def test_a_rank_travels_to_other_processes() -> None:
-    at = Rank(Mesh(data=2, virtual_stages=2), data=1)
-    assert pickle.loads(pickle.dumps(at)) == at
+    rank = Rank(Mesh(data=2, virtual_stages=2), data=1)
+    assert pickle.loads(pickle.dumps(rank)) == rank

@@ -148,10 +148,9 @@ def test_backward_reverses_each_chain_of_shared_pieces() -> None:
         Slice(4, 0, 0, 5),
         Slice(3, 0, 5, 7),
     ]
-    groups = [(0,), (1, 2), (3,), (4,), (5,), (6,), (7,)]
-    forward = [micro_batch(*group) for group in groups]
+    forward = [micro_batch(*own) for own in [(0,), (1, 2), (3,), (4,), (5,), (6,), (7,)]]
     backward = symmetric_backward(slices, forward)
-    assert [group.slices for group in backward] == [
+    assert [each.slices for each in backward] == [
         (3,),
         (1, 2),
         (0,),
@@ -170,29 +169,29 @@ def test_two_pieces_of_one_document_are_not_a_chain() -> None:
 
 @given(
     cuts=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=8),
-    groups=st.integers(1, 6),
+    count=st.integers(1, 6),
     data=st.data(),
 )
-def test_symmetric_backward_is_always_valid(cuts, groups, data) -> None:
+def test_symmetric_backward_is_always_valid(cuts, count, data) -> None:
     """Pieces sliced into increasing micro-batches, anywhere: the mirrored backward validates."""
-    slices, homes, pieces = [], [[] for _ in range(groups)], []
+    slices, micro_batches, pieces = [], [[] for _ in range(count)], []
     for document, lengths in enumerate(cuts):
-        lengths = lengths[:groups]
+        lengths = lengths[:count]
         chosen = data.draw(
             st.lists(
-                st.integers(0, groups - 1),
+                st.integers(0, count - 1),
                 min_size=len(lengths),
                 max_size=len(lengths),
                 unique=True,
             )
         )
         at = 0
-        for group, length in zip(sorted(chosen), lengths, strict=True):
-            homes[group].append(len(slices))
+        for index, length in zip(sorted(chosen), lengths, strict=True):
+            micro_batches[index].append(len(slices))
             slices.append(Slice(document, 0, at, at + length))
             at += length
         pieces.append(Piece(document, 0, at, 0))
-    forward = [micro_batch(*home) for home in homes]
+    forward = [micro_batch(*own) for own in micro_batches]
     plan = step([replica(slices, forward)], pieces, target_tokens=0, cap=1000)
     assert plan.validate() is plan
     assert StepPlan.from_json(plan.to_json()) == plan
@@ -358,7 +357,7 @@ def test_aligned_powers_of_two_may_merge(members) -> None:
 
 
 @pytest.mark.parametrize("members", [(1, 2), (0, 2), (0, 1, 2), (1, 0)])
-def test_other_groups_may_not_merge(members) -> None:
+def test_other_ranges_may_not_merge(members) -> None:
     with pytest.raises(ValueError, match=r"not an aligned power-of-two range|are doubled"):
         shared_by(members, 4).validate()
 

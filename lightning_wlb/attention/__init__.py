@@ -1,1 +1,1 @@
-"""Variable-length attention, its sharding and its context parallelism."""
+"""Variable-length attention: kernels, and what context-parallel ranks exchange around them."""

@@ -1,55 +1,48 @@
-"""Exchange of keys and values around variable-length attention, and its autograd.
+"""Exchange of keys and values around variable-length attention, and its backward.
 
 Every rank of a context-parallel group holds some rows of a micro-batch (:mod:`.sharding`). In
-forward the keys and values that other ranks read travel in one collective: an all-gather of the
-rows of pieces that lie on several ranks, or an all-to-all of just what is read of them,
-whichever the layout says; nothing where every piece lies whole on one rank. An index then puts
-what this rank's queries see in document order, both prefixes of a document at once, so that one
-kernel call does the work. Backward scatter-adds the gradients of these rows and sends them back
-the same way, to be summed by their owners.
+forward the keys and values that other ranks read travel in the collective that the layout chooses.
+An index then puts what this rank's queries see in document order, both prefixes of a document at
+once, so that one kernel call does the work. Backward scatter-adds the gradients of these rows and
+sends them back the same way, and their owners add them up.
 
-The queries are computed while the keys travel, and since autograd runs backward in the reverse
-order of forward, the queries' own backward runs while the gradients travel back. The output is
-projected here too, so that the keys that backward reads again travel while the projection's own
-backward runs. Nothing else overlaps: attention over the pieces that lie whole on the rank could,
-but would be a second kernel call, and holds too little of the work (docs/design.md).
+The queries are computed while the keys travel. Autograd runs backward in the reverse order of
+forward, so the queries' own backward runs while the gradients travel back. The output is projected
+here too, so that the keys that backward refetches (:mod:`.refetch`) travel while the projection's
+own backward runs. Nothing else overlaps (docs/design.md says why).
 
-Sums over ranks and over segments are taken in float32 for half types and in the type itself
-otherwise, so a gradient does not depend on the number of ranks beyond rounding.
-
-Padding rows (at the local end) are cut off before the kernel and are exactly zero in the output
-and in every gradient, whatever they hold; no index points at them. Every rank of the group runs
-the same collectives, also one without any token.
-
-Only the local keys and values are kept for backward, which exchanges them again
-(:mod:`.refetch`), unless the whole layer runs again there anyway.
+Sums over ranks and over segments are taken in float32 for half types, so that a gradient does not
+depend on the number of ranks beyond rounding. Padding rows, at the local end, are cut off before
+the kernel. They are exactly zero in the output and in every gradient, whatever they hold. Every
+rank of the group runs the same collectives, also one without any token.
 
 Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
-backward; those read are in memory during each (1 + 1/(2·CP) times the micro-batch for shardings
-with one pair of chunks). Not for groups across slow links, where
-passing keys round a ring hides the transfer.
+backward. Those that are read are in memory meanwhile, 1 + 1 / (2·CP) times the micro-batch for
+shardings with one pair of chunks. Not for groups across slow links, where passing keys round a
+ring hides the transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_wlb.attention.collectives import (
+    all_gather_into,
+    padded,
+    reduce_scatter_into,
+    summed_by_row,
+)
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.process_groups import group_size
-from lightning_wlb.attention.refetch import attend_reading_again
+from lightning_wlb.attention.refetch import attend_with_refetch
 from lightning_wlb.attention.varlen import VarlenAttention
-
-# torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def context_parallel_attention(
@@ -60,26 +53,24 @@ def context_parallel_attention(
     metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup | None,
-    scale: float | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of the whole context-parallel group.
 
     Args:
-        queries: gives [rows, heads, head_dim], local rows including padding. Called once, while
-            keys and values travel: what it computes hides the exchange, and its backward hides
-            that of the gradients.
+        queries: gives [rows, heads, head_dim], this rank's rows, padding included. It is called
+            once, while keys and values travel: what it computes hides the exchange, and its
+            backward hides that of the gradients.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
-        project: what becomes of attention's output, [rows, heads, head_dim], zero in padding rows.
-            Called once; its backward hides the exchange of the keys that attention's own backward
-            reads again.
+        project: maps attention's output, [rows, heads, head_dim] with zeros in padding rows, to
+            the result. It is called once, and its backward hides the exchange of the keys that
+            attention's own backward refetches.
         metadata: this rank's segments and key index, on the same device.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
-        scale: factor of the scores, 1 / sqrt(head_dim) unless given.
 
     Returns:
-        What ``project`` makes of the output.
+        What ``project`` returns.
 
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
@@ -103,26 +94,21 @@ def context_parallel_attention(
     _check(q.shape[0], "q", metadata)
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
-        return attention(q[: metadata.queries], keys, values, metadata, scale)
+        return attention(q[: metadata.queries], keys, values, metadata)
 
     if size == 1 or metadata.rows == 0 or metadata.recomputed or not torch.is_grad_enabled():
-        return project(_padded(attend(keys, values), metadata))
-    held, again = (k.detach(), v.detach()), _Exchange(metadata, group)
+        return project(padded(attend(keys, values), metadata.rows))
+    local, refetch = (k.detach(), v.detach()), _Exchange(metadata, group)
 
-    def read_again() -> tuple[Tensor, Tensor]:
-        if not again.sent:
-            again.send(*held)
-        return again.receive()
+    def fetch() -> tuple[Tensor, Tensor]:
+        refetch.send(*local)
+        return refetch.receive()
 
-    projected = project(_padded(attend_reading_again(attend, keys, values, read_again), metadata))
+    out = attend_with_refetch(attend, keys, values, fetch)
+    projected = project(padded(out, metadata.rows))
     if projected.requires_grad:
-        projected.register_hook(lambda gradient: again.send(*held))
+        projected.register_hook(lambda gradient: refetch.send(*local))
     return projected
-
-
-def _padded(out: Tensor, metadata: AttentionMetadata) -> Tensor:
-    padding = metadata.rows - metadata.queries
-    return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
 def _check(rows: int, name: str, metadata: AttentionMetadata) -> None:
@@ -131,45 +117,6 @@ def _check(rows: int, name: str, metadata: AttentionMetadata) -> None:
             f"{name} has {rows} rows, but the metadata describes {metadata.rows} rows, padding"
             " included."
         )
-
-
-def gathered(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Rows of all ranks of a group, outside of autograd."""
-    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    _all_gather(out, x.contiguous(), group=group)
-    return out
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def summed(x: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> Tensor:
-    """Reduce-scatter of [group size · rows, ...], summed in at least float32."""
-    x = x.to(wide(x.dtype)).contiguous()
-    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    _reduce_scatter(out, x, group=group)
-    return out.to(dtype)
-
-
-def added_up(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
-    """Gradients of keys and values by the row of a buffer that each was read from.
-
-    Args:
-        rows: of the buffer.
-        key_index: int64 [keys].
-        grad_keys: [keys, kv_heads, head_dim].
-        grad_values: as ``grad_keys``.
-
-    Returns:
-        [rows, 2, kv_heads, head_dim], in the dtype in which they are summed.
-    """
-    dtype = wide(grad_keys.dtype)
-    total = grad_keys.new_zeros(rows, 2, *grad_keys.shape[1:], dtype=dtype)
-    total[:, 0].index_add_(0, key_index, grad_keys.to(dtype))
-    total[:, 1].index_add_(0, key_index, grad_values.to(dtype))
-    return total
 
 
 class _Exchange:
@@ -185,24 +132,26 @@ class _Exchange:
         self._shares: Tensor | None = None
         self._work: dist.Work | None = None
 
-    @property
-    def sent(self) -> bool:
-        """Whether something is on its way that has not been received."""
-        return self._buffer is not None
-
     def send(self, k: Tensor, v: Tensor) -> None:
-        """Post [rows, kv_heads, head_dim] of this rank; returns before they have travelled."""
+        """Post [rows, kv_heads, head_dim] of this rank; returns before they have travelled.
+
+        Does nothing if they are on their way already.
+        """
+        if self._buffer is not None:
+            return
         metadata, rows = self.metadata, k.shape[0]
         self._buffer = buffer = k.new_empty(self._arriving + rows, 2, *k.shape[1:])
         arriving, local = buffer[: self._arriving], buffer[self._arriving :]
         torch.stack((k, v), dim=1, out=local)
         if metadata.gathered:
             sent = local[: metadata.gathered]
-            self._work = _all_gather(arriving, sent, group=self.group, async_op=True)
+            self._work = all_gather_into(arriving, sent, group=self.group, async_op=True)
         elif metadata.send_index is not None:
             sent = local.index_select(0, metadata.send_index)
-            counts = metadata.receive_counts, metadata.send_counts
-            self._work = _all_to_all(arriving, sent, *counts, self.group)
+            counts = list(metadata.receive_counts), list(metadata.send_counts)
+            self._work = dist.all_to_all_single(
+                arriving, sent, *counts, group=self.group, async_op=True
+            )
 
     def receive(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the segments in their order, [keys, kv_heads, head_dim] each."""
@@ -217,17 +166,21 @@ class _Exchange:
         """Add up the gradients of each row that was read and post them to the rows' owners."""
         metadata = self.metadata
         assert metadata.key_index is not None
-        self._buffer = total = added_up(
+        self._buffer = total = summed_by_row(
             self._arriving + metadata.rows, metadata.key_index, grad_keys, grad_values
         )
         arriving = total[: self._arriving]
         if metadata.gathered:
             self._shares = total.new_empty(metadata.gathered, *total.shape[1:])
-            self._work = _reduce_scatter(self._shares, arriving, group=self.group, async_op=True)
+            self._work = reduce_scatter_into(
+                self._shares, arriving, group=self.group, async_op=True
+            )
         elif metadata.send_index is not None:
             self._shares = total.new_empty(len(metadata.send_index), *total.shape[1:])
-            counts = metadata.send_counts, metadata.receive_counts
-            self._work = _all_to_all(self._shares, arriving, *counts, self.group)
+            counts = list(metadata.send_counts), list(metadata.receive_counts)
+            self._work = dist.all_to_all_single(
+                self._shares, arriving, *counts, group=self.group, async_op=True
+            )
 
     def receive_back(self) -> Tensor:
         """The gradient of this rank's own rows over all ranks, [rows, 2, kv_heads, head_dim]."""
@@ -287,19 +240,6 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, grad_keys: Tensor, grad_values: Tensor) -> tuple[Any, ...]:
         ctx.exchange.send_back(grad_keys, grad_values)
         return grad_keys.new_empty(0), None
-
-
-def _all_to_all(
-    out: Tensor,
-    x: Tensor,
-    receive_counts: Sequence[int],
-    send_counts: Sequence[int],
-    group: ProcessGroup | None,
-) -> dist.Work | None:
-    work: dist.Work | None = dist.all_to_all_single(
-        out, x, list(receive_counts), list(send_counts), group=group, async_op=True
-    )
-    return work
 
 
 _send: Callable[..., Tensor] = _Send.apply

@@ -7,20 +7,18 @@ and causally over the last n keys. Their results are merged by log-sum-exp,
 
     out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse),   lse = log(exp lse_1 + exp lse_2).
 
-A sliding window of W keys cuts the queries into blocks of fewer than W, each a segment that reads
-the W - 1 keys in front of it and its own; the window is then a mask on the former alone.
+With a sliding window of W keys the queries are cut into blocks of fewer than W. Each block is a
+segment that reads the W - 1 keys in front of it and its own, and only the former are masked.
 
-The kernel's backward recomputes probabilities as exp(score - lse), so called once for each part
-with the *merged* output and lse it yields that part's exact share of the gradients (to 1e-15 in
-float64).
+The kernel's backward recomputes probabilities as exp(score - lse). Called once for each part, with
+the *merged* output and lse, it yields that part's exact share of the gradients.
 
-Grouped-query attention makes the members of a group a batch dimension over which keys and values
-have stride 0; nothing is copied, and no version of the kernel needs to know about groups.
+In grouped-query attention the query heads that share a key/value head become a batch dimension,
+over which keys and values have stride 0: nothing is copied.
 
-Cost: the pairs a causal mask leaves, about 20 µs per call on top of them, and no memory that
-grows with queries · keys. Many segments of a few tokens are dominated by the calls.
-A sliding window computes up to twice its pairs. Not for windows of a few tokens.
-float16, bfloat16, float32 and float64; half types are accumulated in float32.
+Cost: the pairs that a causal mask leaves, up to twice as many with a sliding window, and a constant
+for each call, which dominates where many segments have a few tokens; no memory that grows with
+queries · keys. Not for windows of a few tokens. Half types are accumulated in float32.
 """
 
 from __future__ import annotations
@@ -34,10 +32,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_wlb.attention.collectives import sum_dtype
+from lightning_wlb.attention.metadata import AttentionMetadata
+
 BLOCK = 256
-"""Most queries of a block under a sliding window; a mask is a block times a window."""
+"""Most queries of a block under a sliding window; a mask has a block times a window elements."""
 
 _Segment = tuple[int, int, int, int]
+"""First query, number of queries, first key, number of keys before the first query's own."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -47,23 +49,24 @@ def cpu_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    metadata: AttentionMetadata,
     scale: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Causal attention of packed segments; shapes as in :class:`.varlen.VarlenAttention`."""
-    segments = list(_segments(cu_seqlens_q, cu_seqlens_k))
+    """The CPU's :class:`.kernel.Kernel`.
+
+    Raises:
+        ValueError: if a segment has no query, or fewer keys than queries.
+    """
+    segments = list(_segments(metadata))
     if sliding_window is not None:
         segments = [block for each in segments for block in _blocks(*each, sliding_window)]
     return _attend(_dense(q), _dense(k), _dense(v), segments, scale, sliding_window)
 
 
-def _segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[_Segment]:
-    """(first query, queries, first key, keys before the first query) of each segment."""
-    bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+def _segments(metadata: AttentionMetadata) -> Iterator[_Segment]:
+    queries_of, keys_of = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
+    bounds = zip(pairwise(queries_of), pairwise(keys_of), strict=True)
     for (first_query, stop_query), (first_key, stop_key) in bounds:
         queries = stop_query - first_query
         before = stop_key - first_key - queries
@@ -79,7 +82,10 @@ def _segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[_Segment]:
 def _blocks(
     first_query: int, queries: int, first_key: int, before: int, sliding_window: int
 ) -> Iterator[_Segment]:
-    """The segment in blocks whose every query sees a key in front of the block, if one is there."""
+    """The segment in blocks, so short that each query sees a key in front of its block if any is.
+
+    The mask then never hides all keys in front of a block from one of its queries.
+    """
     size = min(max(sliding_window - 1, 1), BLOCK)
     if before + queries <= sliding_window:
         size = queries
@@ -104,10 +110,18 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[rows, heads, head_dim] as [group, kv_heads, rows, head_dim], a view."""
+def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:
+    """A view of [rows, heads, head_dim]: [heads / kv_heads, kv_heads, rows, head_dim]."""
     rows, heads, head_dim = x.shape
     return x.view(rows, kv_heads, heads // kv_heads, head_dim).permute(2, 1, 0, 3)
+
+
+def _views(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+    """All five as the kernel takes them: :func:`_by_key_head`, keys and values expanded."""
+    kv_heads = k.shape[1]
+    queries, outs, lses = (_by_key_head(x, kv_heads) for x in (q, out, lse.unsqueeze(-1)))
+    keys, values = (_by_key_head(x, kv_heads).expand(len(queries), -1, -1, -1) for x in (k, v))
+    return [queries, keys, values, outs, lses.squeeze(-1)]
 
 
 class _CpuAttention(torch.autograd.Function):
@@ -121,13 +135,9 @@ class _CpuAttention(torch.autograd.Function):
         scale: float | None,
         sliding_window: int | None,
     ) -> Tensor:
-        kv_heads = k.shape[1]
         out = torch.empty(q.shape, dtype=q.dtype)
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        lse = torch.empty(q.shape[:2], dtype=wide)
-        queries, outs = _grouped(q, kv_heads), _grouped(out, kv_heads)
-        keys, values = (_grouped(x, kv_heads).expand(queries.shape[0], -1, -1, -1) for x in (k, v))
-        lses = _grouped(lse.unsqueeze(-1), kv_heads).squeeze(-1)
+        lse = torch.empty(q.shape[:2], dtype=sum_dtype(q.dtype))
+        queries, keys, values, outs, lses = _views(q, k, v, out, lse)
         for first_query, count, first_key, before in segments:
             query = queries.narrow(2, first_query, count)
             own = slice(first_key + before, first_key + before + count)
@@ -159,10 +169,9 @@ class _CpuAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        kv_heads = k.shape[1]
         grad_q = torch.empty_like(q)
-        # A key is read by every member of its group, and by every block whose window it is in;
-        # without a window by one call alone.
+        # Without a window a key is read in one call alone; with one in that of every block whose
+        # window it is in.
         alone = ctx.sliding_window is None
         grad_k, grad_v = (
             torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -170,12 +179,9 @@ class _CpuAttention(torch.autograd.Function):
             else torch.zeros(x.shape, dtype=lse.dtype)
             for x in (k, v)
         )
-        queries, outs, grad_outs, grad_queries = (
-            _grouped(x, kv_heads) for x in (q, out, _dense(grad_out), grad_q)
-        )
-        keys, values = (_grouped(x, kv_heads).expand(queries.shape[0], -1, -1, -1) for x in (k, v))
+        queries, keys, values, outs, lses = _views(q, k, v, out, lse)
+        grad_outs, grad_queries = (_by_key_head(x, k.shape[1]) for x in (_dense(grad_out), grad_q))
         grad_keys, grad_values = (x.transpose(0, 1) for x in (grad_k, grad_v))
-        lses = _grouped(lse.unsqueeze(-1), kv_heads).squeeze(-1)
         for first_query, count, first_key, before in ctx.segments:
             query, result, grad, statistic, grad_query = (
                 x.narrow(2, first_query, count)

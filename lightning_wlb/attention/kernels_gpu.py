@@ -1,15 +1,13 @@
 """Variable-length attention on CUDA: FlashAttention, from its own package or from inside torch.
 
-Each loader imports its kernel and returns it behind the signature of
-:func:`.cpu_kernel.cpu_attention`, or raises ImportError with the reason. All three kernels align
-the causal mask at the bottom right, take grouped-query attention as it is and know float16 and
-bfloat16 only. A sliding window of W tokens is the query's own and W - 1 to its left; tiles of keys
-outside of it are not read.
+Each loader imports a library and returns its function as a :class:`.kernel.Kernel`, or raises
+ImportError with the reason. All three libraries align the causal mask at the bottom right, take
+grouped-query attention as it is, know float16 and bfloat16 only, and read no tile of keys outside
+of a sliding window.
 
-Not yet run on a GPU by this project: written against the signatures of torch 2.11 and 2.13,
-flash-attn 2.8 and flash-attn-4. Without a GPU the tests hold the calls to torch's own operator, on
-tensors without memory, forward and backward, and to flash_attn's parameters as released. Those
-marked ``gpu`` compare with dense attention where there is a CUDA device.
+This project has not run them on a GPU. Without one the tests call torch's own operator on tensors
+without memory and compare with flash_attn's parameters as released; tests marked ``gpu`` compare
+with dense attention.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Kernel = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None, int | None], Tensor
-]
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, sliding_window) -> q"""
+from lightning_wlb.attention.kernel import Kernel
+from lightning_wlb.attention.metadata import AttentionMetadata
 
 
 def load_torch() -> Kernel:
@@ -41,15 +37,12 @@ def load_torch() -> Kernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        metadata: AttentionMetadata,
         scale: float | None,
         sliding_window: int | None,
     ) -> Tensor:
         left = -1 if sliding_window is None else sliding_window - 1
-        # torch 2.11 takes groups as they are; later versions want to be told.
+        # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
         grouped: dict[str, Any] = {}
         if q.shape[1] != k.shape[1] and "enable_gqa" in known:
             grouped["enable_gqa"] = True
@@ -57,10 +50,10 @@ def load_torch() -> Kernel:
             q,
             k,
             v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
+            metadata.cu_seqlens_q,
+            metadata.cu_seqlens_k,
+            metadata.max_seqlen_q,
+            metadata.max_seqlen_k,
             scale=scale,
             window_size=(left, 0),  # how this function spells causal
             **grouped,
@@ -74,8 +67,8 @@ def load_torch() -> Kernel:
 def load_flash() -> Kernel:
     """The ``flash_attn`` package: 2.x, else 4.x (``flash_attn.cute``).
 
-    Both may be installed side by side; 2.x goes first because 4.x declares itself alpha. Of 4.x,
-    versions of January 2026 or later: older ones do not take the longest lengths.
+    Both may be installed side by side; 2.x goes first because 4.x declares itself alpha. 4.x must
+    be of January 2026 or later: older versions do not take the longest lengths.
     """
     function = flash_function()
 
@@ -83,10 +76,7 @@ def load_flash() -> Kernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        metadata: AttentionMetadata,
         scale: float | None,
         sliding_window: int | None,
     ) -> Tensor:
@@ -97,10 +87,10 @@ def load_flash() -> Kernel:
             q,
             k,
             v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_k=metadata.cu_seqlens_k,
+            max_seqlen_q=metadata.max_seqlen_q,
+            max_seqlen_k=metadata.max_seqlen_k,
             softmax_scale=scale,
             causal=True,
             **window,
@@ -113,7 +103,7 @@ def load_flash() -> Kernel:
 
 
 def flash_function() -> Callable[..., Any]:
-    """The library's own function. Raises ImportError where there is none."""
+    """The library's own function; raises ImportError, with the reason, where there is none."""
     try:
         import flash_attn
         from flash_attn import flash_attn_varlen_func

@@ -3,11 +3,11 @@
 The forward of a slice reads the keys and values that the earlier slices of its piece left here,
 each on the ranks that computed them. Its backward runs before theirs (a plan lists backward in
 reverse slice order) and leaves the gradients of those keys here, summed in float32 (float64 in
-float64 runs); the earlier slice's own backward takes them.
+float64 runs). The earlier slice's own backward takes them.
 
-Cost: the keys and values of micro-batches whose pieces go on, from their forward to their
-backward, and as much again in the wide dtype once gradients come back. Aliases of what autograd
-keeps for those micro-batches anyway, except under activation checkpointing.
+Cost: the keys and values of micro-batches whose pieces go on, from their forward to their backward,
+and as much again in the wide dtype once gradients come back. The former are aliases of what
+autograd keeps for those micro-batches anyway, except under activation checkpointing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.sharding.slices import Run
 
 
@@ -34,8 +35,9 @@ class KeyValueCache:
     """Keys and values by (layer, micro-batch), for one step of one rank.
 
     Args:
-        in_graph: keep them attached to autograd instead, so that one backward over the whole step
-            finds its own way. For a step without an executor, on one rank.
+        in_graph: keep them attached to autograd's graph, so that one backward over the whole step
+            finds its own way and no gradients are left here. For a step on one rank that one loss
+            sums up.
     """
 
     def __init__(self, in_graph: bool = False) -> None:
@@ -46,18 +48,12 @@ class KeyValueCache:
         return len(self._entries)
 
     @property
-    def bytes(self) -> int:
-        """Memory held, gradients included."""
-        held = [tensor for entry in self._entries.values() for tensor in (entry.keys, entry.values)]
-        return sum(tensor.nbytes for tensor in (*held, *self.gradients))
-
-    @property
     def gradients(self) -> list[Tensor]:
-        """Those that have come back and not been taken."""
+        """The gradients that have come back so far, of every entry."""
         return [each for entry in self._entries.values() for each in entry.gradients or ()]
 
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
-        """Keep both, [rows, kv_heads, head_dim]. A layer that runs again keeps its first ones."""
+        """Keep both, [rows, kv_heads, head_dim]; a recomputed layer's are those already here."""
         self._entries.setdefault((layer, micro_batch), _Entry(keys, values))
 
     def read(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
@@ -65,12 +61,11 @@ class KeyValueCache:
         entry = self._entries[layer, run.micro_batch]
         return entry.keys[run.start : run.stop], entry.values[run.start : run.stop]
 
-    def add_gradients(
-        self, layer: int, run: Run, grad_keys: Tensor, grad_values: Tensor, dtype: torch.dtype
-    ) -> None:
-        """Leave the gradients of some rows for their owner's backward, summed in ``dtype``."""
+    def add_gradients(self, layer: int, run: Run, grad_keys: Tensor, grad_values: Tensor) -> None:
+        """Leave the gradients of some rows for their owner's backward."""
         entry = self._entries[layer, run.micro_batch]
         if entry.gradients is None:
+            dtype = sum_dtype(grad_keys.dtype)
             entry.gradients = (
                 torch.zeros_like(entry.keys, dtype=dtype),
                 torch.zeros_like(entry.values, dtype=dtype),
@@ -79,7 +74,7 @@ class KeyValueCache:
             total[run.start : run.stop] += share
 
     def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """What has come back so far for keys and for values; None also if none was kept."""
+        """Gradients of keys and of values that have come back; None if none has, or none can."""
         entry = self._entries.get((layer, micro_batch))
         return None if entry is None else entry.gradients
 

@@ -1,6 +1,6 @@
-"""The process groups that a model's forward communicates over, as one argument of it.
+"""The process groups over which a model's forward communicates, as one of its arguments.
 
-Whoever runs a step makes them and passes them on; no module keeps one. Nothing here communicates.
+Whoever runs a step passes them on; no module keeps one. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class ProcessGroups:
     Args:
         context: ranks that share the rows of a micro-batch.
         tensor: ranks that share every parameter.
-        merged: where data-parallel replicas share a micro-batch (DP-Merge), by their number: the
-            ranks that share its rows, over all of these replicas.
+        merged: number of data-parallel replicas that share a micro-batch (DP-Merge) -> the ranks
+            of all of these replicas that share its rows.
     """
 
     context: ProcessGroup | None = None
@@ -28,19 +28,19 @@ class ProcessGroups:
     merged: Mapping[int, ProcessGroup] = field(default_factory=dict)
 
     def of_rows(self, replicas: int) -> ProcessGroup | None:
-        """The ranks that share the rows of a micro-batch of so many replicas."""
+        """The ranks that share the rows of a micro-batch that ``replicas`` replicas share."""
         return self.context if replicas == 1 else self.merged[replicas]
 
 
 NO_GROUPS = ProcessGroups()
-"""Of a rank that shares nothing."""
+"""The process groups of a rank that shares neither rows nor parameters with another."""
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Ranks of a group; 1 without one."""
+    """Number of ranks in a group; 1 if None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """Place of this rank in a group; 0 without one."""
+    """Index of this rank within a group; 0 if None."""
     return 0 if group is None else dist.get_rank(group)

@@ -1,7 +1,7 @@
-"""Dense masked attention: the definition of correct.
+"""Dense masked attention: the definition of what is correct.
 
-Every other attention of this package is tested against this function, and so is the gradient
-oracle of the test suite; it depends on nothing but plain torch operations. Memory and time are
+Every other attention of this package is tested against this function, and the gradient oracle of
+the test suite uses it; it needs nothing but plain torch operations. Memory and time are
 heads · queries · keys, whatever the documents: never train with it.
 """
 
@@ -36,21 +36,16 @@ def dense_attention(
         positions: int [queries], in tokens.
         key_document_ids: int [keys]; the queries' own where the keys are the same tokens.
         key_positions: int [keys]; likewise.
-        scale: factor of the scores, 1 / sqrt(head_dim) unless given.
-        sliding_window: a token sees only the last so many of these tokens, itself included.
+        scale: factor of the scores; 1 / sqrt(head_dim) if None.
+        sliding_window: most tokens that a token sees, itself included; all if None.
 
     Returns:
         [queries, heads, head_dim]. A query that may see no key at all gets NaN.
     """
-    if key_document_ids is None:
-        key_document_ids = document_ids
-    if key_positions is None:
-        key_positions = positions
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1])
-    group = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(group, dim=1)
-    v = v.repeat_interleave(group, dim=1)
+    key_document_ids = document_ids if key_document_ids is None else key_document_ids
+    key_positions = positions if key_positions is None else key_positions
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     visible = (document_ids[:, None] == key_document_ids[None, :]) & (
         key_positions[None, :] <= positions[:, None]

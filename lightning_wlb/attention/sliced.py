@@ -1,38 +1,42 @@
 """Attention where pieces are sliced over micro-batches.
 
-The queries of a slice see the earlier slices' keys (:mod:`.sliced`) and their own. What they see
-is put together in the order of the segments, from every rank of the context-parallel group, for
-one kernel call. A single rank joins runs of consecutive rows, which is one copy, or none where
-there are no earlier keys; a group gathers each rank's runs and picks from them by index. In
-backward it is put together *again* instead of being kept: kept, the prefixes of a piece of n slices
-would add up to n/2 times the piece, in every layer (:mod:`.refetch`). Where the layer itself
-runs again in backward (``activation_checkpointing="full"``) that is not needed.
+The queries of a slice see the keys of the piece's earlier slices, which are in the step's
+:mod:`.kv_cache`, and their own. What they see is put in the order of the segments for one kernel
+call (:mod:`lightning_wlb.sharding.slices` says how). A single rank joins runs of consecutive rows,
+which is one copy, or none where there are no earlier keys. A group gathers each rank's runs and
+picks from them by index.
 
-Gradients of keys are summed in float32 for half types, those of earlier keys where their owner's
-backward finds them.
+Backward refetches the keys instead of keeping them (:mod:`.refetch`): the prefixes of a piece of n
+slices would add up to n/2 times the piece, in every layer. Gradients of keys are summed in float32
+for half types; those of earlier keys are left in the cache for their owner's backward.
 
 Every rank of the group runs the same collectives in forward and in backward, also one without any
-query. Cost over whole pieces: that copy, once in forward and once in backward
-(benchmarks/sliced_attention.py measures it); in a group one more gather in backward, and earlier
-keys sent once per slice.
+query. Cost over whole pieces: that copy, once in forward and once in backward; in a group one more
+gather in backward, and earlier keys sent once per slice (benchmarks/sliced_attention.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.context_parallel import added_up, gathered, summed, wide
+from lightning_wlb.attention.collectives import (
+    all_gather,
+    padded,
+    reduce_scatter,
+    sum_dtype,
+    summed_by_row,
+)
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.process_groups import group_size
-from lightning_wlb.attention.refetch import attend_reading_again
+from lightning_wlb.attention.refetch import attend_with_refetch
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding.slices import OWN
 
@@ -44,18 +48,11 @@ def sliced_attention(
     metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup | None,
-    scale: float | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over their own and all earlier keys of their pieces.
 
-    Args:
-        q: [rows, heads, head_dim], local rows including padding.
-        k: [rows, kv_heads, head_dim].
-        v: [rows, kv_heads, head_dim].
-        metadata: with ``slices`` that have a cache and a layer.
-        attention: the kernel.
-        group: the context-parallel group; None or a group of one rank without it.
-        scale: factor of the scores, 1 / sqrt(head_dim) unless given.
+    The arguments are those of :func:`.context_parallel_attention`, with the queries ``q``, [rows,
+    heads, head_dim], themselves; ``metadata`` has ``slices`` with a cache and a layer.
 
     Returns:
         [rows, heads, head_dim], zero in padding rows.
@@ -72,132 +69,113 @@ def sliced_attention(
         )
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
-        return attention(q[: metadata.queries], keys, values, metadata, scale)
+        return attention(q[: metadata.queries], keys, values, metadata)
 
-    if slices.cache.in_graph:
-        if slices.keeps:
-            slices.cache.put(slices.layer, slices.micro_batch, k, v)
-        out = attend(*_joined(_parts(k, v, slices, slices.cache, slices.layer)))
+    cache = slices.cache
+    # Contiguous, lest a view of something larger is kept.
+    own = (k, v) if cache.in_graph else (k.detach().contiguous(), v.detach().contiguous())
+    if slices.keeps:
+        cache.put(slices.layer, slices.micro_batch, *own)
+    reader = _KeyReader(slices, cache, slices.layer, metadata.key_index, group)
+    if cache.in_graph:
+        out = attend(*reader.read(*own))
     else:
-        # Contiguous, lest a view of something larger is kept.
-        own = k.detach().contiguous(), v.detach().contiguous()
-        if slices.keeps:
-            slices.cache.put(slices.layer, slices.micro_batch, *own)
-        reader = _Reader(own, metadata, slices, slices.cache, slices.layer, group)
-        keys, values = _read(k, v, reader)
-        if reader.copies and torch.is_grad_enabled() and not metadata.recomputed:
-            out = attend_reading_again(attend, keys, values, reader.read)
+        keys, values = _read(k, v, own, reader)
+        # Without a copy the kernel saves views of what this rank holds anyway.
+        copies = group_size(group) > 1 or len(slices.runs) > 1
+        if copies and torch.is_grad_enabled() and not metadata.recomputed:
+            out = attend_with_refetch(attend, keys, values, lambda: reader.read(*own))
         else:
-            # The graph would hold them until backward, which does not need them or makes its own.
-            reader.own = None
             out = attend(keys, values)
-    padding = metadata.rows - metadata.queries
-    return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+    return padded(out, metadata.rows)
 
 
-def _parts(
-    k: Tensor, v: Tensor, slices: SliceMetadata, cache: KeyValueCache, layer: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Views of the keys and values that this rank puts one after another."""
-    return [
-        (k[run.start : run.stop], v[run.start : run.stop])
-        if run.micro_batch == OWN
-        else cache.read(layer, run)
-        for run in slices.runs
-    ]
-
-
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    if len(parts) == 1:
-        return parts[0]
-    keys, values = zip(*parts, strict=True)
-    return torch.cat(keys), torch.cat(values)
-
-
-class _Reader:
+@dataclass(frozen=True)
+class _KeyReader:
     """Puts together the keys and values that a micro-batch's segments read, in one layer."""
 
-    def __init__(
-        self,
-        own: tuple[Tensor, Tensor],
-        metadata: AttentionMetadata,
-        slices: SliceMetadata,
-        cache: KeyValueCache,
-        layer: int,
-        group: ProcessGroup | None,
-    ) -> None:
-        self.own: tuple[Tensor, Tensor] | None = own
-        self.shape = own[0].shape
-        self.key_index = metadata.key_index
-        self.slices = slices
-        self.cache = cache
-        self.layer = layer
-        self.group = group
-        self.size = group_size(group)
+    slices: SliceMetadata
+    cache: KeyValueCache
+    layer: int
+    key_index: Tensor | None
+    group: ProcessGroup | None
 
-    @property
-    def copies(self) -> bool:
-        """Whether :meth:`read` gives more than views of this rank's own keys and values."""
-        return self.size > 1 or len(self.slices.runs) > 1
+    def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in the order of the segments, [keys, kv_heads, head_dim] each.
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in the order of the segments, [keys, kv_heads, head_dim] each."""
-        assert self.own is not None
-        parts = _parts(*self.own, self.slices, self.cache, self.layer)
-        if self.size == 1:
-            return _joined(parts)
+        ``k`` and ``v`` are this rank's own, [rows, kv_heads, head_dim].
+        """
+        parts = [
+            (k[run.start : run.stop], v[run.start : run.stop])
+            if run.micro_batch == OWN
+            else self.cache.read(self.layer, run)
+            for run in self.slices.runs
+        ]
+        if group_size(self.group) == 1:
+            if len(parts) == 1:
+                return parts[0]
+            keys, values = zip(*parts, strict=True)
+            return torch.cat(keys), torch.cat(values)
         assert self.key_index is not None
-        mine = parts[0][0].new_empty(self.slices.rows, 2, *self.shape[1:])
-        filled = mine[: sum(len(keys) for keys, _ in parts)]
+        local = k.new_empty(self.slices.rows, 2, *k.shape[1:])
+        filled = local[: sum(len(keys) for keys, _ in parts)]
         for number, each in enumerate(zip(*parts, strict=True)):
             torch.cat(each, out=filled[:, number])
-        both = gathered(mine, self.group).index_select(0, self.key_index)
+        both = all_gather(local, self.group).index_select(0, self.key_index)
         return both[:, 0], both[:, 1]
 
-    def give_back(self, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the gradients of what was read to their owners; this rank's own are returned."""
-        dtype = wide(grad_keys.dtype)
+    def send_back(
+        self, grad_keys: Tensor, grad_values: Tensor, shape: torch.Size
+    ) -> tuple[Tensor, Tensor]:
+        """Send the gradients of what was read, as :meth:`read` gave it, to the rows' owners.
+
+        Returns:
+            The gradients of this rank's own keys and values, of ``shape`` each, those from later
+            slices included.
+        """
+        dtype = sum_dtype(grad_keys.dtype)
         shares = grad_keys, grad_values
-        if self.size > 1:
+        if group_size(self.group) > 1:
             assert self.key_index is not None
-            rows = self.size * self.slices.rows
-            total = added_up(rows, self.key_index, grad_keys, grad_values)
-            mine = summed(total, self.group, dtype)
-            shares = mine[:, 0], mine[:, 1]
-        keys, values = self._from_later(grad_keys, dtype)
-        at = 0
+            rows = group_size(self.group) * self.slices.rows
+            total = summed_by_row(rows, self.key_index, grad_keys, grad_values)
+            local = reduce_scatter(total, self.group)
+            shares = local[:, 0], local[:, 1]
+        # What later slices have left may be added to: nothing else reads it any more.
+        keys, values = self.cache.gradients_of(self.layer, self.slices.micro_batch) or (
+            grad_keys.new_zeros(shape, dtype=dtype),
+            grad_keys.new_zeros(shape, dtype=dtype),
+        )
+        first = 0
         for run in self.slices.runs:
-            stop = at + run.stop - run.start
-            key_share, value_share = shares[0][at:stop], shares[1][at:stop]
+            stop = first + run.stop - run.start
+            key_share, value_share = shares[0][first:stop], shares[1][first:stop]
             if run.micro_batch == OWN:
                 keys[run.start : run.stop] += key_share
                 values[run.start : run.stop] += value_share
             else:
-                self.cache.add_gradients(self.layer, run, key_share, value_share, dtype)
-            at = stop
+                self.cache.add_gradients(self.layer, run, key_share, value_share)
+            first = stop
         return keys.to(grad_keys.dtype), values.to(grad_values.dtype)
-
-    def _from_later(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's own keys and values that later slices have left; wide.
-
-        The caller may add to them: nothing else reads them any more.
-        """
-        later = self.cache.gradients_of(self.layer, self.slices.micro_batch)
-        if later is not None:
-            return later
-        return like.new_zeros(self.shape, dtype=dtype), like.new_zeros(self.shape, dtype=dtype)
 
 
 class _Read(torch.autograd.Function):
+    """Reads keys and values; backward sends their gradients to the rows' owners.
+
+    ``own``, the same keys and values without a graph, is not kept.
+    """
+
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, reader: _Reader) -> tuple[Tensor, Tensor]:
-        ctx.reader = reader
-        return reader.read()
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, own: tuple[Tensor, Tensor], reader: _KeyReader
+    ) -> tuple[Tensor, Tensor]:
+        ctx.reader, ctx.shape = reader, k.shape
+        return reader.read(*own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_keys: Tensor, grad_values: Tensor) -> tuple[Any, ...]:
-        return *ctx.reader.give_back(grad_keys, grad_values), None
+        return *ctx.reader.send_back(grad_keys, grad_values, ctx.shape), None, None
 
 
 _read: Callable[..., tuple[Tensor, Tensor]] = _Read.apply

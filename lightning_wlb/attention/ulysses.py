@@ -3,12 +3,11 @@
 One all-to-all brings every rank its part of the heads of all rows of the micro-batch, one kernel
 call computes whole pieces, and a second all-to-all brings the outputs back to the rows' owners.
 Backward is the same two, in reverse. Rows lie in rank order in the order of the concatenated
-pieces, so what arrives is in order and nothing is copied by index.
+pieces, so that what arrives is in order and nothing is copied by index.
 
-Key/value heads fewer than ranks are sent to every rank whose query heads read them; their
-gradients are summed in float32 for half types. Padding rows reach no other rank and are exactly
-zero in output and gradients. Every rank of the group runs the same collectives, also one without
-any token.
+Where there are fewer key/value heads than ranks, each goes to every rank whose query heads read it,
+and its gradients are summed in float32 for half types. Padding rows reach no other rank and are
+exactly zero in output and gradients. Every rank runs the same collectives, also one without tokens.
 
 Cost: see :mod:`.sharding.heads`. Nothing overlaps: queries, keys and values travel together.
 """
@@ -21,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.context_parallel import wide
+from lightning_wlb.attention.collectives import padded, sum_dtype
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import check_heads
@@ -39,18 +37,11 @@ def head_parallel_attention(
     metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup,
-    scale: float | None = None,
 ) -> Tensor:
     """Attention of all rows of a micro-batch, each rank for its part of the heads.
 
-    Args:
-        q: [rows, heads, head_dim], local rows including padding.
-        k: [rows, kv_heads, head_dim].
-        v: [rows, kv_heads, head_dim].
-        metadata: with ``head_rows``; its segments are the whole pieces.
-        attention: the kernel.
-        group: the context-parallel group.
-        scale: factor of the scores, 1 / sqrt(head_dim) unless given.
+    The arguments are those of :func:`.context_parallel_attention`, with the queries ``q``, [rows,
+    heads, head_dim], themselves; ``metadata`` has ``head_rows``.
 
     Returns:
         [rows, heads, head_dim], zero in padding rows.
@@ -71,15 +62,14 @@ def head_parallel_attention(
     q, k, v = q[:own], k[:own], v[:own]
     if tokens:
         q, k, v = _to_heads(q, k, v, metadata.head_rows, group)
-    out = attention(q, k, v, whole, scale)
+    out = attention(q, k, v, whole)
     if tokens:
         out = _to_rows(out, own, metadata.head_rows, group)
-    padding = metadata.rows - own
-    return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+    return padded(out, metadata.rows)
 
 
 def _split(x: Tensor, size: int) -> Tensor:
-    """[rows, heads, d] -> [size, rows, heads of a rank, d]; a head may go to several ranks."""
+    """[rows, heads, head_dim] -> [size, rows, own heads, head_dim]; ranks may share a head."""
     rows, heads, width = x.shape
     if heads < size:
         return x.transpose(0, 1).repeat_interleave(size // heads, dim=0).unsqueeze(2)
@@ -87,12 +77,12 @@ def _split(x: Tensor, size: int) -> Tensor:
 
 
 def _joined(x: Tensor, heads: int) -> Tensor:
-    """[size, rows, heads of a rank, d] -> [rows, heads, d]; several ranks' shares are added."""
+    """The reverse of :func:`_split`; the shares of several ranks in one head are added."""
     size, rows, own, width = x.shape
     copies = size * own // heads
     if copies > 1:
         shares = x.view(heads, copies, rows, width)
-        return shares.sum(1, dtype=wide(x.dtype)).to(x.dtype).transpose(0, 1)
+        return shares.sum(1, dtype=sum_dtype(x.dtype)).to(x.dtype).transpose(0, 1)
     return x.transpose(0, 1).reshape(rows, heads, width)
 
 

@@ -1,10 +1,8 @@
 """Causal attention over packed segments of different length: one signature, several kernels.
 
-A segment has n queries and m ≥ n keys and is causal, aligned at the bottom right: its last query
-sees every key, the one before all but the last. Segments never see each other. That covers whole
-documents (n = m) and the chunks of context-parallel sharding (a prefix of keys before them).
-
-Backends, chosen when :class:`VarlenAttention` is made:
+Segments (:class:`.kernel.Kernel`) are whole documents, with as many keys as queries, or the chunks
+of context-parallel sharding, with a prefix of keys before them. The backend is chosen when
+:class:`VarlenAttention` is made:
 
 =========  ==============================================  =======================  ==========
 name       kernel                                          dtypes                   device
@@ -12,12 +10,12 @@ name       kernel                                          dtypes               
 ``cpu``    torch's CPU kernel, two calls per segment        float16 to float64       CPU
 ``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)     float16, bfloat16        CUDA
 ``flash``  the ``flash_attn`` package, 2.x or 4.x           float16, bfloat16        CUDA
-``auto``   ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``
 =========  ==============================================  =======================  ==========
 
-A new backend is a loader and a line in :data:`BACKENDS`. The CPU backend is tested against dense
-attention on every change; the CUDA backends have not been run by this project yet
-(:mod:`.kernels_gpu`).
+``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``.
+
+A new backend is a loader and a line in :data:`BACKENDS`. The CUDA backends have not been run by
+this project (:mod:`.kernels_gpu`).
 
 Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
 packing, where ``scaled_dot_product_attention`` is simpler and as fast.
@@ -26,20 +24,22 @@ packing, where ``scaled_dot_product_attention`` is simpler and as fast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_wlb.attention.backward_calls import call_in_backward
+from lightning_wlb.attention.kernel import Kernel
 from lightning_wlb.attention.kernels_cpu import cpu_attention
-from lightning_wlb.attention.kernels_gpu import Kernel, load_flash, load_torch
+from lightning_wlb.attention.kernels_gpu import load_flash, load_torch
 from lightning_wlb.attention.metadata import AttentionMetadata
 
 
 class Timer(Protocol):
-    """What :attr:`VarlenAttention.timer` calls: one start and stop around each kernel.
+    """What ``VarlenAttention.timer`` is: it is started and stopped around each kernel.
 
-    On CUDA kernels run after the call returns, so a timer there records events.
+    On CUDA a kernel runs after its call has returned, so a timer there records events.
     """
 
     def start(self) -> None:
@@ -86,11 +86,11 @@ class VarlenAttention:
 
     Args:
         backend: a name in :data:`BACKENDS`, or ``"auto"``.
-        sliding_window: a query sees only its last so many keys, its own included; None: all.
+        sliding_window: most keys that a query sees, its own included; all if None.
 
     Attributes:
-        timer: where set, called around the kernel in forward and in backward, and nothing else:
-            no collective runs between its ``start`` and ``stop``. Set and unset at any time.
+        timer: called around the kernel in forward and in backward unless it is None; no
+            collective runs between its ``start`` and ``stop``. It may be set and unset at any time.
 
     Raises:
         ValueError: if the backend is unknown or missing; names it, the reason, the available
@@ -116,10 +116,8 @@ class VarlenAttention:
         if backend == "auto":
             self._kernels["cpu"] = ("cpu", cpu_attention)
             if torch.cuda.is_available():
-                try:
-                    self._kernels["cuda"] = ("flash", load_flash())
-                except ImportError:
-                    self._kernels["cuda"] = ("torch", load_torch())
+                name = "flash" if "flash" in available_backends() else "torch"
+                self._kernels["cuda"] = (name, _load(name))
             return
         try:
             kernel = _load(backend)
@@ -140,18 +138,9 @@ class VarlenAttention:
         metadata: AttentionMetadata,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention of packed queries over packed keys and values.
+        """Attention of packed queries, of which there may be none, over packed keys and values.
 
-        Args:
-            q: [queries, heads, head_dim]; without padding rows.
-            k: [keys, kv_heads, head_dim], heads a multiple of kv_heads; in the order of
-                ``metadata.cu_seqlens_k``.
-            v: as k.
-            metadata: the segments, on the same device. ``key_index`` has been applied already.
-            scale: factor of the scores, 1 / sqrt(head_dim) unless given.
-
-        Returns:
-            [queries, heads, head_dim] in the dtype of q.
+        Arguments and result are those of :class:`.kernel.Kernel`.
 
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the metadata, or the backend
@@ -167,39 +156,19 @@ class VarlenAttention:
             return q + (k.sum() + v.sum())
         timer = self.timer
         if timer is None:
-            return self._call(kernel, q, k, v, metadata, scale)
-        q, k, v = _stop_in_backward(timer, q, k, v)
+            return kernel(q, k, v, metadata, scale, self.sliding_window)
+        q, k, v = call_in_backward(timer.stop, q, k, v)
         timer.start()
-        out = self._call(kernel, q, k, v, metadata, scale)
+        out = kernel(q, k, v, metadata, scale, self.sliding_window)
         timer.stop()
-        return _start_in_backward(timer, out)
-
-    def _call(
-        self,
-        kernel: Kernel,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        metadata: AttentionMetadata,
-        scale: float | None,
-    ) -> Tensor:
-        return kernel(
-            q,
-            k,
-            v,
-            metadata.cu_seqlens_q,
-            metadata.cu_seqlens_k,
-            metadata.max_seqlen_q,
-            metadata.max_seqlen_k,
-            scale,
-            self.sliding_window,
-        )
+        (out,) = call_in_backward(timer.start, out)
+        return out
 
     def kernel_name(self, device_type: str) -> str:
-        """The backend that tensors on a kind of device get: ``auto`` has been decided.
+        """The backend for tensors on a kind of device; never ``auto``.
 
         Raises:
-            ValueError: where there is none.
+            ValueError: if the chosen backend has no kernel for such a device.
         """
         if device_type not in self._kernels:
             raise ValueError(
@@ -257,35 +226,3 @@ def _check_window(of_kernel: int | None, of_metadata: int | None) -> None:
             f" attention with sliding_window={of_kernel} reads. Say the widest window of any layer,"
             " or None, in the ModelShape that the data module goes by (model_shape)."
         )
-
-
-class _StopInBackward(torch.autograd.Function):
-    """Identity on the inputs; in backward it runs once all of their gradients are there."""
-
-    @staticmethod
-    def forward(ctx: Any, timer: Timer, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.timer = timer
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.timer.stop()
-        return None, *gradients
-
-
-class _StartInBackward(torch.autograd.Function):
-    """Identity on the output; in backward it runs right before the kernel's own backward."""
-
-    @staticmethod
-    def forward(ctx: Any, timer: Timer, out: Tensor) -> Tensor:
-        ctx.timer = timer
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        ctx.timer.start()
-        return None, gradient
-
-
-_stop_in_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _StopInBackward.apply
-_start_in_backward: Callable[..., Tensor] = _StartInBackward.apply

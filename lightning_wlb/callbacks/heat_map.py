@@ -1,12 +1,11 @@
 """The heat map of a run: which ranks compute how long in which micro-batch.
 
 A heavy micro-batch stands at another place in every step, so a plain mean over steps would look
-balanced whatever the imbalance. Two panels therefore: one real step, that of median imbalance
-among the last ones, in milliseconds by rank and micro-batch; and the sum of all steps after
-sorting each step, heaviest replica first and its heaviest micro-batch first, relative to even work.
-
-Drawn with matplotlib's objects on an Agg canvas: no global state, no display. The colours differ
-in lightness, so they read without colour vision and in print.
+balanced whatever the imbalance. Therefore there are two panels. One shows a real step, that of
+median imbalance among the last ones, in milliseconds by rank and micro-batch. The other shows the
+sum of all steps relative to even work, each step sorted before it is added: the heaviest replica
+first, and within it the heaviest micro-batch first. The colours differ in lightness, so they read
+without colour vision and in print.
 
 Cost: numbers of ranks × micro-batches for the sum and for each of the last steps kept.
 """
@@ -18,18 +17,13 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from lightning_wlb.callbacks.imbalance import (
-    COMPUTE,
-    data_level,
-    micro_batch_seconds,
-    pipeline_level,
-)
+from lightning_wlb.callbacks import imbalance
+from lightning_wlb.callbacks.drawing import new_figure, save_png, text_colour
 from lightning_wlb.mesh import AXES, Mesh
 
 KEPT_STEPS = 64
@@ -40,11 +34,7 @@ MOST_LABELS = 16
 
 
 class HeatMap:
-    """Collects steps and draws them.
-
-    Args:
-        mesh: that the steps run on.
-    """
+    """Collects the steps of a run on a mesh, and draws them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -58,20 +48,21 @@ class HeatMap:
 
         Args:
             step: its number.
-            seconds: [data, pipeline, context, tensor, micro_batches, 2, 2], see ``on_mesh``.
+            seconds: its timings array, see :mod:`lightning_wlb.callbacks.imbalance`.
             counts: micro-batches of each replica.
-            slots: K, see ``imbalance.slots``.
+            slots: K of the pipeline level.
         """
         if not seconds.any():
             return
-        work = micro_batch_seconds(seconds)
+        work = imbalance.micro_batch_seconds(seconds)
         # [data, the replica's ranks, micro_batches]: forward + backward compute.
-        cells = seconds[..., COMPUTE].sum(axis=-1).reshape(len(work), -1, work.shape[1])
+        cells = seconds[..., imbalance.COMPUTE].sum(axis=-1).reshape(len(work), -1, work.shape[1])
         self._add_sorted(cells, work, slots)
         absent = np.arange(work.shape[1]) >= np.array(counts)[:, None]
         shown = np.where(absent[:, None], np.nan, cells * 1e3)
         # Both levels count: a step is typical if its slowest place is.
-        degree = max(pipeline_level(work, slots).degree, data_level(work).degree)
+        levels = imbalance.pipeline_level(work, slots), imbalance.data_level(work)
+        degree = max(level.degree for level in levels)
         self._kept.append((degree, step, shown.reshape(-1, work.shape[1])))
 
     def _add_sorted(self, cells: np.ndarray, work: np.ndarray, slots: int) -> None:
@@ -94,35 +85,29 @@ class HeatMap:
     def typical(self) -> tuple[int, np.ndarray]:
         """Number of the step of median imbalance, and its milliseconds [ranks, micro-batches].
 
-        Not a number where the rank's replica has no such micro-batch.
+        The milliseconds are not a number where the rank's replica has no such micro-batch.
         """
         ranked = sorted(self._kept, key=lambda kept: kept[:2])
         _, step, milliseconds = ranked[len(ranked) // 2]
         return step, milliseconds
 
     def draw(self, path: Path, title: str) -> None:
-        """Write the figure as PNG; does nothing if no step was taken in.
-
-        Args:
-            path: of the file; its folder is made.
-            title: above both panels.
-        """
+        """Write the figure as PNG, making its folder; does nothing if no step was taken in."""
         if not self.steps:
             return
         step, milliseconds = self.typical
         rows, columns = self.relative.shape
         width = 4.2 + 2 * min(max(0.55 * columns, 2.2), 8.0)
         height = 1.9 + min(max(0.42 * rows, 1.4), 8.0)
-        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(width, height)
         figure.suptitle(title, fontsize=11)
         left, right = figure.subplots(1, 2)
 
         left.set_title(f"step {step}, of median imbalance: compute in ms", fontsize=10)
         left.set_facecolor("0.85")
         image = left.imshow(milliseconds, cmap="cividis", vmin=0, aspect="auto")
-        _colour_bar(image, "forward + backward (ms)")
-        _annotate(image, "{:.3g}")
+        _colour_bar(figure, left, image, "forward + backward (ms)")
+        _annotate(left, image, "{:.3g}")
         left.set_xlabel("micro-batch, in the order in which it runs", fontsize=9)
         _ticks(left, self._rank_labels(), "rank")
 
@@ -130,33 +115,33 @@ class HeatMap:
         # The scale ends at 2 or above, so that balanced and unbalanced runs look different.
         norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(self.relative.max())))
         image = right.imshow(self.relative, cmap="RdBu_r", norm=norm, aspect="auto")
-        _colour_bar(image, "relative to even work (1 = balanced)").ax.set_yscale("linear")
-        _annotate(image, "{:.2f}")
+        bar = _colour_bar(figure, right, image, "relative to even work (1 = balanced)")
+        bar.ax.set_yscale("linear")
+        _annotate(right, image, "{:.2f}")
         right.set_xlabel("micro-batch of the replica, heaviest first", fontsize=9)
         _ticks(right, self._place_labels(), "ranks of the heaviest replica first, lightest last")
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
+        save_png(figure, path)
 
     def _rank_labels(self) -> list[str]:
-        ranks = range(self.mesh.devices)
-        return [f"rank {rank}\n{self._place(rank, AXES)}".rstrip() for rank in ranks]
+        """For each row of the first panel the global rank and where it stands on the mesh."""
+        indices = range(self.mesh.devices)
+        return [f"rank {index}\n{self._place(index, AXES)}".rstrip() for index in indices]
 
     def _place_labels(self) -> list[str]:
-        """Like :meth:`_rank_labels` for rows whose replicas are sorted by their work."""
+        """Likewise for the second panel, whose replicas are sorted by their work."""
         labels = []
-        for rank in range(self.mesh.devices):
-            lines = [self._place(rank, AXES[1:])]
+        for index in range(self.mesh.devices):
+            lines = [self._place(index, AXES[1:])]
             if self.mesh.data > 1:
-                lines.insert(0, _place_name(self.mesh.coordinate(rank).data, self.mesh.data))
+                lines.insert(0, _place_name(self.mesh.coordinate(index).data, self.mesh.data))
             labels.append("\n".join(filter(None, lines)) or "rank 0")
         return labels
 
-    def _place(self, rank: int, axes: tuple[str, ...]) -> str:
-        """``context 1, tensor 0``: where a rank stands on those of the axes that have several."""
-        at = self.mesh.coordinate(rank)
+    def _place(self, index: int, axes: tuple[str, ...]) -> str:
+        """``context 1, tensor 0``: where a rank stands on those axes that have several ranks."""
+        rank = self.mesh.coordinate(index)
         several = (axis for axis in axes if getattr(self.mesh, axis) > 1)
-        return ", ".join(f"{axis} {getattr(at, axis)}" for axis in several)
+        return ", ".join(f"{axis} {getattr(rank, axis)}" for axis in several)
 
 
 def _place_name(place: int, replicas: int) -> str:
@@ -167,11 +152,8 @@ def _place_name(place: int, replicas: int) -> str:
     return f"{('2nd', '3rd')[place - 1] if place < 3 else f'{place + 1}th'} replica"
 
 
-def _colour_bar(image: AxesImage, label: str) -> Colorbar:
-    assert image.axes is not None
-    figure = image.axes.figure
-    assert isinstance(figure, Figure)
-    bar = figure.colorbar(image, ax=image.axes)
+def _colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> Colorbar:
+    bar = figure.colorbar(image, ax=axes)
     bar.set_label(label, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     return bar
@@ -189,21 +171,19 @@ def _ticks(axes: Axes, labels: list[str], name: str) -> None:
         axes.set_xticks(range(columns))
 
 
-def _annotate(image: AxesImage, form: str) -> None:
+def _annotate(axes: Axes, image: AxesImage, form: str) -> None:
     """Write each cell's number into it if there are few."""
     cells = image.get_array()
     assert cells is not None
-    assert image.axes is not None
     if max(cells.shape) > MOST_LABELS:
         return
     for (row, column), value in np.ndenumerate(np.ma.filled(cells, np.nan)):
         known = bool(np.isfinite(value))
-        red, green, blue, _ = image.to_rgba(value) if known else (1, 1, 1, 1)
-        image.axes.text(
+        axes.text(
             column,
             row,
             form.format(value) if known else "none",
-            color="black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white",
+            color=text_colour(image.to_rgba(value)) if known else "black",
             ha="center",
             va="center",
             fontsize=8,

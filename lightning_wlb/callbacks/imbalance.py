@@ -1,20 +1,25 @@
 """From the timings and the plan of one step to its imbalance degrees, as plain numbers.
 
-Every rank times its own actions; gathered, they are one array of seconds. Three ratios come out of
-it (docs/design.md, "Imbalance degree"). Each is 1 where the work is even, and the part of it above
-1 is what a perfect balance could save at that level:
+Every rank times its own actions; gathered from all ranks, the times are one array of seconds.
+Three ratios come out of it (docs/design.md, "Imbalance degree"). Each is 1 where the work is even,
+and the part of it above 1 is what a perfect balance could save at that level:
 
 * *pipeline*: max·K/Σ of the forward + backward compute of the K micro-batches of all replicas,
-  micro-batches left empty included (WLB-LLM §3.1). A micro-batch takes, on each stage and in each
-  pass, as long as the slowest rank of its context and tensor group, since these work in step;
+  micro-batches left empty included (WLB-LLM §3.1). On each stage and in each pass a micro-batch
+  takes as long as the slowest of its context and tensor ranks, which work in step;
 * *data*: max/mean of the replicas' totals;
 * *context*: Σ max / Σ mean over the context ranks of attention compute, of every micro-batch,
-  stage, tensor rank and pass. Timed between collectives: a whole forward includes the wait for
-  the slowest rank and is equally long everywhere.
+  stage, tensor rank and pass. Attention is timed between collectives: a whole forward includes
+  the wait for the slowest rank and takes equally long everywhere.
 
-A ratio of sums keeps its two sums (:class:`Level`), so that steps aggregate by adding them.
+The first two are also computed from a plan's FLOPs, and all three from a predicted step. A ratio of
+sums keeps its two sums (:class:`Level`), so that steps are aggregated by adding them up.
 
-Cost: linear in ranks × micro-batches, plus O(pieces) for the FLOPs of the step.
+A *timings array* here is float64 seconds [data, pipeline, context, tensor, micro_batches,
+2 (forward, backward), 2 (compute, attention)], zero where a replica has no such micro-batch. *Work*
+is float64 [data, micro_batches] in any unit, likewise zero there.
+
+Cost: linear in ranks × micro-batches, and in the plan's slices for its FLOPs.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import numpy as np
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
+from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.timeline import Timing
 
@@ -58,16 +64,36 @@ class Imbalance(NamedTuple):
     context: Level
 
 
+UNKNOWN = Imbalance(*(Level(float("nan"), float("nan")),) * 3)
+"""The imbalance of a step that nothing is known of: every degree is not a number."""
+
+
+def measured_imbalance(seconds: np.ndarray, slots: int) -> Imbalance:
+    """The three levels of a step, from its timings array and K (see :func:`slots`)."""
+    work = micro_batch_seconds(seconds)
+    return Imbalance(pipeline_level(work, slots), data_level(work), context_level(seconds))
+
+
+def planned_imbalance(plan: StepPlan, work: Work) -> tuple[Level, Level]:
+    """The pipeline and the data level by the FLOPs of the plan."""
+    flops = planned_work(plan, work)
+    return pipeline_level(flops, slots(plan)), data_level(flops)
+
+
+def predicted_imbalance(step: StepPrediction) -> Imbalance:
+    """The three levels of a predicted step, by its nanoseconds."""
+    work = step.work_ns.astype(np.float64)
+    return Imbalance(
+        pipeline_level(work, slots(step.plan)), data_level(work), Level(*step.context_ns)
+    )
+
+
 def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
-    """One rank's timings as an array of a size that every rank knows from the plan.
+    """One rank's part of a timings array, of a size that every rank knows from the plan.
 
     Args:
-        timings: of one step; micro-batches are numbered by their place in the replica's forward.
-        micro_batches: most micro-batches that a replica of the step has.
-
-    Returns:
-        float64 seconds [micro_batches, 2 (forward, backward), 2 (compute, attention)]; zero for
-        micro-batches that the rank's replica does not have.
+        timings: of one step; micro-batches are numbered in the order of the replica's forward.
+        micro_batches: of the replica that has the most in this step.
     """
     seconds = np.zeros((micro_batches, 2, 2))
     for timing in timings:
@@ -77,7 +103,7 @@ def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
 
 
 def on_mesh(seconds: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """[ranks, ...] in order of global rank -> [data, pipeline, context, tensor, ...]."""
+    """The timings array from every rank's part, in order of global rank: [ranks, ...]."""
     return seconds.reshape(*mesh.shape, *seconds.shape[1:])
 
 
@@ -87,60 +113,40 @@ def slots(plan: StepPlan) -> int:
 
 
 def micro_batch_seconds(seconds: np.ndarray) -> np.ndarray:
-    """What each micro-batch costs its replica: float64 [data, micro_batches].
-
-    Args:
-        seconds: [data, pipeline, context, tensor, micro_batches, 2, 2], see :func:`on_mesh`.
-    """
+    """The work of a timings array in seconds: what each micro-batch costs its replica."""
     result: np.ndarray = seconds[..., COMPUTE].max(axis=(2, 3)).sum(axis=(1, 3))
     return result
 
 
 def pipeline_level(work: np.ndarray, slots: int) -> Level:
-    """max·K/Σ over the micro-batches of all replicas.
-
-    Args:
-        work: [data, micro_batches] in any unit; zero where there is no micro-batch.
-        slots: K.
-    """
+    """max·K/Σ over the micro-batches of all replicas; ``slots`` is K."""
     return Level(float(work.max(initial=0.0)) * slots, float(work.sum()))
 
 
 def data_level(work: np.ndarray) -> Level:
-    """max/mean of the replicas' totals; ``work`` as for :func:`pipeline_level`."""
+    """max/mean of the replicas' totals."""
     totals = work.sum(axis=1)
     return Level(float(totals.max()) * len(totals), float(totals.sum()))
 
 
 def context_level(seconds: np.ndarray) -> Level:
-    """Σ max / Σ mean of attention compute over context ranks; ``seconds`` as for `on_mesh`."""
+    """Σ max / Σ mean of attention compute over context ranks, from a timings array."""
     attention = seconds[..., ATTENTION]
     return Level(float(attention.max(axis=2).sum()), float(attention.mean(axis=2).sum()))
 
 
-def measured_imbalance(seconds: np.ndarray, slots: int) -> Imbalance:
-    """The three levels of a step.
-
-    Args:
-        seconds: [data, pipeline, context, tensor, micro_batches, 2, 2], see :func:`on_mesh`.
-        slots: K, see :func:`slots`.
-    """
-    work = micro_batch_seconds(seconds)
-    return Imbalance(pipeline_level(work, slots), data_level(work), context_level(seconds))
-
-
 def planned_work(plan: StepPlan, work: Work) -> np.ndarray:
-    """Forward + backward FLOPs of each micro-batch: float64 [data, micro_batches].
+    """The work of a plan in FLOPs, forward + backward.
 
     Replicas that share a micro-batch have an equal part of it each.
     """
     longest = max((len(replica.forward) for replica in plan.replicas), default=0)
     result = np.zeros((len(plan.replicas), longest))
     for number, replica in enumerate(plan.replicas):
-        for index, group in enumerate(replica.forward):
+        for index, micro_batch in enumerate(replica.forward):
             result[number, index] = sum(
-                work.total(part.tokens, part.context) for part in replica.slices_of(group)
-            ) / len(group.replicas)
+                work.total(part.tokens, part.context) for part in replica.slices_of(micro_batch)
+            ) / len(micro_batch.replicas)
     return result
 
 

@@ -6,9 +6,9 @@ Put it into a Trainer that runs ``strategy="wlb"``::
     trainer = L.Trainer(strategy="wlb", devices=2, callbacks=[monitor])
 
 Every rank times the forward and the backward of each of its micro-batches (the executor's
-stopwatch); one all-gather of 32 bytes per micro-batch and rank at the end of each step brings the
-times together, and every rank computes the same figures. The plan tells each rank how many
-micro-batches the others have, so nothing is asked.
+stopwatch). At the end of a step one all-gather of 32 bytes per micro-batch and rank brings the
+times together, and every rank computes the same figures. The plan says how many micro-batches each
+replica has, so the sizes are known beforehand.
 
 Cost: two clock readings per action and attention kernel, one small collective per step. On CUDA
 the end of a step is waited for, which the executor does in any case to share the loss.
@@ -27,19 +27,22 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
-from rich.table import Table
 
 from lightning_wlb.arguments import flag, whole
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
-from lightning_wlb.callbacks.prediction import NOTHING, STEPS, Predictions, parted
-from lightning_wlb.callbacks.records import Records, StepRecord
+from lightning_wlb.callbacks.imbalance import Imbalance
+from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
+from lightning_wlb.callbacks.records import LEVELS, Records, StepRecord
+from lightning_wlb.callbacks.table import summary_table
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import AXES, ONE_DEVICE, Mesh
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.process_groups import gather_from_all_ranks
 
@@ -52,10 +55,10 @@ class ImbalanceMonitor(L.Callback):
     ``imbalance_pipeline_planned`` and ``imbalance_data_planned`` (from the plan's FLOPs),
     ``delay_mean`` and ``delay_max`` (steps), ``tokens``, ``target_tokens``, ``step_seconds``,
     ``tokens_per_second_per_device``, ``tflops_per_device``, ``mfu`` where Lightning knows the
-    device's peak, and ``loader_wait_seconds``. Step time excludes the wait for the data loader,
-    which is that for the step's own batch on the rank that waited longest (Lightning fetches one
-    batch ahead, so it passed before the step before). At the end of fit, rank 0 prints a table and
-    writes a heat map of rank × micro-batch.
+    device's peak, and ``loader_wait_seconds``. Step time excludes the wait for the data loader.
+    That wait is for the step's own batch, on the rank that waited longest; Lightning prefetches
+    one batch, so it took place before the previous step. At the end of fit, rank 0 prints a table
+    and writes a heat map of rank × micro-batch.
 
     Args:
         heat_map: whether to write a heat map, or the path of the PNG file. By default it is
@@ -64,7 +67,7 @@ class ImbalanceMonitor(L.Callback):
             :meth:`summary` leave out.
         profile: device profile to predict every step with, by name (``lightning-wlb plan --help``
             lists them), path or object. Predicted figures then stand beside the measured ones, as
-            ``wlb/..._predicted``, and one warning says if they part by more than 20 %.
+            ``wlb/..._predicted``, and one warning says if they differ by more than 20 %.
 
     Attributes:
         heat_map_path: where the heat map was written, on rank 0 once fit has ended.
@@ -84,10 +87,8 @@ class ImbalanceMonitor(L.Callback):
         is_path = isinstance(heat_map, str | Path)
         self.heat_map = heat_map if is_path else flag("heat_map", heat_map)
         self.warm_up_steps = whole("warm_up_steps", warm_up_steps, 0)
-        self.profile = profile
-        if profile is not None and not isinstance(profile, Profile):
-            self.profile = Profile.load(profile)
-        self._predictions: Predictions | None = None
+        self.profile = Profile.load(profile) if isinstance(profile, str | Path) else profile
+        self._predictor: Predictor | None = None
         self.heat_map_path: Path | None = None
         self._records: Records | None = None
         self._drawing: HeatMap | None = None
@@ -110,11 +111,11 @@ class ImbalanceMonitor(L.Callback):
         self._records = Records(self._mesh.devices, _peak_flops(trainer), self.warm_up_steps)
         self._drawing = HeatMap(self._mesh) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
-        self._predictions = None
+        self._predictor = None
         if self.profile is not None:
             assert isinstance(pl_module, LanguageModule)
             pipeline = _executor(trainer).pipeline
-            self._predictions = Predictions(self.profile, pl_module, pipeline)
+            self._predictor = run_predictor(self.profile, pl_module, self._mesh, pipeline)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -133,89 +134,51 @@ class ImbalanceMonitor(L.Callback):
         """Gather every rank's timings, keep the step's figures and log them. Collective."""
         assert self._records is not None
         assert isinstance(batch, StepBatch)
-        plan = batch.plan
         counts = [
             len(units(replica, self._mesh.context, self._mesh.tensor).forward)
-            for replica in plan.replicas
+            for replica in batch.plan.replicas
         ]
-        mine = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
         elapsed, wait, everyone = _all_gather(
             time.perf_counter() - self._begin,
             batch.wait_seconds,
-            mine,
+            imbalance.rank_timings(_executor(trainer).timings(), max(counts)),
             trainer.strategy.root_device,
         )
         seconds = imbalance.on_mesh(everyone, self._mesh)
-        slots = imbalance.slots(plan)
         # Of an asymmetric plan, units ran in place of micro-batches.
-        ran = max(plan.micro_batches, sum(counts))
+        slots = max(batch.plan.micro_batches, sum(counts))
+        measured = imbalance.measured_imbalance(seconds, slots)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
-        planned = imbalance.planned_work(plan, work)
-        measured = imbalance.measured_imbalance(seconds, ran)
-        planned_pipeline = imbalance.pipeline_level(planned, slots)
-        planned_data = imbalance.data_level(planned)
-        predicted = NOTHING
-        if self._predictions is not None:
-            predicted = self._predictions.predict(plan, slots)
-        record = StepRecord(
+        record = self._record(batch.plan, work, elapsed, wait, measured)
+        self._records.add(record)
+        if self._drawing is not None and len(self._records) > self.warm_up_steps:
+            self._drawing.add(batch.plan.step, seconds, counts, slots)
+        if self.profile is not None and len(self._records) == self.warm_up_steps + STEPS:
+            warning = departure(self.summary(), self.profile)
+            if warning is not None:
+                rank_zero_warn(warning)
+        rates = self._records.rates(record.tokens, record.flops, record.seconds)
+        pl_module.log_dict(_logged(record, rates), batch_size=1)
+
+    def _record(
+        self, plan: StepPlan, work: Work, seconds: float, wait: float, measured: Imbalance
+    ) -> StepRecord:
+        """A step's figures: what was measured, what was planned, and what was predicted."""
+        predicted_seconds, predicted = float("nan"), imbalance.UNKNOWN
+        if self._predictor is not None:
+            step = self._predictor.predict(plan)
+            predicted_seconds, predicted = step.total_ns / 1e9, imbalance.predicted_imbalance(step)
+        return StepRecord(
             tokens=plan.tokens,
             target_tokens=plan.target_tokens,
             delay_mean=plan.delay,
             delay_max=plan.max_delay,
             drain=plan.drain,
             flops=imbalance.step_flops(plan, work),
-            seconds=elapsed,
+            seconds=seconds,
             wait=wait,
-            pipeline_peak=measured.pipeline.peak,
-            pipeline_even=measured.pipeline.even,
-            data_peak=measured.data.peak,
-            data_even=measured.data.even,
-            context_peak=measured.context.peak,
-            context_even=measured.context.even,
-            pipeline_planned_peak=planned_pipeline.peak,
-            pipeline_planned_even=planned_pipeline.even,
-            data_planned_peak=planned_data.peak,
-            data_planned_even=planned_data.even,
-            seconds_predicted=predicted.seconds,
-            pipeline_predicted_peak=predicted.pipeline.peak,
-            pipeline_predicted_even=predicted.pipeline.even,
-            data_predicted_peak=predicted.data.peak,
-            data_predicted_even=predicted.data.even,
-            context_predicted_peak=predicted.context.peak,
-            context_predicted_even=predicted.context.even,
-        )
-        self._records.add(record)
-        if self._predictions is not None and len(self._records) == self.warm_up_steps + STEPS:
-            warning = parted(self.summary(), self._predictions.profile)
-            if warning is not None:
-                rank_zero_warn(warning)
-        if self._drawing is not None and len(self._records) > self.warm_up_steps:
-            self._drawing.add(plan.step, seconds, counts, ran)
-        figures = {
-            "imbalance_pipeline": measured.pipeline.degree,
-            "imbalance_data": measured.data.degree,
-            "imbalance_context": measured.context.degree,
-            "imbalance_pipeline_planned": planned_pipeline.degree,
-            "imbalance_data_planned": planned_data.degree,
-            "imbalance_pipeline_predicted": predicted.pipeline.degree,
-            "imbalance_data_predicted": predicted.data.degree,
-            "imbalance_context_predicted": predicted.context.degree,
-            "step_seconds_predicted": predicted.seconds,
-            "delay_mean": record.delay_mean,
-            "delay_max": record.delay_max,
-            "tokens": record.tokens,
-            "target_tokens": record.target_tokens,
-            "step_seconds": record.seconds,
-            "loader_wait_seconds": record.wait,
-            **self._records.rates(record.tokens, record.flops, record.seconds),
-        }
-        pl_module.log_dict(
-            {
-                f"wlb/{name}": float(value)
-                for name, value in figures.items()
-                if not np.isnan(value)  # no attention timed: a model without our kernel
-            },
-            batch_size=1,
+            seconds_predicted=predicted_seconds,
+            levels=(*measured, *imbalance.planned_imbalance(plan, work), *predicted),
         )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -235,7 +198,7 @@ class ImbalanceMonitor(L.Callback):
             console.print(f"Heat map: {self.heat_map_path}", soft_wrap=True, highlight=False)
 
     def summary(self) -> dict[str, float]:
-        """The run so far in plain numbers, the same on every rank.
+        """The run so far in plain numbers, which are the same on every rank.
 
         Returns:
             * ``steps``, ``timed_steps`` (without warm-up), ``tokens``, ``target_tokens``,
@@ -265,76 +228,29 @@ class ImbalanceMonitor(L.Callback):
         return self._records.summary()
 
 
-def summary_table(summary: dict[str, float], mesh: str) -> Table:
-    """A run's :meth:`ImbalanceMonitor.summary` as a table."""
-    table = Table(
-        title=f"Imbalance and throughput, {mesh}",
-        caption=(
-            f"{summary['steps']} steps, {summary['tokens']:,} tokens; measured over"
-            f" {summary['timed_steps']} steps, warm-up left out."
-            " Imbalance degree: 1 = balanced; aggregate: sums over all steps."
-        ),
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("")
-    for heading in ("mean", "p99", "aggregate"):
-        table.add_column(heading, justify="right")
-    for level, name in (
-        ("pipeline", "imbalance, pipeline level"),
-        ("pipeline_planned", "  as planned (FLOPs)"),
-        ("pipeline_predicted", "  as predicted (profile)"),
-        ("data", "imbalance, data level"),
-        ("data_planned", "  as planned (FLOPs)"),
-        ("data_predicted", "  as predicted (profile)"),
-        ("context", "imbalance, context level"),
-        ("context_predicted", "  as predicted (profile)"),
-    ):
-        if level.endswith("_predicted") and np.isnan(summary[f"imbalance_{level}_mean"]):
-            continue  # without a profile
-        table.add_row(
-            name,
-            *(_shown(summary[f"imbalance_{level}_{how}"]) for how in ("mean", "p99", "aggregate")),
-        )
-    table.add_section()
-    table.add_row(
-        "step time (s)",
-        _shown(summary["seconds_per_step"]),
-        _shown(summary["seconds_per_step_p99"]),
-    )
-    if not np.isnan(summary["seconds_per_step_predicted"]):
-        table.add_row("  as predicted (profile)", _shown(summary["seconds_per_step_predicted"]))
-    table.add_row(
-        "wait for the loader (s)",
-        _shown(summary["loader_wait_seconds"]),
-        _shown(summary["loader_wait_seconds_p99"]),
-        f"{summary['loader_wait_share']:.1%}",
-    )
-    table.add_row(
-        "time per million tokens (s)", "", "", _shown(summary["seconds_per_million_tokens"])
-    )
-    table.add_row("tokens per step", f"{summary['tokens_per_step']:,.0f}")
-    table.add_row("tokens/s per device", "", "", f"{summary['tokens_per_second_per_device']:,.0f}")
-    table.add_row("model TFLOP/s per device", "", "", f"{summary['tflops_per_device']:.3g}")
-    if "mfu" in summary:
-        table.add_row("model FLOP utilisation", "", "", f"{summary['mfu']:.1%}")
-    table.add_section()
-    table.add_row("delay (steps)", _shown(summary["delay_mean"]), f"max {summary['delay_max']:.0f}")
-    if summary["drain_steps"]:
-        table.add_row(
-            f"  in the {summary['drain_steps']} drain steps", _shown(summary["delay_mean_drain"])
-        )
-    return table
+def _logged(record: StepRecord, rates: dict[str, float]) -> dict[str, float]:
+    """The figures of one step by the name under which they are logged."""
+    levels = zip(LEVELS, record.levels, strict=True)
+    figures = {
+        **{f"imbalance_{name}": level.degree for name, level in levels},
+        "step_seconds": record.seconds,
+        "step_seconds_predicted": record.seconds_predicted,
+        "loader_wait_seconds": record.wait,
+        "delay_mean": record.delay_mean,
+        "delay_max": record.delay_max,
+        "tokens": record.tokens,
+        "target_tokens": record.target_tokens,
+        **rates,
+    }
+    # A figure is not a number where nothing was predicted, or where no attention was timed, as in
+    # a model without our kernel.
+    return {f"wlb/{name}": float(value) for name, value in figures.items() if not np.isnan(value)}
 
 
 def _mesh_name(mesh: Mesh) -> str:
-    """``data 2 × context 4``: the axes that there are."""
+    """``data 2 × context 4``: the axes that have more than one rank."""
     several = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True) if size > 1]
     return " × ".join(several) or "one device"
-
-
-def _shown(value: float) -> str:
-    return "–" if np.isnan(value) else f"{value:.3f}"
 
 
 def _executor(trainer: L.Trainer) -> Executor:

@@ -3,73 +3,48 @@
 Means alone hide the steps that everybody waits for, so every imbalance degree comes as mean, 99th
 percentile and aggregate (the quotient of the sums over steps: N·Σmax/ΣW at the pipeline level).
 
-Cost: 8 bytes × the fields of :class:`StepRecord` per step, about 13 MB for 100,000 steps.
+Cost: 8 bytes × the :data:`COLUMNS` per step, about 20 MB for 100,000 steps.
 """
 
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
+from lightning_wlb.callbacks.imbalance import Imbalance, Level
+
 LEVELS = (
-    "pipeline",
-    "data",
-    "context",
+    *Imbalance._fields,
     "pipeline_planned",
     "data_planned",
-    "pipeline_predicted",
-    "data_predicted",
-    "context_predicted",
+    *(f"{level}_predicted" for level in Imbalance._fields),
 )
+"""Imbalance degrees of a step: measured, from the plan's FLOPs, and by the cost model."""
 
 
 class StepRecord(NamedTuple):
-    """One step of the whole mesh, numbers only.
+    """One step of the whole mesh, numbers only."""
 
-    Args:
-        tokens: new tokens.
-        target_tokens: tokens with a target.
-        delay_mean: mean delay of the step's tokens in steps.
-        delay_max: largest delay of a piece in steps.
-        drain: 1 if the step empties queues at the end of an epoch, else 0.
-        flops: model FLOPs, forward + backward.
-        seconds: wall time from the start of the step to its end, on the slowest rank.
-        wait: seconds that training was blocked until the loader handed over the step's batch, on
-            the rank that waited longest.
-        pipeline_peak: with ``pipeline_even``, the measured imbalance degree's two sums, in
-            seconds; so for ``data`` and ``context``.
-        pipeline_planned_peak: the same from the plan, in FLOPs; so for ``data_planned``.
-        seconds_predicted: what the cost model gives for ``seconds``; NaN without a profile.
-        pipeline_predicted_peak: the same by the cost model, in seconds; so for the others.
-    """
-
-    tokens: float
+    tokens: float  # new ones
     target_tokens: float
-    delay_mean: float
-    delay_max: float
-    drain: float
-    flops: float
-    seconds: float
-    wait: float
-    pipeline_peak: float
-    pipeline_even: float
-    data_peak: float
-    data_even: float
-    context_peak: float
-    context_even: float
-    pipeline_planned_peak: float
-    pipeline_planned_even: float
-    data_planned_peak: float
-    data_planned_even: float
-    seconds_predicted: float
-    pipeline_predicted_peak: float
-    pipeline_predicted_even: float
-    data_predicted_peak: float
-    data_predicted_even: float
-    context_predicted_peak: float
-    context_predicted_even: float
+    delay_mean: float  # over the step's tokens, in steps
+    delay_max: float  # over its pieces, in steps
+    drain: float  # 1 if the step empties queues at the end of an epoch, else 0
+    flops: float  # of the model, forward + backward
+    seconds: float  # wall time from the start of the step to its end, on the slowest rank
+    wait: float  # seconds until the loader handed the batch over, on the rank that waited longest
+    seconds_predicted: float  # what the cost model gives for ``seconds``; NaN without a profile
+    levels: tuple[Level, ...]  # one for each of LEVELS, in that order
+
+
+COLUMNS = (
+    *StepRecord._fields[:-1],
+    *(f"{level}_{part}" for level in LEVELS for part in Level._fields),
+)
+"""What is kept of a step: the numbers of its record, and both sums of each level."""
 
 
 class Records:
@@ -90,16 +65,17 @@ class Records:
         self._numbers = array("d")
 
     def __len__(self) -> int:
-        return len(self._numbers) // len(StepRecord._fields)
+        return len(self._numbers) // len(COLUMNS)
 
     def add(self, record: StepRecord) -> None:
         """Keep a step."""
-        self._numbers.extend(record)
+        assert len(record.levels) == len(LEVELS)
+        self._numbers.extend((*record[:-1], *chain.from_iterable(record.levels)))
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Each field of :class:`StepRecord` over all steps: float64 [steps]."""
-        table = np.array(self._numbers).reshape(-1, len(StepRecord._fields))
-        return dict(zip(StepRecord._fields, table.T, strict=True))
+        """Each of :data:`COLUMNS` over all steps: float64 [steps]."""
+        table = np.array(self._numbers).reshape(-1, len(COLUMNS))
+        return dict(zip(COLUMNS, table.T, strict=True))
 
     def rates(self, tokens: float, flops: float, seconds: float) -> dict[str, float]:
         """Tokens/s and FLOP/s of one device; ``mfu`` only where the device's peak is known."""
@@ -113,12 +89,12 @@ class Records:
         return rates
 
     def summary(self) -> dict[str, float]:
-        """The run in plain numbers; see :meth:`ImbalanceMonitor.summary`."""
+        """The run in plain numbers, as :meth:`ImbalanceMonitor.summary` describes them."""
         every = self.columns()
         timed = {name: column[self.warm_up_steps :] for name, column in every.items()}
         drain = every["drain"] > 0
         seconds, tokens = float(timed["seconds"].sum()), float(timed["tokens"].sum())
-        # Of each step; what no slow step moves, be it for its documents or for the machine.
+        # Their medians stay where they are if single steps are slow, whatever the cause.
         per_token = timed["seconds"] / np.maximum(timed["tokens"], 1)
         flops_per_second = timed["flops"] / np.maximum(timed["seconds"], 1e-9)
         result: dict[str, float] = {

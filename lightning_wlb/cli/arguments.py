@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig, preset_names
+from lightning_wlb.planning.packing import PACKINGS
 
 _SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
 
@@ -18,8 +20,8 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help=f"{', '.join(preset_names())}; or sizes, as in dim=4096,layers=32,heads=32,kv_heads=8,"
-        "ffn_dim=14336,vocab_size=128256; or a preset and sizes that replace its own",
+        help=f"{', '.join(preset_names())}; or all of {', '.join(_SIZES)}, as in"
+        " dim=64,layers=4,...; or a preset and sizes that replace its own, as in 7b,layers=16",
     )
 
 
@@ -80,6 +82,15 @@ def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def packing_option_names() -> list[str]:
+    """Every option of every packing with its default, as in ``wlb.queues=2``."""
+    return [
+        f"{method}.{field.name}={json.dumps(field.default)}"
+        for method, packer in PACKINGS.items()
+        for field in fields(packer.Options)
+    ]
+
+
 def packing_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Options of packings from texts such as ``wlb.queues=3``, by method and name.
 
@@ -97,6 +108,8 @@ def packing_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, d
             raise ValueError(
                 f"--packing-option {text!r} is not METHOD.NAME=VALUE, as in wlb.queues=3."
             )
+        if option == "method":
+            raise ValueError(f"--packing-option {text!r}: --packing names the methods.")
         if method not in methods:
             raise ValueError(
                 f"--packing-option {text!r}: {method!r} is not compared; --packing names"

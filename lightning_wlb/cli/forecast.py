@@ -1,43 +1,38 @@
-"""Many predicted steps of one packing as one row of a comparison.
+"""What `lightning-wlb plan` finds: the predicted steps of every candidate, and which fit in memory.
 
-Figures over steps are given as mean, 99th percentile and *aggregate*, the quotient of the sums
-over all steps: steps differ in tokens, so a mean of quotients misleads.
+Figures over steps are given as mean, 99th percentile and *aggregate*. The aggregate is the quotient
+of the sums over all steps: steps differ in tokens, so a mean of quotients misleads.
+
+Cost: that of planning every step of every candidate, and of predicting it once for each kind of
+activation checkpointing that is tried. `auto` plans slowest, as it simulates several plans a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from lightning_wlb.callbacks.imbalance import Level, data_level, pipeline_level, slots
+from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
+from lightning_wlb.cli.request import Request
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.latency import Checkpointing
+from lightning_wlb.cost.memory import USABLE_PERCENT
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import Planner
+from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
 
-def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
-    """The next ``steps`` plans of a run; a new epoch begins where one ends."""
-    plans: list[StepPlan] = []
-    while len(plans) < steps:
-        plan = planner.next_step()
-        if plan is not None:
-            plans.append(plan)
-    return plans
-
-
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Predicted steps of one packing under one sharding.
-
-    Args:
-        packing: name of the packing.
-        sharding: name of the sharding.
-        steps: at least one prediction.
-    """
+    """Predicted steps, at least one, of a packing under a sharding, both by name."""
 
     packing: str
     sharding: str
@@ -74,10 +69,11 @@ class Forecast:
     def typical_step(self) -> StepPrediction:
         """The step nearest to the mean in both its time and its work."""
         time, flops = self.total_ns / len(self.steps), self.flops / len(self.steps)
-        return min(
-            self.steps,
-            key=lambda step: abs(step.total_ns / time - 1) + abs(step.flops / flops - 1),
-        )
+
+        def distance(step: StepPrediction) -> float:
+            return abs(step.total_ns / time - 1) + abs(step.flops / flops - 1)
+
+        return min(self.steps, key=distance)
 
     def summary(self, baseline: Forecast) -> dict[str, Any]:
         """Plain numbers; speed-ups are over ``baseline``, per token and per model FLOP.
@@ -85,49 +81,175 @@ class Forecast:
         The two differ where the packings cut documents differently: a document that is cut at a
         window's end costs less attention.
         """
-        pipeline = [
-            pipeline_level(step.work_ns.astype(np.float64), slots(step.plan)) for step in self.steps
-        ]
-        data = [data_level(step.work_ns.astype(np.float64)) for step in self.steps]
-        context = [Level(*step.context_ns) for step in self.steps]
+        levels = [predicted_imbalance(step) for step in self.steps]
         times = np.array([step.total_ns for step in self.steps]) / 1e6
         tokens = np.array([step.plan.tokens for step in self.steps])
         delays = np.array([step.plan.delay for step in self.steps])
         first = self.steps[0]
+        possible_flops = self.total_ns * first.devices * first.peak_flops
         return {
             "packing": self.packing,
             "sharding": self.sharding,
             "steps": len(self.steps),
             "tokens": self.tokens,
             "tokens_per_step": float(tokens.mean()),
-            **_level("imbalance_pipeline", pipeline),
-            **_level("imbalance_data", data),
-            **_level("imbalance_context", context),
+            **_imbalance("pipeline", [each.pipeline for each in levels]),
+            **_imbalance("data", [each.data for each in levels]),
+            **_imbalance("context", [each.context for each in levels]),
             "delay_mean": float((delays * tokens).sum() / tokens.sum()),
             "delay_max": max(step.plan.max_delay for step in self.steps),
             "bubble": float(np.mean([step.bubble for step in self.steps])),
             "step_ms_mean": float(times.mean()),
             "step_ms_p99": float(np.percentile(times, 99)),
             "tokens_per_second": self.tokens * 1e9 / self.total_ns,
-            "model_flop_utilisation": self.flops
-            * 1e9
-            / (self.total_ns * first.devices * first.peak_flops),
+            "model_flop_utilisation": self.flops * 1e9 / possible_flops,
             "peak_gigabytes": self.peak_bytes / 1e9,
-            "speedup_per_token": _ratio(baseline, self, "tokens"),
-            "speedup_per_flop": _ratio(baseline, self, "flops"),
+            "speedup_per_token": (baseline.total_ns / baseline.tokens)
+            / (self.total_ns / self.tokens),
+            "speedup_per_flop": (baseline.total_ns / baseline.flops) / (self.total_ns / self.flops),
         }
 
 
-def _ratio(baseline: Forecast, other: Forecast, unit: str) -> float:
-    """Time per unit of the baseline over that of the other."""
-    return (baseline.total_ns / getattr(baseline, unit)) / (other.total_ns / getattr(other, unit))
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The candidates of a request under one kind of activation checkpointing.
+
+    Args:
+        request: that was carried out.
+        checkpointing: the least with which all candidates fit in memory that fit with any.
+        forecasts: of the candidates that fit, the baseline first if it does.
+        too_large: of those that do not.
+    """
+
+    request: Request
+    checkpointing: Checkpointing
+    forecasts: Sequence[Forecast]
+    too_large: Sequence[Forecast]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The figures of each candidate that fits; speed-ups are over the first."""
+        return [forecast.summary(self.forecasts[0]) for forecast in self.forecasts]
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Tokens of a micro-batch that fits in memory if all are as long."""
+        return self.request.longest_micro_batch(self.request.predictor(self.checkpointing))
 
 
-def _level(name: str, levels: Sequence[Level]) -> dict[str, float]:
-    degrees = [level.degree for level in levels]
+def compare(request: Request) -> Comparison:
+    """Plan and predict every candidate.
+
+    Raises:
+        ValueError: nothing fits in memory; the message says what would.
+    """
+    _check_state(request)
+    plans = _plans(request)
+    best: Comparison | None = None
+    for checkpointing in request.checkpointing:
+        predictor = request.predictor(checkpointing)
+        made = [Forecast.of(*key, steps, predictor) for key, steps in plans.items()]
+        fit = [forecast for forecast in made if forecast.peak_bytes <= request.usable_bytes]
+        if best is None or len(fit) > len(best.forecasts):
+            rest = [forecast for forecast in made if forecast not in fit]
+            best = Comparison(request, checkpointing, fit, rest)
+        if not best.too_large:
+            break
+    assert best is not None
+    if best.forecasts:
+        return best
+    least = min(made, key=lambda forecast: forecast.peak_bytes)
+    tokens = request.longest_micro_batch(predictor)
+    raise ValueError(
+        f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
+        f" {checkpointing!r}, packing {least.packing!r} with sharding {least.sharding!r} would fill"
+        f" {least.peak_bytes / 1e9:.1f} GB of a device, of which {request.usable_bytes / 1e9:.1f}"
+        f" GB ({USABLE_PERCENT} % of {request.profile.device}) may be filled. Micro-batches of up"
+        f" to {tokens} tokens would fit here, all as long"
+        f"{'' if len(request.checkpointing) > 1 else '; or --activation-checkpointing auto may'}."
+        f" {_what_fits(request)}"
+    )
+
+
+def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
+    """The steps of each packing and sharding."""
+    judge = PredictedJudge(request.predictor(request.checkpointing[0]))
     return {
-        f"{name}_mean": float(np.nanmean(degrees)),
-        f"{name}_p99": float(np.nanpercentile(degrees, 99)),
-        f"{name}_aggregate": sum(level.peak for level in levels)
-        / sum(level.even for level in levels),
+        (packing, sharding): plan_steps(
+            Planner(
+                request.lengths,
+                request.settings[packing],
+                Work.of(request.config.shape),
+                request.mesh,
+                sharding=sharding,
+                schedule=request.schedule,
+                kernel_cost=judge.predictor.latency.segment_cost,
+                judge=judge,
+            ),
+            request.steps,
+        )
+        for packing, sharding in request.candidates
+    }
+
+
+def _check_state(request: Request) -> None:
+    state = max(request.predictor(request.checkpointing[-1]).memory.state_bytes)
+    if state > request.usable_bytes:
+        raise ValueError(
+            f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
+            f" optimizer state take {state / 1e9:.1f} GB of a device, and"
+            f" {request.usable_bytes / 1e9:.1f} GB ({USABLE_PERCENT} % of"
+            f" {request.profile.device}) may be filled. {_what_fits(request)}"
+        )
+
+
+def _what_fits(request: Request) -> str:
+    """Larger meshes on which the largest cap fits, if everything is checkpointed."""
+    cap = max(request.settings[packing].token_cap for packing, _ in request.candidates)
+    found = []
+    for factor in range(1, 9):
+        for pipeline in range(factor + 1):
+            for context in range(factor + 1 - pipeline):
+                mesh = replace(
+                    request.mesh,
+                    pipeline=request.mesh.pipeline << pipeline,
+                    context=request.mesh.context << context,
+                    tensor=request.mesh.tensor << (factor - pipeline - context),
+                )
+                if _fits(request, mesh, cap):
+                    found.append(",".join(map(str, mesh.shape)))
+        if found:
+            return (
+                f"With full activation checkpointing, meshes of {mesh.devices} devices that"
+                f" hold micro-batches of {cap} tokens: --mesh {' or '.join(found[:3])}."
+            )
+    return "No mesh of up to 256 times as many devices would hold it: use a smaller model."
+
+
+def _fits(request: Request, mesh: Mesh, cap: int) -> bool:
+    try:
+        check_tensor_parallel(request.config, mesh.tensor)
+        predictor = request.predictor("full", mesh)
+    except ValueError:
+        return False
+    return request.longest_micro_batch(predictor) >= cap
+
+
+def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
+    """The next ``steps`` plans of a run; a new epoch begins where one ends."""
+    plans: list[StepPlan] = []
+    while len(plans) < steps:
+        plan = planner.next_step()
+        if plan is not None:
+            plans.append(plan)
+    return plans
+
+
+def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
+    degrees = [step.degree for step in steps]
+    return {
+        f"imbalance_{level}_mean": float(np.nanmean(degrees)),
+        f"imbalance_{level}_p99": float(np.nanpercentile(degrees, 99)),
+        f"imbalance_{level}_aggregate": sum(step.peak for step in steps)
+        / sum(step.even for step in steps),
     }

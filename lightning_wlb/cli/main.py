@@ -15,6 +15,7 @@ from types import ModuleType
 from lightning_wlb.cli import plan, profile
 
 COMMANDS: dict[str, ModuleType] = {"plan": plan, "profile": profile}
+"""Subcommands by name."""
 
 
 def parser() -> argparse.ArgumentParser:

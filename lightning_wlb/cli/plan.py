@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -22,13 +22,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.arguments import add_model
+from lightning_wlb.cli.arguments import add_model, packing_option_names
+from lightning_wlb.cli.forecast import Comparison, compare
 from lightning_wlb.cli.lengths import GENERATOR_A, STORES
 from lightning_wlb.cli.request import BASELINE, PRECISIONS, SHARDING_NAMES, Request
 from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.profile import shipped_profiles
-from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
@@ -38,6 +38,25 @@ from lightning_wlb.sharding import ADAPTIVE
 
 COMPARED = f"{BASELINE},wlb,{DataSettings.packing}"
 
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "packing": ("packing", str),
+    "sharding": ("sharding", str),
+    "imbalance_pipeline_aggregate": ("imbalance\npipeline", "{:.3f}".format),
+    "imbalance_data_aggregate": ("\ndata", "{:.3f}".format),
+    "imbalance_context_aggregate": ("\ncontext", "{:.3f}".format),
+    "tokens_per_step": ("tokens\nper step", "{:,.0f}".format),
+    "delay_mean": ("delay\n(steps)", "{:.2f}".format),
+    "bubble": ("bubble", "{:.1%}".format),
+    "step_ms_mean": ("step (ms)\nmean", "{:,.1f}".format),
+    "step_ms_p99": ("\np99", "{:,.1f}".format),
+    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "model_flop_utilisation": ("MFU", "{:.1%}".format),
+    "peak_gigabytes": ("memory\n(GB)", "{:.1f}".format),
+    "speedup_per_token": ("speed-up\ntokens", "{:.3f}".format),
+    "speedup_per_flop": ("\nFLOPs", "{:.3f}".format),
+}
+"""Heading and form of each figure of a row that the table shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options."""
@@ -45,9 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--lengths",
         required=True,
+        metavar="SOURCE",
         help=f"{', '.join([*STORES, GENERATOR_A])}, or a .npy or text file of lengths in tokens",
     )
-    data.add_argument("--context-window", type=int, required=True, help="C, in tokens")
+    data.add_argument(
+        "--context-window",
+        type=int,
+        required=True,
+        help="C: most tokens of a document in one micro-batch",
+    )
     data.add_argument(
         "--micro-batches",
         type=int,
@@ -59,21 +84,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="what becomes of documents above the window (default: error)",
     )
-    data.add_argument("--steps", type=int, default=100, help="steps to plan (default 100)")
-    data.add_argument("--seed", type=int, default=0, help="of the order of documents (default 0)")
+    data.add_argument("--steps", type=int, default=100, help="number to plan (default 100)")
+    data.add_argument("--seed", type=int, default=0, help="of the documents' order (default 0)")
 
     run = parser.add_argument_group("model and devices")
     add_model(run)
-    run.add_argument("--mesh", required=True, help="data,pipeline,context,tensor: 1,4,2,8")
+    run.add_argument(
+        "--mesh",
+        required=True,
+        metavar="D,P,C,T",
+        help="ranks of data, pipeline, context and tensor parallelism, as in 1,4,2,8",
+    )
     run.add_argument(
         "--profile",
         required=True,
-        help=f"{', '.join(shipped_profiles())}, or a file that `lightning-wlb profile` wrote",
+        help=f"of the device: {', '.join(shipped_profiles())}, or a file that `lightning-wlb"
+        " profile` wrote",
     )
     run.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="of the run (default: bf16-mixed or what else the profile was made for)",
+        help="of the run (default: bf16-mixed, or the one whose dtype the profile was made for)",
     )
     run.add_argument(
         "--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device"
@@ -89,20 +120,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--packing",
         default=COMPARED,
-        help=f"one or several of {', '.join(PACKINGS)} (default {COMPARED}); original is always"
-        " compared",
+        metavar="NAMES",
+        help=f"one or several of {', '.join(PACKINGS)}, with commas between them (default"
+        f" {COMPARED}); original is always compared",
     )
-    how.add_argument("--cap", type=int, help="tokens of a micro-batch (default: the packing's)")
+    how.add_argument(
+        "--cap",
+        type=int,
+        help="most tokens of a micro-batch (default: the packing's own, C or 1.5·C)",
+    )
     how.add_argument(
         "--packing-option",
         action="append",
         default=[],
         metavar="METHOD.NAME=VALUE",
-        help="an option of a packing, as in wlb.queues=3 or slim.micro_packs=8; may be repeated",
+        help="an option of a packing that is compared; may be repeated. Options and defaults:"
+        f" {', '.join(packing_option_names())}",
     )
     how.add_argument(
         "--sharding",
         default=ADAPTIVE,
+        metavar="NAMES",
         help=f"one or several of {', '.join(SHARDING_NAMES)} (default {ADAPTIVE})",
     )
     how.add_argument(
@@ -128,99 +166,64 @@ def run(arguments: argparse.Namespace) -> None:
             message says what would fit.
     """
     console = Console(width=None if Console().is_terminal else 160)
-    request = Request.of(arguments)
-    mode, forecasts, others = request.forecasts(arguments.activation_checkpointing)
-    baseline = forecasts[0]
-    rows = [forecast.summary(baseline) for forecast in forecasts]
-    longest = request.longest_micro_batch(request.predictor(mode))
-    _show(console, request, mode, longest, rows)
-    too_large = [
-        {
-            "packing": each.packing,
-            "sharding": each.sharding,
-            "peak_gigabytes": each.peak_bytes / 1e9,
-        }
-        for each in others
-    ]
-    for each in others:
-        console.print(
-            f"Does not fit in memory: {each.packing}, {each.sharding}, which would fill"
-            f" {each.peak_bytes / 1e9:.1f} GB.",
-            highlight=False,
-        )
-    timelines = {
-        f"{forecast.packing}, {forecast.sharding}, {step.plan.tokens:,} tokens": _slowest_replica(
-            step.simulations
-        )
-        for forecast in forecasts
-        for step in [forecast.typical_step]
-    }
+    comparison = compare(Request.of(arguments))
+    console.print(_table(comparison))
+    for row in comparison.too_large:
+        filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.1f} GB"
+        console.print(f"Does not fit in memory: {filled}.", highlight=False)
     if arguments.picture is not None:
+        request = comparison.request
         draw_gantt(
             arguments.picture,
-            timelines,
+            _typical_steps(comparison),
             f"A typical step, simulated: {arguments.model} on {request.mesh}\n"
             f"{request.profile.provenance}",
         )
         console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
     if arguments.trace is not None:
-        write_trace(arguments.trace, timelines)
+        write_trace(arguments.trace, _typical_steps(comparison))
         console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
     if arguments.json:
-        report = _report(arguments, request, mode, longest, rows)
-        print(json.dumps(report | {"does_not_fit": too_large}))
+        print(json.dumps(_report(arguments, comparison)))
 
 
-def _slowest_replica(simulations: Sequence[Simulation]) -> Simulation:
+def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
+    """A typical step of each row, on the replica whose last action ends last."""
+
     def end(simulation: Simulation) -> int:
         return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
 
-    return max(simulations, key=end)
+    found = {}
+    for row in comparison.forecasts:
+        step = row.typical_step
+        name = f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens"
+        found[name] = max(step.simulations, key=end)
+    return found
 
 
-def _show(
-    console: Console,
-    request: Request,
-    mode: str,
-    longest: int,
-    rows: Sequence[dict[str, Any]],
-) -> None:
+def _table(comparison: Comparison) -> Table:
+    request, rows, config = comparison.request, comparison.rows, comparison.request.config
     table = Table(
-        title=f"Simulated: {_shape(request.config)} on {request.mesh}"
+        title=f"Simulated: dim {config.dim}, {config.layers} layers, {config.heads} heads"
+        f" ({config.kv_heads} key/value), vocabulary {config.vocab_size} on {request.mesh}"
         f" ({request.mesh.devices} devices), {request.schedule}",
         caption=(
             f"{request.profile.provenance}{_extrapolated(request)}.\n"
-            f"{len(request.lengths):,} documents, {rows[0]['steps']} steps. Activation"
-            f" checkpointing: {mode}; micro-batches of up to {longest:,} tokens fit in memory if"
-            f" all are as long. Imbalance degrees are aggregates, 1 is balanced. Speed-up over"
+            f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
+            f" checkpointing: {comparison.checkpointing}; micro-batches of up to"
+            f" {comparison.longest_micro_batch:,} tokens fit in memory if all are as long."
+            " Imbalance degrees are aggregates, 1 is balanced. Speed-up over"
             f" {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model FLOP (cutting"
             " a document saves attention, so packings that cut differently differ here)."
         ),
         title_justify="left",
         caption_justify="left",
     )
-    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "packing": ("packing", str),
-        "sharding": ("sharding", str),
-        "imbalance_pipeline_aggregate": ("imbalance\npipeline", "{:.3f}".format),
-        "imbalance_data_aggregate": ("\ndata", "{:.3f}".format),
-        "imbalance_context_aggregate": ("\ncontext", "{:.3f}".format),
-        "tokens_per_step": ("tokens\nper step", "{:,.0f}".format),
-        "delay_mean": ("delay\n(steps)", "{:.2f}".format),
-        "bubble": ("bubble", "{:.1%}".format),
-        "step_ms_mean": ("step (ms)\nmean", "{:,.1f}".format),
-        "step_ms_p99": ("\np99", "{:,.1f}".format),
-        "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-        "model_flop_utilisation": ("MFU", "{:.1%}".format),
-        "peak_gigabytes": ("memory\n(GB)", "{:.1f}".format),
-        "speedup_per_token": ("speed-up\ntokens", "{:.3f}".format),
-        "speedup_per_flop": ("\nFLOPs", "{:.3f}".format),
-    }
-    for heading, _ in columns.values():
+    for heading, _ in COLUMNS.values():
         table.add_column(heading, justify="left" if heading in ("packing", "sharding") else "right")
     for row in rows:
-        table.add_row(*(form(row[name]) for name, (_, form) in columns.items()))
-    console.print(table)
+        table.add_row(*(form(row[name]) for name, (_, form) in COLUMNS.items()))
+    return table
 
 
 def _extrapolated(request: Request) -> str:
@@ -230,29 +233,13 @@ def _extrapolated(request: Request) -> str:
     return f", measured on layers of dim {measured['dim']} and extrapolated" if differs else ""
 
 
-def _shape(config: TransformerConfig) -> str:
-    return (
-        f"dim {config.dim}, {config.layers} layers, {config.heads} heads"
-        f" ({config.kv_heads} key/value), vocabulary {config.vocab_size}"
-    )
-
-
-def _report(
-    arguments: argparse.Namespace,
-    request: Request,
-    mode: str,
-    longest: int,
-    rows: Sequence[dict[str, Any]],
-) -> dict[str, Any]:
+def _report(arguments: argparse.Namespace, comparison: Comparison) -> dict[str, Any]:
+    request, profile = comparison.request, comparison.request.profile
     return {
         "command": "plan",
         "simulated": True,
         "profile": {
-            "name": request.profile.name,
-            "device": request.profile.device,
-            "dtype": request.profile.dtype,
-            "measured": request.profile.measured,
-            "date": request.profile.date,
+            name: getattr(profile, name) for name in ("name", "device", "dtype", "measured", "date")
         },
         "lengths": arguments.lengths,
         "documents": len(request.lengths),
@@ -260,11 +247,15 @@ def _report(
         "model": arguments.model,
         "mesh": arguments.mesh,
         "context_window": arguments.context_window,
-        "micro_batches": arguments.micro_batches,
+        "micro_batches": request.micro_batches,
         "schedule": request.schedule,
         "virtual_stages": request.mesh.virtual_stages,
-        "activation_checkpointing": mode,
-        "longest_micro_batch": longest,
+        "activation_checkpointing": comparison.checkpointing,
+        "longest_micro_batch": comparison.longest_micro_batch,
         "seed": arguments.seed,
-        "rows": list(rows),
+        "rows": comparison.rows,
+        "does_not_fit": [
+            dict(packing=row.packing, sharding=row.sharding, peak_gigabytes=row.peak_bytes / 1e9)
+            for row in comparison.too_large
+        ],
     }

@@ -1,9 +1,9 @@
 """Analytic FLOPs of a decoder from its shape: the W_a and W_l of WLB-LLM Equation 2.
 
-A causal decoder spends work of two kinds on a piece of d tokens: the matrix products, which are
+A causal decoder does work of two kinds on a piece of d tokens: the matrix products, which are
 linear in d, and attention, which grows with the number of (query, key) pairs: d·(d + 1)/2, or
-under a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact Python integers
-here, so that every rank ranks pieces alike on any CPU.
+under a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact Python integers,
+so that every rank ranks pieces alike on any CPU.
 
 Conventions: one multiply-add is 2 FLOPs; only matrix products count (norms, rotary embedding,
 activation functions and the embedding look-up are bound by memory, not by arithmetic); masked
@@ -11,8 +11,8 @@ pairs do not count, as variable-length attention kernels skip them. The backward
 product is two products (×2); the backward of attention recomputes the scores and does four more
 products where the forward does two (×2.5).
 
-Cost: O(1) integer operations per call. Not to be used as a latency: a short piece runs far below
-the arithmetic peak of a device, and this model does not know it.
+Every call is O(1). Do not use FLOPs as a latency: a short piece runs far below the arithmetic peak
+of a device, which only :mod:`~lightning_wlb.cost.latency` knows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ModelShape:
         sliding_window: most keys that a query sees, its own included; None for no bound.
 
     Raises:
-        ValueError: a size that is no whole number, or below 1 (``vocab_size`` below 0), or
-            ``heads`` not a multiple of ``kv_heads``.
+        ValueError: a size is not a whole number of at least 1 (``vocab_size``: 0), or ``heads`` is
+            not a multiple of ``kv_heads``.
     """
 
     dim: int
@@ -69,7 +69,7 @@ class ModelShape:
 def causal_pairs(tokens: int, context: int = 0, sliding_window: int | None = None) -> int:
     """(query, key) pairs of ``tokens`` new tokens that follow ``context`` tokens of their piece.
 
-    Of a query's keys only the last ``sliding_window`` count, where there is one.
+    With a ``sliding_window``, only so many last keys of a query count.
     """
     if sliding_window is None:
         return tokens * context + tokens * (tokens + 1) // 2
@@ -104,15 +104,15 @@ def attention_flops(shape: ModelShape, tokens: int, context: int = 0) -> int:
 
 @dataclass(frozen=True)
 class PassWork:
-    """Work of a pass as data: so much for each token, so much for each key that a query sees.
+    """Work of a forward or backward pass as data; calling it gives the work of a slice.
 
-    Calling it gives the work of a slice, an integer in the unit of the coefficients. The work of
-    the slices of a piece adds up to that of the piece.
+    Work is an integer in the unit of the coefficients. That of the slices of a piece adds up to
+    that of the piece.
 
     Args:
-        per_token: at least 1.
-        per_pair: of a query and a key that it sees, at least 0.
-        window: most keys that a query sees, its own included; None: no bound.
+        per_token: work of a token, at least 1.
+        per_pair: work of a query and a key that it sees, at least 0.
+        window: most keys that a query sees, its own included; None for no bound.
 
     Raises:
         ValueError: a coefficient out of range.
@@ -123,10 +123,9 @@ class PassWork:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("per_token", 1), ("per_pair", 0)):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least))
-        if self.window is not None:
-            object.__setattr__(self, "window", whole("window", self.window, 1))
+        for name, least in (("per_token", 1), ("per_pair", 0), ("window", 1)):
+            if (value := getattr(self, name)) is not None or name != "window":
+                object.__setattr__(self, name, whole(name, value, least))
 
     def __call__(self, tokens: int, context: int = 0) -> int:
         """Work of ``tokens`` tokens that follow ``context`` tokens of the same piece."""
@@ -134,17 +133,16 @@ class PassWork:
         return self.per_token * tokens + self.per_pair * pairs
 
     def __add__(self, other: PassWork) -> PassWork:
-        """Both passes together."""
+        """The work of both passes."""
         assert self.window == other.window, "passes of one model have one window"
         return PassWork(
             self.per_token + other.per_token, self.per_pair + other.per_pair, self.window
         )
 
     def tokens_within(self, work: int) -> int:
-        """The most first tokens of a piece that have at most ``work``; exact integers.
+        """How many first tokens of a piece have at most ``work`` together, exactly.
 
-        Within the window work is quadratic in tokens, and the answer is the root of a quadratic;
-        beyond it every token sees as many keys.
+        Within the window work is quadratic in tokens; beyond it every token sees as many keys.
         """
         if self.window is not None and work >= (inside := self(self.window)):
             return self.window + (work - inside) // (self.per_token + self.per_pair * self.window)
@@ -157,26 +155,19 @@ class PassWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, forward and backward apart.
-
-    Recomputation under activation checkpointing is not in it.
-
-    Args:
-        forward: of the forward pass.
-        backward: of the backward pass.
-    """
+    """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, recomputation left out."""
 
     forward: PassWork
     backward: PassWork
 
     @cached_property
     def total(self) -> PassWork:
-        """Of both, which is what packings balance."""
+        """The work of both passes, which packings balance."""
         return self.forward + self.backward
 
     @staticmethod
     def of(shape: ModelShape) -> Work:
-        """The FLOPs of a model. Backward is linear ×2, attention ×2.5 (exact, it is even)."""
+        """The FLOPs of a model; backward has twice the linear and 2.5 times the attention work."""
         linear = linear_flops(shape, 1)
         pair = 4 * shape.layers * shape.heads * shape.head_dim
         return Work(

@@ -1,20 +1,17 @@
 """The reference kernel cost: attention segments in tiles, without any device.
 
-Tiled attention kernels (FlashAttention) take a segment's queries in tiles of 128 rows and let each
-read the key/value tiles that its last query sees. A tile of queries costs a constant (loading the
-queries, the first key/value tile that nothing hides, the epilogue) and one unit for each of its
-key/value tiles; a segment of at most 128 rows has only one tile, whose key/value tiles have no
-neighbour to share the cache with, and costs a quarter more:
+Tiled attention kernels (FlashAttention) take a segment's queries in tiles of 128 rows, and each
+query tile reads the key/value tiles that its last query sees. A query tile costs a constant
+(loading the queries, the first key/value tile that nothing hides, the epilogue) and one unit for
+each key/value tile it reads. A segment of at most 128 rows has a single query tile, which shares
+its key/value tiles in the cache with no other, so they cost a quarter more:
 
     cost(segment) = sum over query tiles of (overhead + key/value tiles · (5/4 if rows <= 128)).
 
-Costs are whole quarters of a key/value tile, so that every rank predicts alike. An overhead of 1
-to 2 tiles fits the published throughput of FlashAttention-3 over short sequences; nothing here
-was measured by this project. Forward and backward have the same shape in this cost, so it stands
-for their sum up to a factor.
-
-Cost: a few vectorised operations over segments. Not for nanoseconds: :mod:`.latency` has the rates
-of a device.
+Costs are whole quarters of a key/value tile, so that every rank predicts alike. The overhead fits
+the published throughput of FlashAttention-3 over short sequences; this project measured nothing of
+it. Forward and backward have the same shape in this cost, so it stands for their sum up to a
+factor. It is no time in nanoseconds: :mod:`~lightning_wlb.cost.latency` has the rates of a device.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ TILE = 128
 """Rows of a query tile and columns of a key/value tile."""
 
 OVERHEAD = 2
-"""Key/value tiles that a query tile costs besides those it reads."""
 
 UNITS = 4
 """Units in one key/value tile."""
@@ -50,8 +46,8 @@ def reference_kernel_cost(
     Args:
         queries: int64 [segments], at least 1 each.
         keys: int64 [segments], at least the queries.
-        overhead: key/value tiles that each query tile costs on top.
-        sliding_window: most keys that a query sees; tiles of keys that none of a tile's queries
+        overhead: key/value tiles that a query tile costs besides those it reads.
+        sliding_window: most keys that a query sees; key/value tiles that none of a tile's queries
             sees are not read.
 
     Returns:

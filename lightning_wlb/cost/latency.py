@@ -1,22 +1,20 @@
 """How long work takes on a device: W_a and W_l of WLB-LLM §4.1 in nanoseconds, from a profile.
 
-Forward and backward apart, attention and the rest apart, on one rank:
+Every time is that of one rank, forward and backward apart:
 
 * attention: FLOPs of each segment with its queries padded to the kernel's tile, over the achieved
   FLOP/s that the profile has for (queries, keys, head size) (WLB-LLM §5.3), summed over segments;
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
-* communication (communication.py): tensor-parallel gathers and reduce-scatters of each layer, the
-  keys and values of context parallelism, boundary tensors of the pipeline, and the parameters and
-  gradients of data parallelism. Nothing overlaps, because nothing does in the executor;
-* activation checkpointing adds to a layer's backward the forward that it runs again.
+* communication of all axes (communication.py), which overlaps with nothing;
+* activation checkpointing adds to a layer's backward the forward that it recomputes.
 
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
 Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
 
-Cost: vectorised over segments, about 20 µs per call. Not for calls with fewer tiles than the
-device has processors: the profile's rates are those of a busy device.
+A call is vectorised over segments. The model is wrong for calls with fewer tiles than the device
+has processors: the profile's rates are those of a busy device.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.arguments import choice
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import ModelShape, head_flops, layer_linear_flops
 from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
@@ -50,34 +49,27 @@ class LatencyModel:
         profile: of the device.
         shape: of the whole model.
         mesh: ranks along each axis.
-        activation_checkpointing: what a layer runs again in backward: nothing, its feed-forward
-            half (``"selective"``), or everything (``"full"``).
-        dtype: what the model computes in; None: the profile's.
+        activation_checkpointing: what a layer recomputes in backward: nothing (``"none"``), its
+            feed-forward half (``"selective"``), or everything (``"full"``).
 
     Raises:
-        ValueError: a dtype that is not the profile's, a mesh that spans nodes under a profile
-            without network, a tensor-parallel size that does not divide the model, or an unknown
-            ``activation_checkpointing``.
+        ValueError: a profile for a dtype that is not in :data:`DTYPE_BYTES`, a mesh that spans
+            nodes under a profile without network, a tensor-parallel size that does not divide the
+            model, or an unknown ``activation_checkpointing``.
     """
 
     profile: Profile
     shape: ModelShape
     mesh: Mesh = ONE_DEVICE
     activation_checkpointing: Checkpointing = "none"
-    dtype: str | None = None
 
     def __post_init__(self) -> None:
-        self.profile.check(dtype=self.dtype)
         if self.profile.dtype not in DTYPE_BYTES:
             raise ValueError(
                 f"The device profile {self.profile.name!r} is for dtype {self.profile.dtype!r};"
                 f" known are {', '.join(DTYPE_BYTES)}."
             )
-        if self.activation_checkpointing not in get_args(Checkpointing):
-            raise ValueError(
-                f"activation_checkpointing={self.activation_checkpointing!r} is not one of"
-                f" {', '.join(get_args(Checkpointing))}."
-            )
+        choice("activation_checkpointing", self.activation_checkpointing, get_args(Checkpointing))
         size = self.mesh.tensor
         for name in ("heads", "ffn_dim", "vocab_size"):
             if getattr(self.shape, name) % size:
@@ -85,7 +77,7 @@ class LatencyModel:
                     f"tensor_parallel_size={size} does not divide the model's"
                     f" {name}={getattr(self.shape, name)}; choose one that does."
                 )
-        # Asked for here so that a mesh without links is refused at once.
+        # Made here, so that a mesh without links is refused at once.
         self.communication  # noqa: B018
 
     @cached_property
@@ -106,9 +98,12 @@ class LatencyModel:
             backward: the backward pass, recomputation included; else the forward pass.
             head_split: context-parallel ranks that split the heads.
         """
-        result = self._kernel_ns(queries, keys, backward, head_split)
-        if backward and self.activation_checkpointing == "full":
-            result += self._kernel_ns(queries, keys, False, head_split)
+        if len(queries) == 0:
+            return 0
+        segments = self._segments_ps(queries, keys, backward=backward)
+        result = int(segments.sum()) // (1000 * head_split) + round(self._table.call_ns[backward])
+        if backward and self._recomputes:
+            result += self.attention_ns(queries, keys, backward=False, head_split=head_split)
         return result
 
     def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
@@ -120,9 +115,9 @@ class LatencyModel:
         """
         forward = self._segments_ps(queries, keys, backward=False)
         result = forward + self._segments_ps(queries, keys, backward=True)
-        # Backward puts the keys together again, whether or not the whole layer runs again.
+        # Backward gathers the keys anew, whether or not it recomputes the whole layer.
         copies = 2 * self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
-        if self.activation_checkpointing == "full":
+        if self._recomputes:
             result += forward
         if self.mesh.context > 1:
             result += keys * round(copies * _PICOSECONDS / self.profile.element_bytes_per_second)
@@ -130,28 +125,29 @@ class LatencyModel:
 
     def linear_ns(self, rows: int, *, backward: bool) -> int:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
-        forward = self._layer_ns(rows, backward=False)
-        if not backward:
-            return forward
-        result = self._layer_ns(rows, backward=True)
-        if self.activation_checkpointing == "full":
-            result += forward
-        elif self.activation_checkpointing == "selective":
-            result += forward * self._feed_forward_permille // 1000
-        return result
+        flops = layer_linear_flops(self.shape, rows) // self.mesh.tensor
+        result = self._product_ns(
+            self.profile.layer, rows, (2 if backward else 1) * flops, backward
+        ) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
+        if not backward or self.activation_checkpointing == "none":
+            return result
+        forward = self.linear_ns(rows, backward=False)
+        if self._recomputes:
+            return result + forward
+        feed_forward = 6 * self.shape.dim * self.shape.ffn_dim  # FLOPs per row
+        return result + forward * (1000 * feed_forward // layer_linear_flops(self.shape, 1)) // 1000
 
     # Compute, the ends of the model
 
     def embedding_ns(self, rows: int, *, backward: bool) -> int:
         """The look-up of ``rows`` tokens; backward adds into the whole table's gradient."""
-        width = DTYPE_BYTES[self.profile.dtype]
-        traffic = 2 * width * rows * self.shape.dim
+        traffic = 2 * self._width * rows * self.shape.dim
         if backward and rows:
             traffic += 12 * self.shape.vocab_size // self.mesh.tensor * self.shape.dim
         return self._traffic_ns(traffic)
 
     def head_ns(self, rows: int, *, backward: bool) -> int:
-        """The output projection and the loss of ``rows`` rows; backward makes logits again."""
+        """The output projection and the loss of ``rows`` rows; backward recomputes the logits."""
         flops = head_flops(self.shape, rows) // self.mesh.tensor
         return self._product_ns(
             self.profile.head, rows, 3 * flops if backward else flops, backward
@@ -166,17 +162,13 @@ class LatencyModel:
 
     def tensor_parallel_ns(self, rows: int, *, backward: bool) -> int:
         """Two gathers and two reduce-scatters of [rows, dim] of one layer; sums travel wide."""
-        width = DTYPE_BYTES[self.profile.dtype]
+        elements = rows * self.shape.dim
         gather, scatter = (
-            self.communication.collective_ns("tensor", self.mesh.tensor, size)
-            for size in (rows * self.shape.dim * width, rows * self.shape.dim * max(width, 4))
+            self.communication.collective_ns("tensor", self.mesh.tensor, elements * width)
+            for width in (self._width, self._wide)
         )
-        passes = 2
-        if backward and self.activation_checkpointing == "full":
-            passes = 4
-        elif backward and self.activation_checkpointing == "selective":
-            passes = 3
-        return passes * (gather + scatter)
+        recomputed = {"none": 0, "selective": 1, "full": 2}[self.activation_checkpointing]
+        return (2 + (recomputed if backward else 0)) * (gather + scatter)
 
     def context_parallel_ns(
         self, rows: int, keys: int, *, backward: bool, replicas: int = 1
@@ -184,84 +176,70 @@ class LatencyModel:
         """Keys and values of one layer: forward fetches them, backward sums their gradients.
 
         Args:
-            rows: that the group's busiest rank receives, or sends, of other ranks' keys.
-            keys: that this rank's segments read, put in their order after they have arrived.
-            backward: sums travel wide; recomputation fetches again.
-            replicas: whose context-parallel groups act as one (DP-Merge).
+            rows: of other ranks' keys, as many as the busiest rank receives, or sends.
+            keys: those that this rank's segments read, put in their order after they have arrived.
+            backward: sums travel wide, and recomputation fetches the keys a second time.
+            replicas: how many replicas' context-parallel groups act as one (DP-Merge).
         """
         ranks = self.mesh.context * replicas
         if ranks == 1:
             return 0
         axis = "context" if replicas == 1 else "data"
-        width = DTYPE_BYTES[self.profile.dtype]
-        elements = 2 * self.rank_kv_heads * self.shape.head_dim
-        forward = self.communication.exchange_ns(
-            axis, ranks, rows * elements * width
-        ) + self._traffic_ns(keys * self._copied_bytes(backward=False))
-        if not backward:
-            return forward
-        wide = max(width, 4)
-        result = self.communication.exchange_ns(
-            axis, ranks, rows * elements * wide
-        ) + self._traffic_ns(keys * self._copied_bytes(backward=True))
-        return result + (forward if self.activation_checkpointing == "full" else 0)
+        size = rows * self._key_elements * (self._wide if backward else self._width)
+        result = self.communication.exchange_ns(axis, ranks, size)
+        result += self._traffic_ns(keys * self._copied_bytes(backward=backward))
+        if backward and self._recomputes:
+            result += self.context_parallel_ns(rows, keys, backward=False, replicas=replicas)
+        return result
 
     def head_parallel_ns(self, rows: int, *, backward: bool) -> int:
         """Two all-to-alls of one layer: queries, keys and values there, outputs back.
 
         Args:
-            rows: of each rank.
-            backward: the same two with gradients; recomputation exchanges again.
+            rows: number of each rank's.
+            backward: the same two with gradients; recomputation adds those of the forward.
         """
         ranks = self.mesh.context
-        width = DTYPE_BYTES[self.profile.dtype] * self.shape.head_dim
+        width = self._width * self.shape.head_dim
         heads = self.shape.heads // self.mesh.tensor // ranks
         key_heads = max(self.rank_kv_heads // ranks, 1)
-        passes = 0
+        result = 0
         for each in (heads + 2 * key_heads, heads):
             size = rows * ranks * each * width
             # What is sent is written once and read once, and so is what arrives.
-            passes += self.communication.all_to_all_ns(size * (ranks - 1) // ranks)
-            passes += self._traffic_ns(4 * size)
-        again = backward and self.activation_checkpointing == "full"
-        return passes * (2 if again else 1)
+            result += self.communication.all_to_all_ns(size * (ranks - 1) // ranks)
+            result += self._traffic_ns(4 * size)
+        return result * (2 if backward and self._recomputes else 1)
 
     def slice_keys_ns(self, keys: int, *, backward: bool) -> int:
-        """Keys and values that slices read, put together on a rank without others, in one layer.
+        """Keys and values that slices read, without context parallelism, of one layer.
 
-        Forward copies them once, earlier ones and own ones in the order of the segments. Backward
-        adds their gradients to their owners, wide.
+        Forward copies the ``keys`` keys, of earlier slices and own ones, in the order of the
+        segments. Backward adds their gradients, wide, to those of the slices that own them.
         """
-        width = DTYPE_BYTES[self.profile.dtype]
-        elements = 2 * self.rank_kv_heads * self.shape.head_dim
-        forward = self._traffic_ns(keys * elements * 2 * width)
-        if not backward:
-            return forward
-        result = self._traffic_ns(keys * elements * (width + 2 * max(width, 4)))
-        return result + (forward if self.activation_checkpointing == "full" else 0)
+        result = self._traffic_ns(keys * self._copied_bytes(backward=backward))
+        if backward and self._recomputes:
+            result += self.slice_keys_ns(keys, backward=False)
+        return result
 
     def pipeline_ns(self, rows: int, source: int) -> int:
         """A boundary tensor of a micro-batch between stages ``source`` and ``source + 1``."""
         if self.mesh.pipeline == 1:
             return 0
-        width = DTYPE_BYTES[self.profile.dtype]
-        return self.communication.message_ns(
-            source, -(-rows // self.mesh.tensor) * self.shape.dim * width
-        )
+        size = -(-rows // self.mesh.tensor) * self.shape.dim * self._width
+        return self.communication.message_ns(source, size)
 
     def data_parallel_ns(self, parameters: int) -> int:
         """Once a step: parameters gathered, gradients summed, and the optimizer's update.
 
-        Args:
-            parameters: of one rank's stage and tensor share, before sharding over data × context.
+        ``parameters`` are a rank's stage and tensor share, before sharding over data × context.
         """
-        width = DTYPE_BYTES[self.profile.dtype]
         ranks = self.mesh.data * self.mesh.context
         shard = -(-parameters // ranks)
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
         return (
-            self.communication.collective_ns("data", ranks, parameters * width)
-            + self.communication.collective_ns("data", ranks, parameters * max(width, 4))
+            self.communication.collective_ns("data", ranks, parameters * self._width)
+            + self.communication.collective_ns("data", ranks, parameters * self._wide)
             + self._traffic_ns(28 * shard)
         )
 
@@ -272,27 +250,37 @@ class LatencyModel:
         """Key and value heads that one tensor-parallel rank computes."""
         return max(self.shape.kv_heads // self.mesh.tensor, 1)
 
+    @cached_property
+    def _key_elements(self) -> int:
+        """Elements of a token's key and value, of one layer on one rank."""
+        return 2 * self.rank_kv_heads * self.shape.head_dim
+
+    @cached_property
+    def _width(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.profile.dtype]
+
+    @cached_property
+    def _wide(self) -> int:
+        """Bytes of an element of a sum, at least float32."""
+        return max(self._width, 4)
+
     @property
-    def _feed_forward_permille(self) -> int:
-        whole = layer_linear_flops(self.shape, 1)
-        return 6000 * self.shape.dim * self.shape.ffn_dim // whole
+    def _recomputes(self) -> bool:
+        """Whether backward runs the whole forward of a layer."""
+        return self.activation_checkpointing == "full"
+
+    @cached_property
+    def _table(self) -> AttentionTable:
+        return self.profile.attention_table(self.shape.head_dim)
 
     def _copied_bytes(self, *, backward: bool) -> int:
         """Memory traffic per key that is put in a segment's order, or whose gradient is added."""
-        width = DTYPE_BYTES[self.profile.dtype]
-        elements = 2 * self.rank_kv_heads * self.shape.head_dim
-        return elements * (width + 2 * max(width, 4) if backward else 2 * width)
-
-    def _kernel_ns(self, queries: Integers, keys: Integers, backward: bool, head_split: int) -> int:
-        if len(queries) == 0:
-            return 0
-        overhead = self.profile.attention_table(self.shape.head_dim).call_ns[backward]
-        segments = self._segments_ps(queries, keys, backward=backward)
-        return int(segments.sum()) // (1000 * head_split) + round(overhead)
+        return self._key_elements * (self._width + 2 * self._wide if backward else 2 * self._width)
 
     def _segments_ps(self, queries: Integers, keys: Integers, *, backward: bool) -> Integers:
         """Picoseconds of each segment, from FLOPs with the queries padded to the tile."""
-        table = self.profile.attention_table(self.shape.head_dim)
+        table = self._table
         padded = -(-queries // table.tile) * table.tile
         before = keys - queries
         pairs = _pairs(padded + before) - _pairs(before)
@@ -308,24 +296,16 @@ class LatencyModel:
         result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
         return result
 
-    def _layer_ns(self, rows: int, *, backward: bool) -> int:
-        flops = layer_linear_flops(self.shape, rows) // self.mesh.tensor
-        return self._product_ns(
-            self.profile.layer, rows, (2 if backward else 1) * flops, backward
-        ) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
-
     def layer_traffic(self, rows: int, *, backward: bool) -> int:
         """Bytes of memory traffic of a layer's element-wise work; backward counts twice.
 
         Two norms and two residual sums on this rank's rows, the rotary embedding in float32 on
         its heads, SwiGLU on its part of the feed-forward width.
         """
-        width = DTYPE_BYTES[self.profile.dtype]
-        wide = max(width, 4)
-        shape, size = self.shape, self.mesh.tensor
+        width, shape, size = self._width, self.shape, self.mesh.tensor
         residual = (2 * 2 + 2 * 3) * width * shape.dim // size
         heads = shape.heads // size + self.rank_kv_heads
-        rotary = (2 * width + 4 * wide) * heads * shape.head_dim
+        rotary = (2 * width + 4 * self._wide) * heads * shape.head_dim
         gate = 5 * width * shape.ffn_dim // size
         return (2 if backward else 1) * rows * (residual + rotary + gate)
 
@@ -365,9 +345,9 @@ def inverse_rate(
     column, column_weight = _cell(keys / queries, table.keys_per_query)
     next_row = np.minimum(row + 1, rates.shape[0] - 1)
     next_column = np.minimum(column + 1, rates.shape[1] - 1)
-    low = inverse[row, column] * column_weight + inverse[row, next_column] * (1.0 - column_weight)
-    high = inverse[next_row, column] * column_weight + inverse[next_row, next_column] * (
-        1.0 - column_weight
+    low, high = (
+        inverse[at, column] * column_weight + inverse[at, next_column] * (1.0 - column_weight)
+        for at in (row, next_row)
     )
     result: _Floats = low * row_weight + high * (1.0 - row_weight)
     return result

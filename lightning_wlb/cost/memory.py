@@ -1,26 +1,28 @@
-"""What a rank holds in memory: parameters and their state, and activations between F and B.
+"""What a rank holds in memory: parameters and their state, and activations.
 
-State under FSDP2 as the strategy uses it (within a step ZeRO-1): a rank holds its stage's
-tensor-parallel share of the parameters whole in the compute dtype and their gradients whole in at
-least float32, and its data × context shard of the parameters at rest, of AdamW's two moments and,
-at the step's end, of the gradients.
+State is that of FSDP2 as the strategy uses it (within a step ZeRO-1): a rank holds its stage's
+tensor-parallel share of the parameters in the compute dtype and of their gradients in at least
+float32, and its data × context shard of the parameters at rest, of AdamW's two moments and, at the
+step's end, of the gradients.
 
 Activations are the tensors that autograd saves of the reference decoder, tensor by tensor, under
-each activation checkpointing; they live from a micro-batch's forward on a stage to its backward.
-Keys and values of other ranks or of earlier slices are fetched again in backward. What lives only
-inside one pass (the gradients of one layer, its recomputation, keys that were fetched, the logits
-of one chunk) is counted once, at the largest.
+each activation checkpointing, from a micro-batch's forward on a stage to its backward. Keys and
+values of other ranks or of earlier slices are not among them, because backward refetches them.
+What lives only inside one pass (the gradients of one layer, its recomputation, keys that were
+fetched, the logits of one chunk) is counted once, at the largest.
 
 tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
 tests/strategy/test_measure.py whole steps to what the executor counts.
 
-Cost: O(1) per micro-batch. The caching allocator's fragmentation, the CUDA context and
-communication buffers are not in it: plan with :data:`USABLE_PERCENT` of a device.
+The caching allocator's fragmentation, the CUDA context and communication buffers are left out:
+plan with :data:`USABLE_PERCENT` of a device. Every call is O(1).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import DTYPE_BYTES, Checkpointing
@@ -52,8 +54,8 @@ class MemoryModel:
         activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
         dtype: what the model computes in.
         rest_dtype: of parameters and optimizer state at rest; float32 for ``bf16-mixed``.
-        fused_norm: whether RMSNorm is one kernel, which saves its input and one number per row;
-            on a CPU it also saves the normalised rows.
+        fused_norm: whether RMSNorm is one kernel, which saves its input and one number per row.
+            The one of a CPU is not, and also saves the normalised rows.
     """
 
     shape: ModelShape
@@ -64,27 +66,25 @@ class MemoryModel:
     fused_norm: bool = True
 
     def parameters(self, parts: StageParts) -> int:
-        """Parameters of a rank before sharding over data × context: its tensor share."""
-        count = parts.layers * self._layer_parameters
-        ends = self.shape.vocab_size // self.mesh.tensor * self.shape.dim
-        if parts.embedding:
-            count += ends
-        if parts.head:
-            count += ends + self.shape.dim
-        return count
+        """Parameters of a rank's tensor-parallel share, before sharding over data × context."""
+        shape, size = self.shape, self.mesh.tensor
+        # Keys and values are replicated where there are fewer heads than ranks.
+        kv_heads = shape.kv_heads // size if size <= shape.kv_heads else shape.kv_heads
+        attention = 2 * shape.dim * shape.head_dim * (shape.heads // size + kv_heads)
+        layer = attention + 3 * shape.dim * shape.ffn_dim // size + 2 * shape.dim
+        table = shape.vocab_size // size * shape.dim
+        head = parts.head * (table + shape.dim)
+        return parts.layers * layer + parts.embedding * table + head
 
     def state_bytes(self, parts: StageParts) -> int:
         """Parameters, gradients and optimizer state during a step, activations left out."""
         count = self.parameters(parts)
-        width, rest = DTYPE_BYTES[self.dtype], DTYPE_BYTES[self.rest_dtype]
         shard = -(-count // (self.mesh.data * self.mesh.context))
-        return count * (width + max(width, 4)) + shard * (3 * rest + max(width, 4))
+        at_rest = 3 * DTYPE_BYTES[self.rest_dtype] + self._wide
+        return count * (self._width + self._wide) + shard * at_rest
 
     def layer_bytes(self, rows: int) -> int:
-        """Saved by one layer of one micro-batch; ``rows`` of the rank, padding included.
-
-        Keys of other ranks and of earlier slices are not saved: backward fetches them again.
-        """
+        """Saved by one layer of a micro-batch that has ``rows`` rows on the rank, with padding."""
         residual = self.boundary_bytes(rows)
         if self.activation_checkpointing == "full":
             return residual
@@ -93,119 +93,107 @@ class MemoryModel:
         return self._attention_half(rows) + self._feed_forward_half(rows)
 
     def micro_batch_bytes(self, parts: StageParts, rows: int) -> int:
-        """What one micro-batch holds on one stage, from its forward to its backward.
+        """What a micro-batch holds on one stage, from its forward to its backward.
 
         Args:
-            parts: the *stage's* layers and ends.
+            parts: layers and ends of that *stage*.
             rows: of the rank, padding included.
         """
         if rows == 0:
             return 0
-        # The turns of the rotary embedding.
+        # The first term is the rotary embedding's frequencies.
         result = rows * 4 * self.shape.head_dim + parts.layers * self.layer_bytes(rows)
         if parts.head:
-            result += self._norm(rows) + rows * (self.shape.dim * DTYPE_BYTES[self.dtype] + 4)
+            result += self._norm(rows) + rows * (self.shape.dim * self._width + 4)
         else:
-            result += self.boundary_bytes(rows)  # sent on, held until its gradient comes
+            result += self.boundary_bytes(rows)  # the output, held until its gradient comes
         return result
 
     def input_bytes(self, parts: StageParts, rows: int, index: int) -> int:
-        """Positions, tokens, labels and the index of keys: there for the whole step.
+        """Positions, tokens, labels and the index of keys, which a rank holds for the whole step.
 
         Args:
             parts: of the rank.
             rows: of the rank, padding included.
-            index: keys that are put in order, 0 where a rank's rows are its keys.
+            index: number of keys that are put in order, 0 where a rank's rows are its keys.
         """
         return 8 * (rows * (1 + parts.embedding + parts.head) + index)
 
     def boundary_bytes(self, rows: int) -> int:
-        """What a micro-batch of ``rows`` rows of a rank sends to a neighbouring stage."""
-        return rows // self.mesh.tensor * self.shape.dim * DTYPE_BYTES[self.dtype]
+        """What a micro-batch of ``rows`` rows on the rank sends to a neighbouring stage."""
+        return rows // self.mesh.tensor * self.shape.dim * self._width
 
     def kept_keys_bytes(self, parts: StageParts, rows: int) -> int:
-        """Beyond :meth:`micro_batch_bytes`, keys and values that later slices read.
+        """Keys and values that later slices read, as far as :meth:`micro_batch_bytes` lacks them.
 
-        None where autograd keeps them anyway, that is unless everything is computed again.
+        That is 0 unless every layer is recomputed, because autograd saves them anyway.
         """
-        return self._keys(parts, rows, DTYPE_BYTES[self.dtype]) * (
-            self.activation_checkpointing == "full"
-        )
+        full = self.activation_checkpointing == "full"
+        return parts.layers * self._key_bytes(rows, self._width) if full else 0
 
     def key_gradient_bytes(self, parts: StageParts, rows: int) -> int:
         """Gradients of the keys and values that later slices read, in at least float32.
 
-        Held from the first of these slices' backwards to their own.
+        They are held from the backward of the first of these slices to that of ``rows``.
         """
-        return self._keys(parts, rows, max(DTYPE_BYTES[self.dtype], 4))
-
-    def _keys(self, parts: StageParts, rows: int, width: int) -> int:
-        return parts.layers * 2 * rows * self._kv_heads * self.shape.head_dim * width
+        return parts.layers * self._key_bytes(rows, self._wide)
 
     def transient_bytes(self, parts: StageParts, rows: int, keys: int) -> int:
-        """Most that lives only inside one pass of such a micro-batch."""
-        width, size, shape = DTYPE_BYTES[self.dtype], self.mesh.tensor, self.shape
-        again = {
+        """Most that lives only inside one pass of such a micro-batch, which reads ``keys`` keys."""
+        width, size, shape = self._width, self.mesh.tensor, self.shape
+        recomputed = {
             "none": 0,
             "selective": self._feed_forward_half(rows),
             "full": self._attention_half(rows) + self._feed_forward_half(rows),
         }[self.activation_checkpointing]
         feed_forward = 3 * rows * shape.ffn_dim // size * width
         fetched = keys if self.mesh.context > 1 or keys > rows else 0
-        heads = 2 * (shape.heads // size) * rows + 2 * self._kv_heads * (keys + fetched)
-        attention = heads * shape.head_dim * width
+        queries = 2 * (shape.heads // size) * rows * shape.head_dim * width
+        attention = queries + self._key_bytes(keys + fetched, width)
         if self.mesh.context > 1:
-            attention += (
-                2 * self.mesh.context * rows * self._kv_heads * shape.head_dim * max(width, 4)
-            )
-        layer = again + max(feed_forward, attention) + 2 * rows * shape.dim * width
+            attention += self._key_bytes(self.mesh.context * rows, self._wide)
+        layer = recomputed + max(feed_forward, attention) + 2 * rows * shape.dim * width
         return max(layer, _CHUNK_LOGITS_BYTES if parts.head else 0)
 
     def _attention_half(self, rows: int) -> int:
-        width, size, shape = DTYPE_BYTES[self.dtype], self.mesh.tensor, self.shape
-        heads = shape.heads // size
-        queries = rows * heads * shape.head_dim * width
-        key_values = 2 * rows * self._kv_heads * shape.head_dim * width
+        heads = self.shape.heads // self.mesh.tensor
+        queries = rows * heads * self.shape.head_dim * self._width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
         return (
             self._norm(rows)
-            + rows * shape.dim * width  # normalised rows of all tensor ranks, read by wq, wk, wv
+            + rows * self.shape.dim * self._width  # normalised rows, read by wq, wk, wv
             + 2 * queries
             + padded
-            + key_values
+            + self._key_bytes(rows, self._width)
             + rows * heads * 4  # log-sum-exp
         )
 
     def _feed_forward_half(self, rows: int) -> int:
-        width, shape = DTYPE_BYTES[self.dtype], self.shape
-        gate = 4 * rows * shape.ffn_dim // self.mesh.tensor * width
-        return self._norm(rows) + rows * shape.dim * width + gate
+        gate = 4 * rows * self.shape.ffn_dim // self.mesh.tensor * self._width
+        return self._norm(rows) + rows * self.shape.dim * self._width + gate
+
+    def _key_bytes(self, rows: int, width: int) -> int:
+        """Keys and values of one layer, ``width`` bytes per element."""
+        kv_heads = max(self.shape.kv_heads // self.mesh.tensor, 1)
+        return 2 * rows * kv_heads * self.shape.head_dim * width
 
     def _norm(self, rows: int) -> int:
         """An RMSNorm's input, and one number per row."""
-        width, own = DTYPE_BYTES[self.dtype], rows // self.mesh.tensor
         copies = 1 if self.fused_norm else 2
-        return own * (copies * self.shape.dim * width + 4)
+        return rows // self.mesh.tensor * (copies * self.shape.dim * self._width + 4)
 
-    @property
-    def _kv_heads(self) -> int:
-        return max(self.shape.kv_heads // self.mesh.tensor, 1)
+    @cached_property
+    def _width(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
 
-    @property
-    def _layer_parameters(self) -> int:
-        shape, size = self.shape, self.mesh.tensor
-        queries = 2 * shape.dim * shape.heads * shape.head_dim // size
-        # Replicated where there are fewer heads than ranks.
-        kv_heads = shape.kv_heads // size if size <= shape.kv_heads else shape.kv_heads
-        keys = 2 * shape.dim * kv_heads * shape.head_dim
-        return queries + keys + 3 * shape.dim * shape.ffn_dim // size + 2 * shape.dim
+    @cached_property
+    def _wide(self) -> int:
+        """Bytes of an element of a gradient, at least float32."""
+        return max(self._width, 4)
 
     def longest_micro_batch(
-        self,
-        parts: StageParts,
-        open_micro_batches: int,
-        memory_bytes: int,
-        micro_batches: int,
+        self, parts: StageParts, open_micro_batches: int, memory_bytes: int, micro_batches: int
     ) -> int:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 
@@ -214,9 +202,9 @@ class MemoryModel:
 
         Args:
             parts: of the rank, all its stages together.
-            open_micro_batches: stage passes whose activations the schedule holds at once, at most.
+            open_micro_batches: most stage passes whose activations the schedule holds at once.
             memory_bytes: of the device, of which :data:`USABLE_PERCENT` are filled.
-            micro_batches: of the step, whose inputs are all there.
+            micro_batches: how many the step has; the inputs of all of them are in memory.
 
         Returns:
             0 where not even the state fits.
@@ -236,20 +224,16 @@ class MemoryModel:
                 + sent
             )
 
-        if needed(size) > free:
-            return 0
-        low, high = 1, 2  # in units of `size` rows; `low` fits
-        while needed(high * size) <= free:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if needed(middle * size) <= free else (low, middle)
-        return low * size * self.mesh.context
+        # A row takes more than one byte, so no more than `free` units of `size` rows fit.
+        units = bisect_right(
+            range(1, max(free, 0) + 1), free, key=lambda units: needed(units * size)
+        )
+        return units * size * self.mesh.context
 
     def most_keys(self, rows: int) -> int:
         """Keys that a rank's segments read of a micro-batch that is one document of equal shares.
 
-        T·(1 + 1/(2·CP)) of T tokens; its rows without context parallelism.
+        Of T tokens that is T·(1 + 1/(2·CP)); without context parallelism it is T.
         """
         ranks = self.mesh.context
         return rows if ranks == 1 else rows * ranks + rows // 2

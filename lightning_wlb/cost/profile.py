@@ -2,21 +2,14 @@
 
 A profile is *measured* (``lightning-wlb profile`` ran the real kernels and layers on the device)
 or *analytic* (published figures, named in ``sources``), and everything that predicts from it says
-which. Rates are achieved, not peak:
+which. Rates are achieved, not peak.
 
-* attention kernels: FLOP/s over the number of queries and the number of keys per query, with
-  queries rounded up to the kernel's tile (WLB-LLM §5.3), one table for each head size;
-* matrix products: FLOP/s over rows, of a decoder layer and of the output projection, so that a
-  short micro-batch runs at its own, lower utilisation;
-* memory traffic of element-wise work, in bytes per second;
-* links between devices of one node, and between nodes.
+Between the points of a table the *inverse* rate is interpolated linearly over 1/queries, 1/(keys
+per query) and 1/rows, which is exact for a time of the form a + b·queries·keys. Only the four
+operations of arithmetic are used, which IEEE 754 makes equal on every processor.
 
-Between table points the *inverse* rate is interpolated linearly over 1/queries, 1/(keys per query)
-and 1/rows, which is exact for a time of the form a + b·queries·keys. Only the four operations of
-arithmetic are used, which IEEE 754 makes equal on every processor.
-
-Cost: reading a file of some kilobytes. A profile knows nothing of contention: not for ranks that
-share a core, nor for collectives that share a link.
+A profile knows nothing of contention: do not use it for ranks that share a core, nor for
+collectives that share a link.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ _FOLDER = "profiles"
 
 @dataclass(frozen=True)
 class AttentionTable:
-    """Achieved FLOP/s of the attention kernel for one head size.
+    """Achieved FLOP/s of the attention kernel for one head size (WLB-LLM §5.3).
 
     FLOPs are those of :func:`lightning_wlb.cost.flops.causal_pairs` with the queries rounded up to
     the tile; backward counts 2.5 times the forward's.
@@ -47,7 +40,7 @@ class AttentionTable:
         keys_per_query: keys of a segment over its queries, ascending from 1.
         forward: FLOP/s of the forward pass, [queries][keys_per_query].
         backward: FLOP/s of the backward pass, likewise.
-        call_ns: time of a kernel call whatever its segments, (forward, backward).
+        call_ns: time of a kernel call besides its segments, (forward, backward).
     """
 
     head_dim: int
@@ -61,13 +54,8 @@ class AttentionTable:
     def __post_init__(self) -> None:
         _check_axis("attention.queries", self.queries)
         _check_axis("attention.keys_per_query", self.keys_per_query)
-        if self.tile < 1 or self.head_dim < 1:
-            raise ValueError(
-                f"device profile: attention.tile={self.tile} and head_dim={self.head_dim} must be"
-                " at least 1."
-            )
-        for name in ("forward", "backward"):
-            table = getattr(self, name)
+        _check_positive("attention.tile, attention.head_dim", (self.tile, self.head_dim))
+        for name, table in (("forward", self.forward), ("backward", self.backward)):
             shape = [len(row) for row in table]
             if shape != [len(self.keys_per_query)] * len(self.queries):
                 raise ValueError(
@@ -80,10 +68,10 @@ class AttentionTable:
 
 @dataclass(frozen=True)
 class LinearTable:
-    """Achieved FLOP/s of matrix products over the rows that they are given.
+    """Achieved FLOP/s of matrix products by rows: a short micro-batch has a lower utilisation.
 
     Args:
-        rows: ascending; below the first, a call takes as long as at the first.
+        rows: ascending; a call on fewer rows than the first takes as long as on the first.
         forward: FLOP/s of the forward pass at each number of rows.
         backward: FLOP/s of the backward pass, of twice the FLOPs.
     """
@@ -94,8 +82,7 @@ class LinearTable:
 
     def __post_init__(self) -> None:
         _check_axis("rows", self.rows)
-        for name in ("forward", "backward"):
-            values = getattr(self, name)
+        for name, values in (("forward", self.forward), ("backward", self.backward)):
             if len(values) != len(self.rows):
                 raise ValueError(
                     f"device profile: {name} has {len(values)} rates for {len(self.rows)} numbers"
@@ -109,7 +96,7 @@ class ActionOverhead:
     """What a pass through a stage takes besides its layers and ends: dispatch and positions.
 
     Args:
-        ns: per action, whatever its size, (forward, backward).
+        ns: per action of any size, (forward, backward).
         row_ns: per row of the micro-batch, (forward, backward).
     """
 
@@ -122,8 +109,8 @@ class Link:
     """One class of connection between two devices, in one direction.
 
     Args:
-        latency_ns: time of a message without content.
-        bytes_per_second: what a device sends over it with large messages.
+        latency_ns: time of an empty message.
+        bytes_per_second: what a device sends over the link with large messages.
     """
 
     latency_ns: float
@@ -142,27 +129,27 @@ class Profile:
     """One device and the links around it, in one dtype.
 
     Args:
-        name: how a report calls it.
+        name: the name of the profile in reports.
         device: the processor's model.
         device_type: ``"cpu"`` or ``"cuda"``.
-        dtype: that the work was measured in: ``"bfloat16"``, ``"float32"``, ...
-        measured: whether a program measured it, or published figures were put together.
-        sources: sentences: where every figure comes from, or what was measured how.
+        dtype: the dtype of the work: ``"bfloat16"``, ``"float32"``, ...
+        measured: whether the rates were measured on the device, not taken from publications.
+        sources: sentences that say where every figure comes from, or what was measured how.
         date: of the measurement or of the figures, ISO 8601.
-        peak_flops: FLOP/s of the data sheet in that dtype, what utilisation is relative to; for
-            a device without one the highest rate measured.
+        peak_flops: FLOP/s of the data sheet in that dtype, which utilisation is relative to; for
+            a device without a data sheet the highest rate measured.
         memory_bytes: of one device.
         devices_per_node: how many share the node's link.
         element_bytes_per_second: memory traffic of element-wise work.
         attention: one table for each head size.
         layer: matrix products of a decoder layer.
         head: the output projection and the loss; backward counts three times the forward's
-            FLOPs, because logits are computed again.
+            FLOPs, because it recomputes the logits.
         action: overhead of a pass through a stage.
         links: ``"node"`` (between devices of one node) and ``"network"`` (between nodes).
         versions: of the software that was measured.
         shape: sizes of the layers that were measured; others are extrapolated from them.
-        errors: the fit's relative errors on work held out of it.
+        errors: relative errors of the fitted rates on work that the fit did not use.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -198,7 +185,7 @@ class Profile:
 
     @property
     def provenance(self) -> str:
-        """Measured or analytic, in words that go beside every figure predicted from it."""
+        """Measured or analytic, in words that stand beside every figure predicted from it."""
         kind = "measured" if self.measured else "analytic (published figures, not measured)"
         return f"profile {self.name}: {self.device}, {self.dtype}, {kind}, {self.date}"
 
@@ -213,18 +200,18 @@ class Profile:
         )
 
     def check(self, *, device_type: str | None = None, dtype: str | None = None) -> None:
-        """Refuse to speak for another device or dtype.
+        """Refuse another device or dtype than the profile's; None fits any.
 
         Raises:
             ValueError: naming both, and the remedy.
         """
-        for what, wanted, here in (
+        for what, wanted, own in (
             ("device", device_type, self.device_type),
             ("dtype", dtype, self.dtype),
         ):
-            if wanted is not None and wanted != here:
+            if wanted not in (None, own):
                 raise ValueError(
-                    f"The device profile {self.name!r} was made for {what} {here!r}, not for"
+                    f"The device profile {self.name!r} was made for {what} {own!r}, not for"
                     f" {wanted!r}: its rates say nothing about that. Choose a profile of {what}"
                     f" {wanted!r}, or measure one there with `lightning-wlb profile`."
                 )
@@ -235,11 +222,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str, origin: str = "device profile") -> Profile:
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: JSON.
-            origin: what an error calls it.
+        """Read what :meth:`to_json` wrote; errors call it ``origin``.
 
         Raises:
             ValueError: naming what is missing, unknown or out of range.
@@ -258,10 +241,8 @@ class Profile:
             values["layer"] = _record(LinearTable, values["layer"])
             values["head"] = _record(LinearTable, values["head"])
             values["links"] = {name: _record(Link, v) for name, v in values["links"].items()}
-            if "action" in values:
-                values["action"] = _record(ActionOverhead, values["action"])
-            values["sources"] = tuple(values["sources"])
-            return Profile(**values)
+            values["action"] = _record(ActionOverhead, values.get("action", {}))
+            return Profile(**values | {"sources": tuple(values["sources"])})
         except KeyError as error:
             raise ValueError(f"{origin}: the entry {error} is missing.") from error
         except (TypeError, AttributeError, ValueError) as error:
@@ -269,13 +250,10 @@ class Profile:
 
     @staticmethod
     def load(name: str | Path) -> Profile:
-        """A shipped profile by name, or one from a file.
-
-        Args:
-            name: one of :func:`shipped_profiles`, or the path of a JSON file.
+        """One of :func:`shipped_profiles` by name, or the profile in the JSON file at that path.
 
         Raises:
-            ValueError: no such profile or file, or not a profile; the message names the shipped.
+            ValueError: no such profile or file, or not a profile; the message lists the shipped.
         """
         if str(name) in shipped_profiles():
             file = resources.files(__package__) / _FOLDER / f"{name}.json"
@@ -293,16 +271,12 @@ class Profile:
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
-    folder = resources.files(__package__) / _FOLDER
-    return sorted(
-        entry.name.removesuffix(".json")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".json")
-    )
+    entries = (resources.files(__package__) / _FOLDER).iterdir()
+    return sorted(Path(entry.name).stem for entry in entries if entry.name.endswith(".json"))
 
 
 def _record(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass from JSON values, lists made tuples."""
+    """A dataclass from JSON values, whose lists become tuples."""
     known = [item.name for item in fields(kind)]
     for name in values:
         if name not in known:

@@ -1,10 +1,9 @@
 """From the plan of a step to the tensors of one rank.
 
-:func:`make_step_batch` walks the micro-batches of this rank's replica, lays each over the
-context-parallel group as the plan says (``sharding``), and reads from the store the
-tokens that this rank's rows hold, and no others: tokens on the first pipeline stage, labels on
-the last. All index arithmetic of attention happens here, in the data loader, off the training
-path.
+:func:`make_step_batch` walks the micro-batches of this rank's replica, spreads each over the
+context-parallel group by the sharding that the plan names, and reads from the store the tokens of
+this rank's own rows: tokens on the first pipeline stage, labels on the last. All index arithmetic
+of attention happens here, in the data loader, off the training path.
 
 The label of a row is the next token of the same *store document*, also where a piece ends, so
 that the number of targets does not depend on how documents were cut. Rows that pad a rank,
@@ -36,18 +35,18 @@ from lightning_wlb.sharding.slices import SlicedIndices, SlicedReplica
 def make_step_batch(
     plan: StepPlan,
     store: DocumentStore,
-    at: Rank,
+    rank: Rank,
     state: dict[str, Any],
     next_digest: int,
     last: bool,
     sliding_window: int | None = None,
 ) -> StepBatch:
-    """The tensors that the rank at ``at`` needs to run ``plan``.
+    """The tensors that a rank needs to run ``plan``.
 
     Args:
-        plan: a valid plan for ``at.mesh.data`` replicas.
+        plan: a valid plan for ``rank.mesh.data`` replicas.
         store: where the documents are; read only for this rank's own rows.
-        at: where this rank stands.
+        rank: where this rank stands in the mesh.
         state: the planner's state after this step.
         next_digest: digest of the following step's plan, 0 if there is none in this epoch.
         last: whether the run's bound on tokens is reached with this step.
@@ -56,76 +55,77 @@ def make_step_batch(
     Raises:
         ValueError: the plan is for another number of replicas.
     """
-    if len(plan.replicas) != at.mesh.data:
+    mesh = rank.mesh
+    if len(plan.replicas) != mesh.data:
         raise ValueError(
             f"step {plan.step} is planned for {len(plan.replicas)} replicas, but the mesh has"
-            f" {at.mesh.data}. Plan for Mesh(data={at.mesh.data})."
+            f" {mesh.data}. Plan for Mesh(data={mesh.data})."
         )
-    sizes = at.mesh.context, at.mesh.tensor
-    shares = any(len(group.replicas) > 1 for group in plan.replicas[at.data].forward)
+    sizes = mesh.context, mesh.tensor
+    shares = any(len(each.replicas) > 1 for each in plan.replicas[rank.data].forward)
     executed = tuple(
-        units(each, *sizes) if shares or number == at.data else each
-        for number, each in enumerate(plan.replicas)
+        units(replica, *sizes) if shares or number == rank.data else replica
+        for number, replica in enumerate(plan.replicas)
     )
-    replica = executed[at.data]
-    members = [replica.slices_of(group) for group in replica.forward]
-    layouts = [layout_of(replica, group, *sizes) for group in replica.forward]
+    own = executed[rank.data]
+    members = [own.slices_of(each) for each in own.forward]
+    layouts = [layout_of(own, each, *sizes) for each in own.forward]
     sliced = SlicedReplica(layouts, members, sliding_window)
 
     micro_batches = []
-    for number, group in enumerate(replica.forward):
-        slices, arrangement = members[number], layouts[number]
-        assert arrangement.rows == group.rows, (
-            f"the plan says {group.rows} rows, the sharding {arrangement.rows}"
+    for number, (micro_batch, slices, layout) in enumerate(
+        zip(own.forward, members, layouts, strict=True)
+    ):
+        assert layout.rows == micro_batch.rows, (
+            f"the plan says {micro_batch.rows} rows, the sharding {layout.rows}"
         )
         # Merged replicas put their context-parallel groups one after another.
-        rank = at.mesh.context * group.replicas.index(at.data) + at.context
-        parts = sliced.indices(number, rank) if sliced.is_sliced(slices) else None
+        place = mesh.context * micro_batch.replicas.index(rank.data) + rank.context
+        parts = sliced.indices(number, place) if sliced.is_sliced(slices) else None
+        indices, attention = _attention(number, layout, place, parts, sliding_window)
         micro_batches.append(
-            _micro_batch(
-                number,
+            _tensors(
                 slices,
-                arrangement,
-                rank,
-                parts,
-                len(group.replicas),
+                indices,
+                indices.offset if parts is None else parts.positions,
+                replace(attention, replicas=len(micro_batch.replicas)),
                 store,
-                at,
-                sliding_window,
+                rank,
             )
         )
-    return StepBatch(plan, at.data, executed, micro_batches, state, next_digest, last)
+    return StepBatch(plan, rank.data, executed, micro_batches, state, next_digest, last)
 
 
-def _micro_batch(
-    number: int,
-    slices: tuple[Slice, ...],
-    arrangement: Layout,
-    rank: int,
-    parts: SlicedIndices | None,
-    replicas: int,
-    store: DocumentStore,
-    at: Rank,
-    sliding_window: int | None,
-) -> MicroBatchTensors:
-    rows = arrangement.rows
+def _attention(
+    number: int, layout: Layout, place: int, parts: SlicedIndices | None, sliding_window: int | None
+) -> tuple[RankIndices, AttentionMetadata]:
+    """One context-parallel rank's rows of a micro-batch, and which keys each of them attends to."""
+    slices = None
     if parts is not None:
-        indices = parts.own
-    elif arrangement.by_heads:
-        # Which has all keys, whatever the window.
-        indices, sliding_window = head_indices(arrangement, rank), None
+        indices, slices = parts.own, SliceMetadata.from_indices(parts, number)
+    elif layout.by_heads:
+        # Every rank has all keys of its heads, whatever the window.
+        indices, sliding_window = head_indices(layout, place), None
     else:
-        indices = rank_indices(arrangement, rank, sliding_window)
-    offsets = indices.offset if parts is None else parts.positions
-    attention = replace(
-        AttentionMetadata.from_indices(indices, rows, arrangement.ranks, sliding_window),
-        replicas=replicas,
-        slices=None if parts is None else SliceMetadata.from_indices(parts, number),
-    )
+        indices = rank_indices(layout, place, sliding_window)
+    metadata = AttentionMetadata.from_indices(indices, layout.rows, layout.ranks, sliding_window)
+    return indices, replace(metadata, slices=slices)
+
+
+def _tensors(
+    slices: tuple[Slice, ...],
+    indices: RankIndices,
+    offsets: np.ndarray,
+    attention: AttentionMetadata,
+    store: DocumentStore,
+    rank: Rank,
+) -> MicroBatchTensors:
+    """One micro-batch on one rank; ``offsets`` are the positions of its real rows."""
+    rows = attention.rows
     positions = np.zeros(rows, np.int64)
     positions[: len(offsets)] = offsets
-    tokens = np.zeros(rows, np.int64) if at.first_stage else None
-    labels = np.full(rows, IGNORE, np.int64) if at.last_stage else None
+    tokens = np.zeros(rows, np.int64) if rank.first_stage else None
+    labels = np.full(rows, IGNORE, np.int64) if rank.last_stage else None
     if tokens is not None or labels is not None:
         _read(slices, indices, store, tokens, labels)
     return MicroBatchTensors(

@@ -46,11 +46,7 @@ class MicroBatchTensors:
     rows: int
 
     def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
-        """What the model is given: a sliced micro-batch reads and leaves keys in the step's cache.
-
-        Args:
-            cache: the same for all micro-batches of a step.
-        """
+        """What the model is given: slices read earlier keys from the step's cache, and add own."""
         slices = self.attention.slices
         if slices is None:
             return self
@@ -59,17 +55,13 @@ class MicroBatchTensors:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
         """A copy on ``device``."""
-        return replace(
-            self,
-            tokens=_moved(self.tokens, device, non_blocking),
-            labels=_moved(self.labels, device, non_blocking),
-            positions=self.positions.to(device, non_blocking=non_blocking),
-            attention=self.attention.to(device, non_blocking=non_blocking),
-        )
+        moved = _with_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return replace(moved, attention=self.attention.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatchTensors:
         """A copy in page-locked host memory."""
-        return replace(_pinned(self), attention=_pinned(self.attention))
+        pinned = _with_tensors(self, Tensor.pin_memory)
+        return replace(pinned, attention=_with_tensors(self.attention, Tensor.pin_memory))
 
 
 class StepBatch:
@@ -80,9 +72,9 @@ class StepBatch:
     Args:
         plan: the step's plan, of the whole mesh.
         replica: the data-parallel replica of this rank.
-        executed: the plans of all replicas as they are executed (``prediction.executed``):
-            the plans themselves, unless they are asymmetric. Only that of this replica, and those
-            of all replicas that share micro-batches with it, need to be in this form.
+        executed: the replicas' plans as they are executed
+            (:mod:`lightning_wlb.prediction.executed`), which differ from the plan's own where these
+            are asymmetric. Replicas that share no micro-batch with this one may be left as planned.
         micro_batches: in the order of ``units.forward``.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
@@ -128,10 +120,8 @@ class StepBatch:
     def to(self, device: torch.device | str, non_blocking: bool | None = None) -> StepBatch:
         """A copy whose tensors are on ``device``.
 
-        Args:
-            device: to copy to.
-            non_blocking: whether the host goes on while the copies run, as it can from page-locked
-                memory; None: where the device is a CUDA GPU. Lightning leaves it out.
+        With ``non_blocking`` the host goes on while the copies run, as it can from page-locked
+        memory. None, as Lightning leaves it out, means so where the device is a CUDA GPU.
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"
@@ -142,22 +132,13 @@ class StepBatch:
         return self._with(MicroBatchTensors.pin_memory)
 
     def _with(self, change: Callable[[MicroBatchTensors], MicroBatchTensors]) -> StepBatch:
-        return StepBatch(
-            self.plan,
-            self.replica,
-            self.executed,
-            list(map(change, self.micro_batches)),
-            self.state,
-            self.next_digest,
-            self.last,
-            self.wait_seconds,
-        )
+        return StepBatch(**{**vars(self), "micro_batches": list(map(change, self.micro_batches))})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # From a loader worker torch would send every tensor as shared memory, each with an open
         # file: some hundred for a batch, and a process may have 1024.
         buffer = io.BytesIO()
-        _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(self.__dict__)
+        _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(vars(self))
         return _from_values, (buffer.getvalue(),)
 
     def __repr__(self) -> str:
@@ -180,19 +161,13 @@ class _ByValue(pickle.Pickler):
 
 
 def _from_values(data: bytes) -> StepBatch:
-    batch = StepBatch.__new__(StepBatch)
-    batch.__dict__.update(pickle.loads(data))
-    return batch
+    return StepBatch(**pickle.loads(data))
 
 
-def _moved(x: Tensor | None, device: torch.device | str, non_blocking: bool) -> Tensor | None:
-    return None if x is None else x.to(device, non_blocking=non_blocking)
-
-
-def _pinned(holder: _Fields) -> _Fields:
-    """The dataclass with its tensor fields in page-locked memory."""
+def _with_tensors(holder: _Fields, change: Callable[[Tensor], Tensor]) -> _Fields:
+    """A copy of the dataclass with every field that is a tensor changed."""
     tensors: dict[str, Any] = {
-        field.name: value.pin_memory()
+        field.name: change(value)
         for field in fields(holder)
         if isinstance(value := getattr(holder, field.name), Tensor)
     }

@@ -1,12 +1,8 @@
 """WLBDataModule: documents in, Lightning data loaders of step batches out.
 
 One batch of the loader is one optimiser step of the whole mesh, seen from this rank. One pass of
-the loader is one epoch over the documents, queues drained. The position in the documents is that
-of the last optimiser step taken; it is saved in every checkpoint and is independent of the mesh
-and of the number of loader workers.
-
-``max_tokens`` bounds a run by tokens: the step that reaches it is the last. Leave the epochs open
-then (``Trainer(max_epochs=-1)``).
+the loader is one epoch over the documents, queues drained. Every checkpoint holds the position in
+the documents: that of the last optimiser step taken (:mod:`lightning_wlb.data.sampler`).
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ _OTHER_NAMESPACE = (
 
 
 class WLBDataModule(L.LightningDataModule):
-    """Documents of any length as balanced optimiser steps.
+    """Documents of any length as balanced optimiser steps: one batch is one step.
 
     Args:
         documents: ``"stdlib"`` (the standard library's top-level definitions as bytes), a
@@ -50,9 +46,8 @@ class WLBDataModule(L.LightningDataModule):
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
             batch is the next documents until at least N·C tokens, over all replicas.
-        packing: the packing method: ``"auto"``, whatever is simulated to be fastest on the mesh;
-            ``"wlb"``, ``"slim"``, ``"best_fit"``, ``"original"``, ... or with options of its own:
-            ``{"method": "wlb", "queues": 3}``. docs/guide.md lists methods and options.
+        packing: a method such as ``"wlb"``, or with options ``{"method": "wlb", "queues": 3}``, as
+            docs/guide.md lists them; ``"auto"`` takes what is simulated to be fastest on the mesh.
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
             default (C for ``auto`` and ``original``, 1.5·C for ``wlb``).
         long_documents: what becomes of documents above the context window: ``"split"``,
@@ -61,16 +56,15 @@ class WLBDataModule(L.LightningDataModule):
             in ``lightning_wlb.sharding.NAMES``, or ``"adaptive"``, the one of least
             predicted attention latency for each micro-batch.
         profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
-            predict: a shipped name (``"h100"``), the file that ``lightning-wlb profile`` wrote, or
-            a :class:`~lightning_wlb.cost.profile.Profile`. None: the reference kernel cost
-            (``lightning_wlb.cost.kernel``) and work in FLOPs, which know no device. The same on
-            every rank.
+            predict, the same on every rank: a shipped name (``"h100"``), the file that
+            ``lightning-wlb profile`` wrote, or a :class:`~lightning_wlb.cost.profile.Profile`.
+            None: the reference kernel cost and work in FLOPs, which know no device.
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
-        max_tokens: end the run with the step that reaches this many tokens.
-        num_workers: loader worker processes, which plan and read ahead of training; each plans
-            every step, so that more than one helps only where reading is slow. 0: in the training
-            process, between steps.
+        max_tokens: end the run with the step that reaches this many tokens; leave the epochs open
+            then (``Trainer(max_epochs=-1)``).
+        num_workers: loader worker processes, which plan and read ahead of training; more than one
+            helps only where reading is slow. 0: in the training process, between steps.
         validation_documents: a document store, or how many of ``documents`` to hold out.
         test_documents: a document store for ``trainer.test``.
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
@@ -107,6 +101,8 @@ class WLBDataModule(L.LightningDataModule):
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
+        self._opened: tuple[DocumentStore, DocumentStore | None] | None = None
+        self._described = False
         super().__init__()
         self.settings = DataSettings(
             context_window=context_window,
@@ -138,12 +134,10 @@ class WLBDataModule(L.LightningDataModule):
         self.test_documents = test_documents
         self.model_shape = model_shape
         self.pin_memory = None if pin_memory is None else flag("pin_memory", pin_memory)
-        self._opened: tuple[DocumentStore, DocumentStore | None] | None = None
-        self._described = False
 
     @property
     def trainer(self) -> L.Trainer | None:
-        """The Trainer that runs the data module; another Trainer starts from the beginning."""
+        """The Trainer that runs the data module; under another one the run begins anew."""
         return self._trainer
 
     @trainer.setter
@@ -195,8 +189,7 @@ class WLBDataModule(L.LightningDataModule):
                     "WLBDataModule has no validation documents (validation_documents=0). Give a"
                     " document store, or the number of documents to hold out."
                 )
-            # Lightning has no other way to hear that there is nothing to validate on: without
-            # the hook it warns of that instead.
+            # An empty list says that there is nothing to validate on, and Lightning warns of it.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         return self._evaluation(store)
@@ -223,7 +216,7 @@ class WLBDataModule(L.LightningDataModule):
         return mean_context_of(np.asarray(self._stores()[0].lengths), self.settings.context_window)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note whose state the next optimiser step makes that of the run."""
+        """Note the batch whose state becomes the run's with the next optimiser step."""
         if isinstance(batch, StepBatch) and self.trainer is not None and self.trainer.training:
             self._consumed.begin(batch, self.trainer.global_step)
             if batch.last:
@@ -232,19 +225,18 @@ class WLBDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the documents: the planner's state after the last step taken."""
-        state = self._consumed.current(self._global_step)
+        state = self._state()
         return {} if state is None else {"planner": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict.get("planner"))
 
-    @property
-    def _global_step(self) -> int:
-        return 0 if self.trainer is None else self.trainer.global_step
+    def _state(self) -> dict[str, Any] | None:
+        return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
 
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
-        state = self._consumed.current(self._global_step)
+        state = self._state()
         if self.settings.max_tokens is not None and state is not None:
             # A run resumed after its end finds no steps: stop it, or it passes through
             # empty epochs for ever.
@@ -255,19 +247,17 @@ class WLBDataModule(L.LightningDataModule):
 
     def _stop(self, trainer: L.Trainer, steps: int) -> None:
         """End the run after ``steps`` optimiser steps, as ``max_tokens`` asks."""
-        if trainer.min_steps is not None and trainer.min_steps > steps:
-            raise MisconfigurationException(
-                f"max_tokens={self.settings.max_tokens} is reached after {steps} steps, but"
-                f" Trainer(min_steps={trainer.min_steps}) asks for more. Raise max_tokens or lower"
-                " min_steps."
-            )
         epochs = trainer.current_epoch + 1
-        if trainer.min_epochs is not None and trainer.min_epochs > epochs:
-            raise MisconfigurationException(
-                f"max_tokens={self.settings.max_tokens} is reached in epoch {epochs}, but"
-                f" Trainer(min_epochs={trainer.min_epochs}) asks for more. Raise max_tokens or"
-                " lower min_epochs."
-            )
+        for name, reached, when in (
+            ("min_steps", steps, f"after {steps} steps"),
+            ("min_epochs", epochs, f"in epoch {epochs}"),
+        ):
+            least = getattr(trainer, name)
+            if least is not None and least > reached:
+                raise MisconfigurationException(
+                    f"max_tokens={self.settings.max_tokens} is reached {when}, but"
+                    f" Trainer({name}={least}) asks for more. Raise max_tokens or lower {name}."
+                )
         trainer.should_stop = True
 
     def _stores(self) -> tuple[DocumentStore, DocumentStore | None]:
@@ -276,10 +266,9 @@ class WLBDataModule(L.LightningDataModule):
             store, held_out = open_documents(self.documents), self.validation_documents
             if not isinstance(held_out, int):
                 self._opened = store, open_documents(held_out)
-            elif held_out == 0:
-                self._opened = store, None
             else:
-                self._opened = hold_out(store, held_out, self.settings.seed)
+                seed = self.settings.seed
+                self._opened = hold_out(store, held_out, seed) if held_out else (store, None)
         return self._opened
 
     def _dataset(self, store: DocumentStore, settings: DataSettings) -> StepDataset:
@@ -289,11 +278,11 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
                 " shape: call trainer.fit(model, datamodule)."
             )
-        shape, at = shape_of(trainer, self.model_shape), rank_of(trainer)
-        predictor = predictor_of(trainer, self.profile, shape, at.mesh)
+        shape, rank = shape_of(trainer, self.model_shape), rank_of(trainer)
+        predictor = predictor_of(trainer, self.profile, shape, rank.mesh)
         schedule = getattr(trainer.strategy, "schedule", "1f1b")
         return StepDataset.for_model(
-            store, settings, shape, at, self.sharding, schedule, predictor=predictor
+            store, settings, shape, rank, self.sharding, schedule, predictor
         )
 
     def _loader(

@@ -2,10 +2,9 @@
 
 A store tells the length of every document without reading tokens, so that every rank can plan
 a step for the whole mesh and then read only its own share. :class:`InMemoryDocuments` holds
-sequences that fit in memory (fine-tuning sets, tests); a corpus that does not should implement
-:class:`DocumentStore` over memory-mapped files, as
-:class:`~lightning_wlb.data.stdlib.StdlibDocuments` does: loader workers copy a store when they
-start, and an in-memory store is then copied with all its tokens.
+sequences that fit in memory (fine-tuning sets, tests), and every loader worker has a copy of it.
+For a larger corpus implement :class:`DocumentStore` over memory-mapped files, as
+:class:`~lightning_wlb.data.stdlib.StdlibDocuments` does.
 
 Cost: reading is a slice; counting targets is two look-ups in a cumulative sum.
 """
@@ -32,24 +31,19 @@ class DocumentStore(Protocol):
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of every document, int64 [documents], all at least 1; known without reading."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Tokens are in ``[0, vocab_size)``."""
-        ...
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)``, int64 [stop - start]."""
-        ...
 
     def targets(self, document: int, start: int, stop: int) -> int:
         """How many tokens of ``[start, stop)`` have a target."""
-        ...
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target, bool; None: all may."""
-        ...
 
 
 def check_lengths(lengths: npt.NDArray[np.int64], store: str) -> None:
@@ -88,7 +82,11 @@ class InMemoryDocuments:
         masks: Sequence[Any] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        arrays = [_tokens(number, sequence) for number, sequence in enumerate(sequences)]
+        remedy = "Give each document as a flat sequence of integer token numbers."
+        arrays = [
+            _integers(f"InMemoryDocuments: document {number}", sequence, remedy)
+            for number, sequence in enumerate(sequences)
+        ]
         self.lengths = np.array([len(array) for array in arrays], dtype=np.int64)
         check_lengths(self.lengths, "InMemoryDocuments")
         self._tokens = np.concatenate(arrays)
@@ -177,12 +175,11 @@ class DocumentSubset:
 
 
 def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
-    array = np.asarray(numbers)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(
-            f"DocumentSubset: numbers is an array of {array.dtype} with shape {array.shape}. Give a"
-            " flat sequence of document numbers; np.flatnonzero makes them from a selection."
-        )
+    array = _integers(
+        "DocumentSubset: numbers",
+        numbers,
+        "Give a flat sequence of document numbers; np.flatnonzero makes them from a selection.",
+    )
     # A negative number would count from the end, and read another document than its length's.
     outside = array[(array < 0) | (array >= documents)]
     if len(outside):
@@ -190,16 +187,13 @@ def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
             f"DocumentSubset: document {int(outside[0])} is not in the store, whose documents are 0"
             f" to {documents - 1}. Choose from these."
         )
-    return array.astype(np.int64)
+    return array
 
 
-def _tokens(number: int, sequence: Any) -> npt.NDArray[np.int64]:
-    array = np.asarray(sequence)
+def _integers(name: str, values: Any, remedy: str) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(
-            f"InMemoryDocuments: document {number} is an array of {array.dtype} with shape"
-            f" {array.shape}. Give each document as a flat sequence of integer token numbers."
-        )
+        raise ValueError(f"{name} is an array of {array.dtype} with shape {array.shape}. {remedy}")
     return array.astype(np.int64)
 
 

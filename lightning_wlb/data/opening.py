@@ -1,7 +1,4 @@
-"""Documents as a user gives them, as document stores.
-
-A name, a store, or sequences of token numbers; and the documents that are held out of training.
-"""
+"""From what a user gives as documents (a name, a store, sequences of token numbers) to stores."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from lightning_wlb.data.stdlib import StdlibDocuments
 
 
 def is_documents(documents: Any) -> bool:
-    """Whether it is a store, or a sequence that may become one."""
+    """Whether this is a store, or a sequence that may become one."""
     return isinstance(documents, DocumentStore | Sequence)
 
 
@@ -46,12 +43,7 @@ def open_documents(documents: Any) -> DocumentStore:
 
 
 def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore, DocumentStore]:
-    """Set documents aside, at random.
-
-    Args:
-        store: all documents.
-        count: how many to set aside.
-        seed: of the choice.
+    """Set ``count`` documents aside for validation, chosen at random by the seed.
 
     Returns:
         The others, and those set aside, both in the order of ``store``.

@@ -1,6 +1,7 @@
-"""What a Trainer says of a run, as far as planning is concerned: the model, the mesh, the pipeline.
+"""What planning needs to know of a run, from its Trainer: the model, the mesh and the pipeline.
 
-Asked when a loader is made: by then the strategy has built its mesh and split the layers.
+The data module asks when it makes a loader: by then the strategy has built its mesh and split the
+layers.
 """
 
 from __future__ import annotations
@@ -16,11 +17,7 @@ from lightning_wlb.prediction.predictor import Predictor
 
 
 def shape_of(trainer: L.Trainer, given: ModelShape | None) -> ModelShape:
-    """The shape by which documents are weighed.
-
-    Args:
-        trainer: whose LightningModule has a ``model_shape``, unless one is given.
-        given: the user's own, None for the module's.
+    """The shape by which documents are weighed: the given one, or else the LightningModule's.
 
     Raises:
         MisconfigurationException: there is no shape.
@@ -39,7 +36,7 @@ def rank_of(trainer: L.Trainer) -> Rank:
     """Where this rank stands in the strategy's mesh.
 
     Raises:
-        MisconfigurationException: several ranks under a strategy that does not say.
+        MisconfigurationException: several ranks under a strategy that does not divide the plan.
     """
     rank = getattr(trainer.strategy, "rank", None)
     if isinstance(rank, Rank):

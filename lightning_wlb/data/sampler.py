@@ -1,34 +1,25 @@
 """The steps of one epoch, from wherever the run stands, and what "stands" means.
 
-Every rank runs the same planner on the same lengths and so knows every step's plan;
-:class:`StepDataset` then materialises this rank's share of it. It plans one step ahead: a batch
-carries the digest of the following plan, so that the step's last collective can tell ranks that
-disagree before they hang.
+Every rank runs the same planner on the same lengths and so knows every step's plan. A
+:class:`StepDataset` makes this rank's tensors of it. It plans one step ahead, so that a batch
+carries the digest of the following plan: ranks that disagree are told so by the step's last
+collective, before they hang.
 
-Planning runs ahead of the step, in a loader worker: a process, because planning is Python, and a
-thread would take the interpreter's lock from the step. A worker keeps :data:`BATCHES_AHEAD` batches
-ready. What training still waits is measured, and travels with the batch
-(``StepBatch.wait_seconds``): next to nothing where planning and reading a step take less than
-training on it, but for an epoch's first steps, when a new worker starts.
+Planning runs ahead of training in loader workers: processes, because planning is Python, and a
+thread would take the interpreter's lock from the step. With W workers each plans every step and
+makes the tensors of every W-th one, so that the order is that of the plans; more workers help only
+where reading costs more than planning.
 
-With W loader workers, each worker plans every step and makes the tensors of each W-th one. The
-DataLoader collects from workers in turn, so the order is that of the plan. Planning is repeated
-W times; where it costs more than reading, more workers do not help.
-
-A batch also carries the planner's state after its step. Workers read ahead, so the position of a
-run is not theirs: it is the state of a batch that has left the loader. Of which batch depends on
-who runs the loop.
-
-* A loop of the user's own (plain PyTorch, Fabric) takes a batch and trains on it. The position is
-  that of the last batch handed out, and :meth:`StepLoader.state_dict` gives it.
-* A Trainer takes one batch ahead of the one that it trains on, and saves the state of rank 0's
-  loader only. The position is that of the last batch whose optimiser step was taken.
-  :class:`ConsumedState` keeps it; the data module saves it and tells the loader where to begin
-  (``begin_at``).
+The position of a run is the planner's state after a step. The step's batch carries it, since
+workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is
+that of the last batch handed out: :meth:`StepLoader.state_dict`. A Trainer takes one batch ahead of
+the one that it trains on, and saves the state of rank 0's loader only. There the position is that
+of the last batch whose optimiser step was taken: :class:`ConsumedState` keeps it, and the data
+module saves it and tells the loader where to begin (``begin_at``).
 
 Either way a resumed run begins with exactly the next step, on any mesh, with any number of workers.
-The state is plain Python, equal on every rank, and the same for both:
-``{"planner": the planner's state}``, or ``{}`` before the first step.
+The state is plain Python, equal on every rank: ``{"planner": the planner's state}``, or ``{}``
+before the first step.
 """
 
 from __future__ import annotations
@@ -38,6 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -47,65 +39,52 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.opening import check_documents, open_documents
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import Judge, PredictedJudge
+from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
 BATCHES_AHEAD = 4
-"""Batches that a loader worker keeps ready. More than torch's 2, because methods that pack several
+"""Batches that a loader worker keeps ready. More than torch's 2, because packings that take several
 global batches together plan several steps at once and then none for a while."""
 
 
+@dataclass(eq=False, repr=False)
 class StepDataset(IterableDataset[StepBatch]):
     """The step batches of one rank: each iteration is one epoch, or the rest of one.
 
-    It has a position, :attr:`state`, at which an iteration begins and which every batch that is
-    yielded moves on. So the next iteration continues where the last one ended, or was left.
-    :meth:`for_model` makes one from what a user has.
+    Every batch that is yielded moves :attr:`state`, so that the next iteration continues where the
+    last one ended or was left. :meth:`for_model` makes a dataset from what a user has.
 
     Args:
         store: the documents.
         data: which documents enter a step.
         work: forward and backward work of the model, for the packing. Keys beyond its window do not
             travel.
-        at: where this rank stands in the mesh.
+        rank: where this rank stands in the mesh.
         sharding: how micro-batches are spread over the context-parallel group: a name, or
             ``"adaptive"``.
         schedule: name of the pipeline's schedule.
         state: where to begin (a batch's ``state``: after its step); None: the first step of the
             first epoch. Set it between iterations to begin elsewhere.
-        kernel_cost: of attention segments, which an adaptive sharding goes by.
-        judge: what packings that try several plans of a step choose by; None: work alone.
+        predictor: of times on a device, by which an adaptive sharding and packings that try several
+            plans of a step choose; None: by the reference kernel cost and by work alone.
     """
 
-    def __init__(
-        self,
-        store: DocumentStore,
-        data: DataSettings,
-        work: Work,
-        at: Rank | None = None,
-        sharding: str = ADAPTIVE,
-        schedule: str = "1f1b",
-        state: dict[str, Any] | None = None,
-        kernel_cost: SegmentCost = reference_kernel_cost,
-        judge: Judge | None = None,
-    ) -> None:
-        self.store = store
-        self.data = data
-        self.work = work
-        self.kernel_cost = kernel_cost
-        self.judge = judge
-        self.at = at or Rank()
-        self.sharding = sharding
-        self.schedule = schedule
-        self.state = state
+    store: DocumentStore
+    data: DataSettings
+    work: Work
+    rank: Rank = field(default_factory=Rank)
+    sharding: str = ADAPTIVE
+    schedule: str = "1f1b"
+    state: dict[str, Any] | None = None
+    predictor: Predictor | None = None
 
     @classmethod
     def for_model(
@@ -113,7 +92,7 @@ class StepDataset(IterableDataset[StepBatch]):
         documents: str | DocumentStore | Sequence[Sequence[int]],
         data: DataSettings,
         shape: ModelShape,
-        at: Rank | None = None,
+        rank: Rank | None = None,
         sharding: str = ADAPTIVE,
         schedule: str = "1f1b",
         predictor: Predictor | None = None,
@@ -124,11 +103,10 @@ class StepDataset(IterableDataset[StepBatch]):
             documents: ``"stdlib"``, a document store, or sequences of token numbers.
             data: which documents enter a step.
             shape: of the model, such as ``LanguageModule.model_shape``.
-            at: where this rank stands in the mesh; None: the only rank.
-            sharding: see the class.
-            schedule: see the class.
-            predictor: of times on a device, which an adaptive sharding and ``auto`` packing go by;
-                None: model FLOPs and the reference kernel cost.
+            rank: where this rank stands in the mesh; None: the only rank.
+            sharding: as for the class.
+            schedule: as for the class.
+            predictor: as for the class.
 
         Raises:
             MisconfigurationException: documents that are no store, or a vocabulary smaller than
@@ -136,41 +114,33 @@ class StepDataset(IterableDataset[StepBatch]):
             ValueError: heads that the sharding cannot spread over the context-parallel group.
         """
         check_documents("documents", documents)
-        store, at = open_documents(documents), at or Rank()
+        store, rank = open_documents(documents), rank or Rank()
         if 0 < shape.vocab_size < store.vocab_size:
             raise MisconfigurationException(
                 f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
-        if sharding == HEADS and at.mesh.context > 1:
-            check_heads(shape.heads, shape.kv_heads, at.mesh.context, at.mesh.tensor)
-        return cls(
-            store,
-            data,
-            Work.of(shape),
-            at,
-            sharding,
-            schedule,
-            kernel_cost=(
-                partial(reference_kernel_cost, sliding_window=shape.sliding_window)
-                if predictor is None
-                else predictor.latency.segment_cost
-            ),
-            judge=None if predictor is None else PredictedJudge(predictor),
-        )
+        if sharding == HEADS and rank.mesh.context > 1:
+            check_heads(shape.heads, shape.kv_heads, rank.mesh.context, rank.mesh.tensor)
+        return cls(store, data, Work.of(shape), rank, sharding, schedule, predictor=predictor)
 
     def planner(self) -> Planner:
         """A planner that stands at :attr:`state`."""
+        predictor = self.predictor
         planner = Planner(
             self.store.lengths,
             self.data,
             self.work,
-            self.at.mesh,
+            self.rank.mesh,
             sharding=self.sharding,
             schedule=self.schedule,
             targets=self.store.targets,
-            kernel_cost=self.kernel_cost,
-            judge=self.judge,
+            kernel_cost=(
+                partial(reference_kernel_cost, sliding_window=self.work.total.window)
+                if predictor is None
+                else predictor.latency.segment_cost
+            ),
+            judge=None if predictor is None else PredictedJudge(predictor),
         )
         if self.state is not None:
             planner.load_state_dict(self.state)
@@ -194,7 +164,7 @@ class StepDataset(IterableDataset[StepBatch]):
                 batch = make_step_batch(
                     plan,
                     self.store,
-                    self.at,
+                    self.rank,
                     state,
                     next_digest=0 if following is None else following.digest,
                     last=following is None and planner.finished,
@@ -215,8 +185,8 @@ class StepDataset(IterableDataset[StepBatch]):
         The data settings are compared when the next iteration begins.
 
         Raises:
-            ValueError: the state of something else; or in one of several loader workers, each of
-                which knows only its own batches: a StatefulDataLoader that is no StepLoader.
+            ValueError: the state of another kind of dataset; or a plain StatefulDataLoader calls
+                it in one of several workers, each of which knows only its own batches.
         """
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
@@ -259,7 +229,7 @@ class ConsumedState:
 
 
 class StepLoader(StatefulDataLoader[StepBatch]):
-    """The loader over a :class:`StepDataset`, with a position that survives its process.
+    """The loader over a :class:`.StepDataset`, with a position that survives its process.
 
     In a loop without a Trainer::
 
@@ -267,25 +237,17 @@ class StepLoader(StatefulDataLoader[StepBatch]):
             ...  # train on it
             torch.save({"loader": loader.state_dict(), ...}, path)
 
-    ``state_dict`` is the position after the last batch handed out to the loop, whatever workers
-    have read ahead, and ``load_state_dict`` makes the next iteration begin with the batch after
-    it. Save once the batch's optimiser step has been taken. An iteration that was left (``break``)
-    is continued by the next one; after the last batch of an epoch the next one begins. With
+    Save once the batch's optimiser step has been taken. An iteration that was left (``break``) is
+    continued by the next one; after the last batch of an epoch the next epoch begins. With
     ``max_tokens`` the last batch says so (``batch.last``), and later iterations are empty.
 
-    Under Lightning the position is the data module's, which gives ``begin_at``: every iteration
-    begins there. ``state_dict`` is then empty on purpose: there being one tells Lightning that a
-    checkpoint inside an epoch resumes exactly, and the loader's own would be that of the batch read
-    ahead.
-
-    A StatefulDataLoader by itself saves a snapshot of each worker, which as many workers must load
-    again. Here every batch brings the state after its step along, so that no snapshots are taken
-    (``snapshot_every_n_steps``) and the number of workers may change.
+    Under Lightning the data module gives ``begin_at``. ``state_dict`` is then empty, and only tells
+    Lightning that a checkpoint inside an epoch resumes exactly.
 
     Args:
         dataset: the steps. Its ``state`` is the loader's position.
-        begin_at: the state that each iteration begins at, or None for the run's beginning; without
-            this function the loader keeps its position itself.
+        begin_at: returns the state that an iteration begins at, or None for the run's beginning;
+            without this function the loader keeps its position itself.
         num_workers: processes that plan and read ahead; 0: none, the caller waits for it.
         pin_memory: whether batches come in page-locked memory.
     """
@@ -317,6 +279,8 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 # Its own, or the loader would draw on the global random numbers: a resumed run
                 # makes another number of iterators than an unbroken one.
                 generator=Generator(),
+                # Snapshots of workers could be resumed by as many workers only; a batch carries
+                # the state after its step instead.
                 snapshot_every_n_steps=None,
             )
         self.begin_at = begin_at
@@ -331,11 +295,9 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         return self._hand_out(batches, time.perf_counter() - begin)
 
     def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
-        """The batches, each with the time that it took to get it; the position moves with them.
+        """Hand out the batches, each with the time that was waited for it, and move the position.
 
-        Args:
-            batches: as the workers made them.
-            waited: seconds until the workers had started, which the first batch counts too.
+        ``waited`` is how many seconds the workers took to start; the first batch counts them too.
         """
         while True:
             begin = time.perf_counter()
@@ -353,7 +315,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         return {} if self.begin_at is not None else self.dataset.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration begin where :meth:`state_dict` stood, unless ``begin_at`` says so.
+        """Let the next iteration begin where :meth:`state_dict` stood; ``begin_at`` goes before it.
 
         The number of workers, the mesh and ``max_tokens`` may differ from the run that saved it. A
         run of other data settings is refused (ValueError) when the iteration begins.

@@ -1,14 +1,12 @@
 """The standard library of the running Python as documents.
 
 Real text with a heavy-tailed length distribution that is on every machine with Python: the
-embedded default, for demonstrations and tests. A document is a whole file or a top-level
-definition (function or class); a token is a byte, or one of a small byte-pair vocabulary that
-is trained on the text itself.
+default, for demonstrations and tests.
 
 The documents are tokenised once, into arrays in the user's cache folder, and opened as memory
 maps: a rank or a loader worker reads only the tokens it asks for, and lengths cost no reading.
-The key holds the Python version, the settings and a fingerprint of the source tree (paths,
-sizes and times of change). The arrays are written aside and renamed, so that ranks may race.
+The folder's name holds the Python version, the settings and a fingerprint of the source tree
+(paths, sizes and times of change). It is written aside and renamed, so that ranks may race.
 
 Cost: the first use takes seconds to tens of seconds (parsing, training, encoding), later ones
 one walk over the source tree. Not for training a useful model: it is 30 MB of Python.
@@ -41,7 +39,7 @@ from lightning_wlb.data.documents import check_lengths
 _CACHE_VERSION = 1
 _DEFAULT_BPE_VOCABULARY = 4096
 _TRAINING_SAMPLE_CHARACTERS = 2_000_000
-_ENCODE_TOGETHER = 256
+_ENCODE_AT_ONCE = 256
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 _Item = TypeVar("_Item")
@@ -119,7 +117,7 @@ class StdlibDocuments:
         """The text of a sequence of tokens; bytes that are not UTF-8 are replaced."""
         numbers = [int(token) for token in tokens]
         if self._model is None:
-            return bytes(numbers).decode("utf-8", errors="replace")
+            return _decoded(bytes(numbers))
         return str(self._model.decode(numbers, skip_special_tokens=False))
 
     def __len__(self) -> int:
@@ -196,7 +194,7 @@ def _build(
     folder: Path, directory: Path, files: list[Path], unit: str, tokenizer: str, vocab_size: int
 ) -> None:
     texts: list[bytes] = []
-    for path in _shown(files, f"Reading Python sources ({unit}s)", len(files)):
+    for path in _shown(files, f"Reading Python sources ({unit}s)"):
         source = path.read_bytes()
         texts += [source] if unit == "file" else _definitions(source)
     check_lengths(
@@ -206,7 +204,7 @@ def _build(
         lengths = [len(text) for text in texts]
         tokens = np.frombuffer(b"".join(texts), np.uint8)
     else:
-        model = _train([text.decode("utf-8", errors="replace") for text in texts], vocab_size)
+        model = _train([_decoded(text) for text in texts], vocab_size)
         model.save(str(folder / "tokenizer.json"))
         encoded = list(_encode(model, texts, np.uint16 if vocab_size <= 1 << 16 else np.uint32))
         lengths = [len(document) for document in encoded]
@@ -222,7 +220,7 @@ def _definitions(source: bytes) -> list[bytes]:
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return []  # test data of the compiler: wrong on purpose
+        return []  # Test data of the compiler is wrong on purpose.
     lines = source.splitlines(keepends=True)
     found = []
     for node in tree.body:
@@ -249,21 +247,22 @@ def _train(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def _encode(model: Tokenizer, texts: list[bytes], dtype: Any) -> Iterator[npt.NDArray[Any]]:
-    groups = range(0, len(texts), _ENCODE_TOGETHER)
-    for first in _shown(groups, "Encoding documents", len(groups)):
-        group = [
-            text.decode("utf-8", errors="replace")
-            for text in texts[first : first + _ENCODE_TOGETHER]
-        ]
-        for encoding in model.encode_batch(group):
+    starts = range(0, len(texts), _ENCODE_AT_ONCE)
+    for first in _shown(starts, "Encoding documents"):
+        chunk = texts[first : first + _ENCODE_AT_ONCE]
+        for encoding in model.encode_batch([_decoded(text) for text in chunk]):
             yield np.array(encoding.ids, dtype)
 
 
-def _shown(items: Iterable[_Item], what: str, total: int) -> Iterable[_Item]:
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
+
+
+def _shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
     """The items, with a progress bar where someone is watching."""
     if getattr(rank_zero_only, "rank", 0) != 0 or not sys.stderr.isatty():
         return items
     from rich.console import Console
     from rich.progress import track
 
-    return track(items, what, total, console=Console(stderr=True), transient=True)
+    return track(items, what, len(items), console=Console(stderr=True), transient=True)

@@ -110,18 +110,8 @@ class TransformerConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """What the cost model needs to know."""
-        assert self.head_dim is not None
-        return ModelShape(
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            ffn_dim=self.ffn_dim,
-            vocab_size=self.vocab_size,
-            sliding_window=self.sliding_window,
-        )
+        """The fields of the same names, for the cost model."""
+        return ModelShape(**{each.name: getattr(self, each.name) for each in fields(ModelShape)})
 
 
 _LLAMA = {"vocab_size": 32_000}

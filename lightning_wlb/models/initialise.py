@@ -1,12 +1,11 @@
 """Initial values as a function of a seed and a parameter's name, and of nothing else.
 
-Each parameter is drawn whole, in float32 on the CPU, by a generator of its own that is seeded
-with a hash of the seed and the parameter's global name; a rank then keeps its shard. So the same
-model comes out on one process, under any tensor-parallel size and on any pipeline stage, and a
-test of gradients can compare them.
+Each parameter is drawn whole, in float32 on the CPU, by a generator of its own that is seeded with
+a hash of the seed and the parameter's global name; a rank then keeps its shard. So the same model
+comes out on one process, under any tensor-parallel size and on any pipeline stage.
 
-Cost: every rank draws every parameter that it holds a shard of, whole: about 10 ns per element,
-and the memory of the largest parameter in float32. Not for models that start from a checkpoint.
+Cost: every rank draws the whole of every parameter of which it holds a shard, and needs memory for
+the largest in float32. Not for models that start from a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def initialise(
 ) -> None:
     """Fill the parameters of ``model`` in place.
 
-    Vectors are ones (they are norm weights), unless their name ends in ``bias``, which is zeros;
+    Vectors are zeros where their name ends in ``bias``, else ones (they are norm weights);
     everything else is normal with mean 0.
 
     Args:
@@ -35,7 +34,7 @@ def initialise(
         seed: of the run, the same on every rank.
         standard_deviation: by parameter name.
         tied: parameter name -> the name under which its values are drawn, for a parameter that
-            stands alone on this rank but equals another one elsewhere.
+            equals one of another rank.
 
     Raises:
         ValueError: a parameter on the meta device, which has no memory to fill.
@@ -48,19 +47,13 @@ def initialise(
             )
         source = (tied or {}).get(name, name)
         full = initial_values(source, parameter.shape, seed, standard_deviation(source))
+        if isinstance(parameter, DTensor):
+            full = full.to(parameter.device, parameter.dtype)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            # src_data_rank=None: each rank cuts its shard from its own copy; nothing is sent.
+            full = distribute_tensor(full, mesh, placements, src_data_rank=None)
         with torch.no_grad():
-            if isinstance(parameter, DTensor):
-                # src_data_rank=None: each rank cuts its shard from its own copy, unsent.
-                parameter.copy_(
-                    distribute_tensor(
-                        full.to(parameter.device, parameter.dtype),
-                        parameter.device_mesh,
-                        parameter.placements,
-                        src_data_rank=None,
-                    )
-                )
-            else:
-                parameter.copy_(full)
+            parameter.copy_(full)
 
 
 def initial_values(

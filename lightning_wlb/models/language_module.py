@@ -5,7 +5,7 @@ sum of its token losses over the *global* number of target tokens, never a mean 
 
 Run with ``strategy="auto"`` on one device, :meth:`LanguageModule.step` loops over the
 micro-batches; that path is the reference that every parallel run equals. ``WLBStrategy`` replaces
-only that: it sets :attr:`LanguageModule.executor`.
+only that: it sets ``LanguageModule.executor``.
 
 Cost of the reference path: the activations of all micro-batches of a step live until its one
 backward. ``activation_checkpointing="full"`` bounds them.
@@ -42,15 +42,8 @@ LossNormalisation = Literal["step", "nominal"]
 class LanguageModule(L.LightningModule):
     """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
 
-    For a model of your own, subclass and override :meth:`build_model`::
-
-        class MyModule(LanguageModule):
-            def build_model(self) -> nn.Module:
-                return MyDecoder(self.config)
-
-    where ``MyDecoder`` has ``embed``, ``layers`` (an ``nn.ModuleDict`` by global layer number),
-    ``head`` and the methods of :class:`~lightning_wlb.models.transformer.Transformer`; a subclass
-    of it that replaces some modules is the shortest way.
+    For a model of your own override :meth:`build_model`; it returns most simply a subclass of
+    ``Transformer`` that replaces some modules. What the model must have is in docs/guide.md.
 
     Args:
         config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.
@@ -59,7 +52,7 @@ class LanguageModule(L.LightningModule):
         betas: AdamW's.
         warmup_tokens: the learning rate rises linearly from 0 over this many tokens.
         decay_tokens: token count, warm-up included, at which a cosine decay ends; None: no decay.
-        min_learning_rate_ratio: what the cosine ends at, as a part of ``learning_rate``.
+        min_learning_rate_ratio: the cosine ends at this part of ``learning_rate``.
         loss_normalisation: divide a step's loss by its own target tokens (``"step"``), or by the
             configured tokens of a global batch (``"nominal"``), which weighs every token of the
             run alike.
@@ -69,8 +62,8 @@ class LanguageModule(L.LightningModule):
 
     Attributes:
         model: None until :meth:`configure_model`.
-        executor: what runs a step's micro-batches and returns :meth:`step`'s loss; set by
-            ``WLBStrategy``, None elsewhere.
+        executor: runs a step's micro-batches and returns :meth:`step`'s loss; ``WLBStrategy`` sets
+            it, and it is None elsewhere.
         tokens_seen: tokens trained on so far, over all replicas; in the checkpoint.
 
     Raises:
@@ -101,13 +94,15 @@ class LanguageModule(L.LightningModule):
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         choice("attention_backend", attention_backend, ("auto", *BACKENDS))
-        learning_rate = number("learning_rate", learning_rate, 0)
-        weight_decay = number("weight_decay", weight_decay, 0)
-        min_learning_rate_ratio = number("min_learning_rate_ratio", min_learning_rate_ratio, 0, 1)
-        betas = _betas(betas)
-        warmup_tokens = whole("warmup_tokens", warmup_tokens, 0)
+        # Checkpoints hold plain types only: they load with weights_only=True. So the arguments
+        # themselves, which save_hyperparameters looks at, become plain Python.
+        self.learning_rate = learning_rate = number("learning_rate", learning_rate, 0)
+        self.weight_decay = weight_decay = number("weight_decay", weight_decay, 0)
+        self.betas = betas = _betas(betas)
+        self.warmup_tokens = warmup_tokens = whole("warmup_tokens", warmup_tokens, 0)
         decay_tokens = None if decay_tokens is None else whole("decay_tokens", decay_tokens, 1)
-        seed = None if seed is None else whole("seed", seed, 0)
+        min_learning_rate_ratio = number("min_learning_rate_ratio", min_learning_rate_ratio, 0, 1)
+        self.seed = seed = None if seed is None else whole("seed", seed, 0)
         if decay_tokens is not None and decay_tokens <= warmup_tokens:
             raise ValueError(
                 f"warmup_tokens={warmup_tokens}, decay_tokens={decay_tokens}: the decay ends at"
@@ -115,19 +110,13 @@ class LanguageModule(L.LightningModule):
                 " 0 <= warmup_tokens < decay_tokens."
             )
         self.config = _as_config(config)
-        # Checkpoints hold plain types only: they load with weights_only=True.
         self.save_hyperparameters(ignore=["config"])
         self.save_hyperparameters({"config": asdict(self.config)})
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.betas = betas
-        self.warmup_tokens = warmup_tokens
         self.decay_tokens = decay_tokens
         self.min_learning_rate_ratio = min_learning_rate_ratio
         self.loss_normalisation = loss_normalisation
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.attention_backend = attention_backend
-        self.seed = seed
         self.model = None
         self.executor: Callable[[StepBatch], Tensor] | None = None
         self.tokens_seen = 0
@@ -192,15 +181,11 @@ class LanguageModule(L.LightningModule):
 
     def loss_denominator(self, plan: StepPlan) -> int:
         """What a step's sum of token losses is divided by, at least 1."""
-        if self.loss_normalisation == "nominal":
-            return max(plan.nominal_tokens, 1)
-        return max(plan.target_tokens, 1)
+        nominal = self.loss_normalisation == "nominal"
+        return max(plan.nominal_tokens if nominal else plan.target_tokens, 1)
 
     def on_train_start(self) -> None:
-        """Refuse a StepLoader of the user's own, whose checkpoints would lose a batch.
-
-        Lightning takes one batch ahead, which such a loader counts as trained on.
-        """
+        """Refuse a StepLoader of the user's own, whose checkpoints would lose a batch."""
         loader = self.trainer.train_dataloader
         if isinstance(loader, StepLoader) and loader.begin_at is None:
             raise MisconfigurationException(
@@ -249,12 +234,12 @@ class LanguageModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW; with a schedule by tokens where warm-up or decay is asked for."""
         parameters = [each for each in self.parameters() if each.requires_grad]
-        groups = [
+        parameter_groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [each for each in parameter_groups if each["params"]],
             lr=self.learning_rate,
             betas=self.betas,
             # One kernel instead of dozens; on a CPU it saves nothing.

@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al., RoFormer): each pair of a head turns with its position.
+"""Rotary embedding (Su et al., RoFormer): each pair of a head is rotated by its row's position.
 
-Neighbouring pairs of a head are rotated, as in the original; Hugging Face's models rotate the two
-halves instead, so weights are not interchangeable without permuting the query and key matrices.
+Neighbouring pairs of a head are rotated, as in the original. Hugging Face's models rotate the two
+halves instead, so that weights are interchangeable only with permuted query and key matrices.
 
 Cost: a table of rows × head_dim / 2 for each micro-batch, computed once for all layers.
 """
@@ -15,10 +15,7 @@ from lightning_wlb.models.config import TransformerConfig
 
 
 def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
-    """The rotary embedding of each position: for each pair of a head a complex number of modulus 1.
-
-    Angles are computed in float64, since float32 is off by 0.01 rad at position 100,000. The
-    table is complex64 (complex128 for float64 models), which mixed precision leaves alone.
+    """For each position and each pair of a head a complex number of modulus 1.
 
     Args:
         positions: int64 [rows].
@@ -26,7 +23,8 @@ def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torc
         dtype: of the hidden states.
 
     Returns:
-        [rows, head_dim / 2].
+        [rows, head_dim / 2], complex128 for float64 models, else complex64, which mixed precision
+        leaves alone. Angles are computed in float64, because those of large positions need it.
     """
     assert config.head_dim is not None
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64)

@@ -2,16 +2,13 @@
 
 At rest each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints,
 gradient norms and FSDP know what part of which global parameter a rank holds. In computation
-:func:`local` hands out this rank's shard as a plain tensor, and the model gathers and
-reduce-scatters rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism:
-between the matrix products each rank holds 1/TP of the rows). DTensor's dispatch would cost more
-than a small layer.
+:func:`local` hands out this rank's shard as a plain tensor, and the model moves rows itself, by
+:func:`gather_rows` and :func:`scatter_rows` (sequence parallelism: between the matrix products each
+rank holds 1/TP of the rows). DTensor's dispatch would cost more than a small layer.
 
-A replicated parameter is used by each rank on other rows (norms) or by other heads (keys and
-values where TP exceeds their heads), so its gradient is ``Partial``: a sum over ranks still to be
-made. FSDP makes it when it reduces; without FSDP ``parameter.grad.full_tensor()`` does.
-
-At TP 1 parameters stay plain and nothing here is used.
+Each rank uses a replicated parameter on other rows (norms) or for other heads (keys and values
+where TP exceeds their heads), so its gradient is ``Partial``: it has yet to be summed over ranks.
+FSDP sums it when it reduces; without FSDP ``parameter.grad.full_tensor()`` does.
 """
 
 from __future__ import annotations
@@ -28,12 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_wlb.attention.context_parallel import gathered, summed
+from lightning_wlb.attention.collectives import all_gather, reduce_scatter
 from lightning_wlb.attention.process_groups import group_size
+
+_Move = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def local(parameter: Tensor) -> Tensor:
-    """A rank's own shard of a parameter as a plain tensor; gradients flow back to the DTensor."""
+    """A rank's shard of a parameter as a plain tensor; gradients flow back to the DTensor."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(
@@ -49,15 +48,16 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
     Args:
         x: [rows, ...], equally shaped on every rank.
-        group: None, or a group of one rank, for the identity.
+        group: the ranks; ``x`` is returned as it is if None or a group of one rank.
 
     Returns:
         [group size · rows, ...]. Backward sums the gradients over the ranks, in float32 for half
         types, and gives each rank its own rows.
     """
-    if _trivial(x, group):
+    # Row counts are equal, so that all ranks agree on whether there is nothing to send.
+    if group_size(group) == 1 or x.shape[0] == 0:
         return x
-    return _gather_rows(x, group)
+    return _move_rows(x, group, all_gather, reduce_scatter)
 
 
 def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -65,7 +65,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
     Args:
         x: [group size · rows, ...], equally shaped on every rank.
-        group: None, or a group of one rank, for the identity.
+        group: as of :func:`gather_rows`.
 
     Returns:
         [rows, ...]; summed in float32 for half types. Backward gathers the gradient's rows.
@@ -73,15 +73,15 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     Raises:
         ValueError: if the rows do not divide by the group's size.
     """
-    if _trivial(x, group):
-        return x
     size = group_size(group)
+    if size == 1 or x.shape[0] == 0:
+        return x
     if x.shape[0] % size:
         raise ValueError(
             f"{x.shape[0]} rows cannot be scattered over {size} ranks; the sharding pads rows to a"
             " multiple of the tensor-parallel size."
         )
-    return _scatter_rows(x, group)
+    return _move_rows(x, group, reduce_scatter, all_gather)
 
 
 def shard_parameters(
@@ -89,12 +89,12 @@ def shard_parameters(
 ) -> nn.Module:
     """Replace every parameter of ``model`` with a DTensor on ``mesh``, in place.
 
-    Real parameters must be the same on every rank: each rank keeps its part of its own copy and
+    Real parameters must be the same on every rank: each rank keeps its part of its own copy, and
     nothing is sent. Parameters on the meta device stay there. A parameter that two modules share
     stays shared.
 
     Args:
-        model: names in ``plan`` are relative to it.
+        model: its parameters' names are looked up in ``plan``.
         mesh: the tensor axis, one-dimensional.
         plan: parameter-name pattern (as in ``fnmatch``) -> ``Shard(dimension)`` or
             ``Replicate()``; the first pattern that fits a name counts.
@@ -123,9 +123,6 @@ def shard_parameters(
         for attribute, own in module._parameters.items():
             if own is not None:
                 module._parameters[attribute] = replaced[own]
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        assert parameter.device_mesh == mesh, name
     return model
 
 
@@ -150,34 +147,18 @@ def _check_divides(name: str, parameter: Tensor, placement: Placement, mesh: Dev
         )
 
 
-def _trivial(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether there is nothing to send; row counts are equal, so all ranks agree."""
-    return group_size(group) == 1 or x.shape[0] == 0
+class _MoveRows(torch.autograd.Function):
+    """One of two collectives that are each other's backward."""
 
-
-class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, move: _Move, move_back: _Move) -> Tensor:
+        ctx.group, ctx.move_back = group, move_back
+        return move(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return summed(gradient, ctx.group, gradient.dtype), None
+        return ctx.move_back(gradient, ctx.group), None, None, None
 
 
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return summed(x, group, x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gathered(gradient, ctx.group), None
-
-
-_gather_rows: Callable[..., Tensor] = _GatherRows.apply
-_scatter_rows: Callable[..., Tensor] = _ScatterRows.apply
+_move_rows: Callable[..., Tensor] = _MoveRows.apply

@@ -1,20 +1,20 @@
-"""The reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; no biases.
+"""The reference decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases.
 
 Made to be read in one sitting. It computes on packed rows, ``[rows, dim]`` without a batch
-dimension; which rows see which is in the micro-batch's attention metadata, and where a row stands
+dimension. Which rows see which is in the micro-batch's attention metadata, and where a row stands
 in its document is in its integer positions, never in its place in memory.
 
 A pipeline stage is a :class:`Transformer` with parts left out: ``embed`` and ``head`` may be None
 and ``layers`` may hold some of the layers, under their global numbers.
 
-Under tensor parallelism (``tensor_parallel.py``) the residual stream is split by rows: each rank
-holds rows/TP of them, all rows are gathered in front of the two halves of a layer and
-reduce-scattered behind them. Under context parallelism the rows are this rank's share of the
-micro-batch, and ``attend`` fetches the other ranks' keys and values.
+Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them, and
+all rows are gathered in front of the two halves of a layer and reduce-scattered behind them. Under
+context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
+other ranks' keys and values.
 
-Activation checkpointing: ``"full"`` keeps a layer's input only and runs the layer again in
-backward (a third more compute, attention included); ``"selective"`` does so for the feed-forward
-half, which holds most of the activations, and keeps attention, the dear part of long documents.
+Activation checkpointing: ``"full"`` keeps a layer's input only and recomputes the layer in backward
+(a third more compute). ``"selective"`` does so for the feed-forward half, which holds most of the
+activations, and keeps attention, the dear part of long documents.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
+from lightning_wlb.arguments import choice
 from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.process_groups import (
@@ -50,22 +51,22 @@ from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_row
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Queries = Tensor | Callable[[], Tensor]
-"""[rows, heads, head_dim], or what computes it: called once, while keys and values travel."""
+"""Queries, or a function that computes them and is called while keys and values travel."""
 Project = Callable[[Tensor], Tensor]
 """The output projection: from attention's output, [rows, heads, head_dim], to what a layer adds."""
 Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
-"""(queries, k and v [rows, kv_heads, head_dim], project) -> what project returns."""
+""":meth:`.Transformer.attend` for a given layer and given process groups."""
 
 
 class Transformer(nn.Module):
-    """A decoder, or one pipeline stage of it. Parameters come without values: see ``initialise``.
+    """A decoder, or one pipeline stage of it, whose parameters :func:`.initialise` fills.
 
     Args:
         config: sizes of the whole model.
         layers: global numbers of the layers to build; all if None.
         embed: whether to build the embedding.
         head: whether to build the final norm and the output projection.
-        activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
+        activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``; see above.
         attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
 
     Attributes:
@@ -91,11 +92,9 @@ class Transformer(nn.Module):
         attention_backend: str = "auto",
     ) -> None:
         super().__init__()
-        if activation_checkpointing not in get_args(ActivationCheckpointing):
-            raise ValueError(
-                f"activation_checkpointing={activation_checkpointing!r} is not one of"
-                f" {', '.join(get_args(ActivationCheckpointing))}."
-            )
+        choice(
+            "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
+        )
         numbers = range(config.layers) if layers is None else sorted(layers)
         for number in numbers:
             if not 0 <= number < config.layers:
@@ -120,14 +119,13 @@ class Transformer(nn.Module):
         layers: range | None = None,
         groups: ProcessGroups = NO_GROUPS,
     ) -> Tensor:
-        """Run one stage; P rows, of which this rank's residual stream has P/TP.
+        """Run one stage on P rows, of which this rank's residual stream has P/TP.
 
         Args:
-            micro_batch: tokens are read where there is an embedding, labels where there is a head.
+            micro_batch: its tokens are read by the embedding, its labels by the head.
             hidden: [P/TP, dim], the output of the stage before; None in the first stage.
-            layers: global numbers of the stage's layers, where the module holds more than one
-                stage; all that it holds if None.
-            groups: the ranks that share the rows and the parameters.
+            layers: global numbers of the stage's layers; all that the module holds if None.
+            groups: the process groups that share the rows and the parameters.
 
         Returns:
             Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
@@ -159,11 +157,11 @@ class Transformer(nn.Module):
         """Causal attention within each piece, over the context-parallel group, and its projection.
 
         Args:
-            q: [rows, heads, head_dim], or what computes it.
+            q: [rows, heads, head_dim], or a function that computes it.
             k: [rows, kv_heads, head_dim].
             v: [rows, kv_heads, head_dim].
-            project: called once with the output, [rows, heads, head_dim]; in backward keys travel
-                while its own backward runs.
+            project: a function of attention's output, [rows, heads, head_dim], called once; in
+                backward keys travel while its own backward runs.
             metadata: of the micro-batch, for the layer.
             groups: as of :meth:`forward`.
 
@@ -180,11 +178,9 @@ class Transformer(nn.Module):
         return context_parallel_attention(queries, k, v, project, metadata, kernel, group)
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
-        """Where each parameter is split over the tensor axis, by parameter-name pattern.
+        """Parameter-name pattern -> how parameters are split over ``size`` tensor-parallel ranks.
 
-        Args:
-            size: tensor-parallel ranks. Key and value matrices are split by heads while there is a
-                head for each rank, else replicated.
+        Key and value matrices are split by heads where each rank gets a head, else replicated.
         """
         key_value = Replicate() if size > self.config.kv_heads else Shard(0)
         return {
@@ -202,10 +198,9 @@ class Transformer(nn.Module):
 
     @property
     def tied(self) -> dict[str, str]:
-        """Parameter name -> the name of the parameter it equals, wherever in the pipeline that is.
+        """Parameter name -> the name of the parameter that it equals, on any pipeline stage.
 
-        On a stage with both ends the two are one ``Parameter``; on a stage with the head alone
-        the strategy keeps them equal.
+        On a stage with both the two are one ``Parameter``; else the strategy keeps them equal.
         """
         return {"head.weight": "embed.weight"} if self.config.tied_embeddings else {}
 
@@ -220,7 +215,7 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer on [rows/TP, dim]."""
+    """One decoder layer: attention, then the feed-forward network, on the residual stream."""
 
     def __init__(
         self, config: TransformerConfig, activation_checkpointing: ActivationCheckpointing
@@ -235,27 +230,23 @@ class Layer(nn.Module):
     def forward(
         self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
-        """Add attention, then the feed-forward network, to the residual stream.
+        """[P/TP, dim] -> [P/TP, dim]; ``group`` is the tensor-parallel one, here and below."""
 
-        ``group`` is the tensor-parallel one, here and in what follows.
-        """
+        def feed_forward(hidden: Tensor) -> Tensor:
+            change: Tensor = self.feed_forward(self.feed_forward_norm(hidden), group)
+            return hidden + change
+
+        def both(hidden: Tensor) -> Tensor:
+            normal = self.attention_norm(hidden)
+            hidden = hidden + self.attention(normal, freqs, attend, group)
+            if self.activation_checkpointing == "selective":
+                return _recomputed(feed_forward, hidden)
+            return feed_forward(hidden)
+
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
         if self.activation_checkpointing == "full":
-            return _again_in_backward(self._both, hidden, freqs, attend, group)
-        return self._both(hidden, freqs, attend, group)
-
-    def _both(
-        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
-    ) -> Tensor:
-        normal = self.attention_norm(hidden)
-        hidden = hidden + self.attention(normal, freqs, attend, group)
-        if self.activation_checkpointing == "selective":
-            return _again_in_backward(self._feed_forward, hidden, group)
-        return self._feed_forward(hidden, group)
-
-    def _feed_forward(self, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
-        change: Tensor = self.feed_forward(self.feed_forward_norm(hidden), group)
-        return hidden + change
+            return _recomputed(both, hidden)
+        return both(hidden)
 
 
 class Attention(nn.Module):
@@ -293,7 +284,7 @@ class Attention(nn.Module):
         return F.linear(hidden, weight).view(-1, heads, self.head_dim)
 
     def _of_own_heads(self, weight: nn.Parameter, group: ProcessGroup | None) -> Tensor:
-        """The rows of a key or value matrix whose heads this rank's query heads use."""
+        """The rows of a key or value matrix for the heads that this rank's query heads read."""
         size = group_size(group)
         if size <= self.kv_heads:
             return local(weight)
@@ -331,7 +322,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The table of words; under tensor parallelism each rank holds some of its rows."""
+    """The embedding table; under tensor parallelism each rank holds the rows of some words."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -364,7 +355,8 @@ class Head(nn.Module):
         return token_loss(hidden, local(self.weight), labels, group)
 
 
-def _again_in_backward(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+def _recomputed(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """``function(hidden)``, whose activations are not kept: backward recomputes them."""
     # There is no dropout: the random state need not be kept.
-    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    result: Tensor = checkpoint(function, hidden, use_reentrant=False, preserve_rng_state=False)
     return result

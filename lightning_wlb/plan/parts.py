@@ -58,12 +58,12 @@ class MicroBatch:
     Args:
         slices: indices into the replica's ``slices``, in the order in which their tokens are
             laid out. Empty for a micro-batch without tokens.
-        sharding: name of the sharding that spreads the tokens over the context-parallel group
+        sharding: name of the sharding that spreads the tokens over the context-parallel ranks
             (``lightning_wlb.sharding.NAMES``).
         rows: rows per context-parallel rank after padding, so that every rank knows the size
             of every message without asking.
         replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge
-            an aligned power-of-two group, all of which list it.
+            an aligned power-of-two range, all of which list it.
     """
 
     slices: tuple[int, ...]
@@ -77,10 +77,10 @@ class ReplicaPlan:
     """What one data-parallel replica does in a step.
 
     Args:
-        slices: the common refinement of every cut, forward and backward.
+        slices: the slices that forward and backward micro-batches are made of.
         forward: micro-batches in the order in which their forward runs.
-        backward: micro-batches in the order in which their backward runs. Unless the plan is
-            asymmetric these are the same groups, see :func:`symmetric_backward`. An asymmetric
+        backward: micro-batches in the order in which their backward runs. They are those of
+            ``forward`` (see :func:`symmetric_backward`), unless the plan is asymmetric; such a
             plan runs in units (``prediction.executed``).
     """
 
@@ -91,7 +91,12 @@ class ReplicaPlan:
     @property
     def tokens(self) -> int:
         """New tokens of the replica in this step."""
-        return sum(piece.tokens for piece in self.slices)
+        return sum(part.tokens for part in self.slices)
+
+    @property
+    def passes(self) -> tuple[tuple[str, tuple[MicroBatch, ...]], ...]:
+        """The name and the micro-batches of both passes, in the order in which each runs them."""
+        return ("forward", self.forward), ("backward", self.backward)
 
     def slices_of(self, micro_batch: MicroBatch) -> tuple[Slice, ...]:
         """The slices of a micro-batch, in layout order."""
@@ -105,22 +110,22 @@ class ReplicaPlan:
 def symmetric_backward(
     slices: Sequence[Slice], forward: Sequence[MicroBatch]
 ) -> tuple[MicroBatch, ...]:
-    """The backward order that mirrors ``forward``: first in, first out, but for shared pieces.
+    """The backward order of a symmetric plan: that of ``forward``, each chain reversed.
 
-    Micro-batches that share a piece form a chain, whose backward runs in reverse order, because
-    a slice's keys and values receive gradients from every later slice (SlimPack §4.1). Without
-    slicing every chain has one link and backward runs in the order of forward.
+    Micro-batches that share a piece form a chain. Its backward runs in reverse order, because a
+    slice's keys and values receive gradients from every later slice (SlimPack §4.1). Without
+    slicing every chain is one micro-batch and backward runs in the order of forward.
     """
     last_of_piece: dict[tuple[int, int], int] = {}
-    for index, group in enumerate(forward):
-        for number in group.slices:
+    for index, micro_batch in enumerate(forward):
+        for number in micro_batch.slices:
             last_of_piece[slices[number].document, slices[number].origin] = index
     order: list[MicroBatch] = []
     chain: list[MicroBatch] = []
     end = -1
-    for index, group in enumerate(forward):
-        chain.append(group)
-        for number in group.slices:
+    for index, micro_batch in enumerate(forward):
+        chain.append(micro_batch)
+        for number in micro_batch.slices:
             end = max(end, last_of_piece[slices[number].document, slices[number].origin])
         if index >= end:
             order.extend(reversed(chain))

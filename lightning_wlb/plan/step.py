@@ -58,12 +58,17 @@ class StepPlan:
         return max((self.step - piece.arrival for piece in self.pieces), default=0)
 
     def validate(self) -> StepPlan:
-        """Return the plan itself if it is one that can run.
+        """Return the plan itself if it can run.
 
         Raises:
             ValueError: naming the document and range, micro-batch or replica that is wrong.
         """
-        check(self)
+        check(self.step, self.replicas, self.pieces, self.cap)
+        if not 0 <= self.target_tokens <= self.tokens:
+            raise ValueError(
+                f"step {self.step}: target_tokens={self.target_tokens} is not between 0 and the"
+                f" step's {self.tokens} tokens."
+            )
         return self
 
     def to_json(self) -> str:
@@ -77,9 +82,9 @@ class StepPlan:
         fields["pieces"] = tuple(Piece(*piece) for piece in fields["pieces"])
         fields["replicas"] = tuple(
             ReplicaPlan(
-                slices=tuple(Slice(*piece) for piece in replica["slices"]),
-                forward=_groups_from_json(replica["forward"]),
-                backward=_groups_from_json(replica["backward"]),
+                slices=tuple(Slice(*part) for part in replica["slices"]),
+                forward=_micro_batches(replica["forward"]),
+                backward=_micro_batches(replica["backward"]),
             )
             for replica in fields["replicas"]
         )
@@ -98,29 +103,23 @@ class StepPlan:
             f" delay mean {self.delay:.2f} max {self.max_delay}"
         ]
         for number, replica in enumerate(self.replicas):
-            for pass_name, groups in (("forward", replica.forward), ("backward", replica.backward)):
-                if pass_name == "backward" and groups == symmetric_backward(
-                    replica.slices, replica.forward
-                ):
+            symmetric = symmetric_backward(replica.slices, replica.forward)
+            for pass_name, micro_batches in replica.passes:
+                if pass_name == "backward" and micro_batches == symmetric:
                     continue
-                for index, group in enumerate(groups):
-                    shown = " ".join(str(piece) for piece in replica.slices_of(group))
-                    shared = "" if len(group.replicas) == 1 else f" shared by {group.replicas}"
+                for index, each in enumerate(micro_batches):
+                    shared = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
                     lines.append(
-                        f"  replica {number} {pass_name} {index}:"
-                        f" {replica.tokens_of(group)} tokens, {group.sharding},"
-                        f" {group.rows} rows per rank{shared}: {shown}"
+                        f"  replica {number} {pass_name} {index}: {replica.tokens_of(each)} tokens,"
+                        f" {each.sharding}, {each.rows} rows per rank{shared}:"
+                        f" {' '.join(map(str, replica.slices_of(each)))}"
                     )
         return "\n".join(lines)
 
 
-def _groups_from_json(groups: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
+def _micro_batches(values: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
+    """Micro-batches from JSON, whose lists become tuples."""
     return tuple(
-        MicroBatch(
-            slices=tuple(group["slices"]),
-            sharding=group["sharding"],
-            rows=group["rows"],
-            replicas=tuple(group["replicas"]),
-        )
-        for group in groups
+        MicroBatch(tuple(each["slices"]), each["sharding"], each["rows"], tuple(each["replicas"]))
+        for each in values
     )

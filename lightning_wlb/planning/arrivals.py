@@ -1,9 +1,9 @@
 """The order of documents, cut into global batches.
 
 An epoch is a permutation of the store's documents, from ``numpy.random.default_rng((seed,
-epoch))``. A global batch is the next documents until N·C tokens: the document that crosses the
-line belongs to it, and the surplus is taken off the following ones. Or, where the method cuts the
-stream, exactly N·C tokens, cut every C.
+epoch))``. Where the packing method cuts the stream of documents, a global batch is its next N·C
+tokens, cut every C. Else it is the next whole documents until N·C tokens: the document that crosses
+the line belongs to it, and the surplus is taken off the following global batches.
 
 Cost: linear in the documents of the global batches drawn; once per epoch a permutation.
 """
@@ -19,9 +19,9 @@ from lightning_wlb.plan import Piece
 
 
 class _Position(NamedTuple):
-    position: int  # in the order: documents before it have arrived
-    offset: int  # tokens of the document at `position` that a cut stream has taken
-    surplus: int  # tokens that earlier global batches took beyond N·C
+    position: int = 0  # in the order: documents before it have arrived
+    offset: int = 0  # tokens of the document at `position` that a cut stream has taken
+    surplus: int = 0  # tokens that earlier global batches took beyond N·C
 
 
 class GlobalBatches:
@@ -47,29 +47,31 @@ class GlobalBatches:
     ) -> None:
         self._lengths, self._tokens, self._window = lengths, tokens, window
         self._cuts_stream, self._seed, self._shuffle = cuts_stream, seed, shuffle
-        self.step = 0
-        """Optimiser step that a piece drawn now arrives at."""
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        """Stand before the first document of an epoch."""
+        """Go to the first document of an epoch."""
         self.epoch = epoch
         self._order = np.arange(len(self._lengths))
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(self._order)
-        self._at = _Position(0, 0, 0)
+        self._at = _Position()
 
     @property
     def exhausted(self) -> bool:
         """Whether the epoch's last global batch has been drawn."""
         return self._at.position >= len(self._order)
 
-    def draw(self) -> list[Piece] | None:
-        """The pieces of the next global batch, which may be none; None after the epoch's last."""
+    def draw(self, step: int) -> list[Piece] | None:
+        """The pieces of the next global batch, which may be none; None after the epoch's last.
+
+        Args:
+            step: optimiser step at which they arrive.
+        """
         if self.exhausted:
             return None
         pieces, self._at = self._after(self._at)
-        return [Piece(*piece, self.step) for piece in pieces]
+        return [Piece(*piece, step) for piece in pieces]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, in plain integers."""
@@ -86,7 +88,7 @@ class GlobalBatches:
             cut, position, offset = cut_stream(
                 self._order, self._lengths, at.position, at.offset, self._tokens, self._window
             )
-            return cut, _Position(position, offset, 0)
+            return cut, _Position(position, offset)
         pieces: list[tuple[int, int, int]] = []
         tokens, position = at.surplus, at.position
         while tokens < self._tokens and position < len(self._order):
@@ -98,7 +100,7 @@ class GlobalBatches:
             )
             tokens += length
             position += 1
-        return pieces, _Position(position, 0, max(tokens - self._tokens, 0))
+        return pieces, _Position(position, surplus=max(tokens - self._tokens, 0))
 
 
 def cut_stream(
@@ -116,12 +118,11 @@ def cut_stream(
         lengths: tokens of each document of the store, by document number.
         position: index in ``documents`` where the stream stands.
         offset: tokens of that document which are already taken.
-        tokens: how many tokens to take; a multiple of ``window``.
+        tokens: how many to take, fewer at the epoch's end; a multiple of ``window``.
         window: tokens of a window, C.
 
     Returns:
         Pieces (document, origin, stop) in stream order, and the new ``position`` and ``offset``.
-        Fewer than ``tokens`` only at the epoch's end.
     """
     pieces: list[tuple[int, int, int]] = []
     taken = 0

@@ -8,15 +8,15 @@ pieces, last in, first out within one. Each is filled to the backward work that 
 the packs that are left. Where the next piece does not fit, the largest whole piece among those
 that follow closely fills the gap; else it is cut, at a tile.
 
-The common refinement of both cuts is the plan's slices. Symmetric packs are balanced in the sum of
-both passes already, so packs of their own can gain little: 0.2 to 0.5 % of a step on Generator A
-if packs ran whole in both passes (``benchmarks/slimpack.py``). The executor runs what one forward
-and one backward pack share as a unit (:mod:`~lightning_wlb.prediction.executed`); units are many
-and unequal, and a plan in units is slower there than a symmetric one by 13 to 32 %. So no packing
-makes these plans unless it is asked to (``{"method": "slim", "asymmetric": True}``).
+The slices of the plan are the common refinement of both cuts. Symmetric packs are balanced in the
+sum of both passes already, so packs of their own can gain little; and the executor runs what one
+forward and one backward pack share as a unit (:mod:`~lightning_wlb.prediction.executed`). Units are
+so many and so unequal that these plans are slower than symmetric ones
+(``benchmarks/results/slimpack.md``). So no packing makes them unless it is asked to
+(``{"method": "slim", "asymmetric": True}``).
 
-Cost: O(P log P + M·A) for P pieces in M packs, with A pieces looked ahead: 3 ms in plain Python
-for 200 pieces in 16 packs.
+Cost: O(P log P + M·A) for P pieces in M packs, where A is ``LOOKAHEAD``: milliseconds in plain
+Python for hundreds of pieces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import MicroBatch, Piece, Slice, symmetric_backward
 from lightning_wlb.planning.slicing import LEAST_SLICE, OPEN_GAPS, TILE, slice_pieces
 
-AHEAD = 128  # pieces: how far a gap's filler may be from its turn
+LOOKAHEAD = 128  # pieces: how far a gap's filler may be from its turn
 
 
 def slice_pieces_asymmetric(
@@ -44,25 +44,18 @@ def slice_pieces_asymmetric(
 ) -> tuple[list[list[Slice]], list[list[Slice]]]:
     """The MicroPacks of one replica, for forward and for backward.
 
-    Args:
-        pieces: the replica's pieces, in any order.
-        packs: MicroPacks of either pass, as for ``slice_pieces``.
-        cap: most tokens of a MicroPack.
-        forward: forward work of a piece's prefix.
-        backward: its backward work.
-        tile: cut positions are multiples of it from the piece's origin.
-        least: tokens of the shortest slice that either cut makes, but for whole pieces. Their
-            refinement may have shorter ones.
+    The arguments are those of :func:`~lightning_wlb.planning.slicing.slice_pieces`, with the work
+    of either pass. The common refinement of both cuts may have slices shorter than ``least``.
 
     Returns:
         The forward packs in forward order and the backward packs in backward order, both of the
         same slices: every token in exactly one slice, and no pack empty.
     """
-    made = slice_pieces(pieces, packs, cap, forward, tile=tile, least=least)
+    first = slice_pieces(pieces, packs, cap, forward, tile=tile, least=least)
     stops = {(piece.document, piece.origin): piece.stop for piece in pieces}
-    groups = _Backward(made, stops, cap, backward, tile, least).groups(len(made))
+    second = _Backward(first, stops, cap, backward, tile, least).packs()
     cuts: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for part in (part for pack in (*made, *groups) for part in pack):
+    for part in (part for pack in (*first, *second) for part in pack):
         cuts[part.document, part.origin].update((part.start, part.stop))
 
     def refined(pack: Sequence[Slice]) -> list[Slice]:
@@ -76,7 +69,7 @@ def slice_pieces_asymmetric(
             ]
         return result
 
-    return [refined(pack) for pack in made], [refined(group) for group in groups]
+    return list(map(refined, first)), list(map(refined, second))
 
 
 class _Backward:
@@ -98,18 +91,19 @@ class _Backward:
         self._stream = [slices[single.slices[0]] for single in reversed(order)]
         self._stops = stops
         self._cap, self._work, self._tile, self._least = cap, work, tile, least
-        self._rest_work = sum(map(self._of, slices))
+        self._packs = len(forward)
+        self._rest_work = sum(map(self._work_of, slices))
         self._rest_tokens = sum(part.tokens for part in slices)
 
-    def groups(self, count: int) -> list[list[Slice]]:
-        """``count`` packs at most, none empty."""
-        made = (self._group(left) for left in range(count, 0, -1))
-        return [group for group in made if group]
+    def packs(self) -> list[list[Slice]]:
+        """At most as many as forward has, none empty."""
+        return [pack for left in range(self._packs, 0, -1) if (pack := self._fill(left))]
 
-    def _of(self, part: Slice) -> int:
-        return self._work(part.stop - part.origin) - self._work(part.context)
+    def _work_of(self, part: Slice) -> int:
+        return self._work(part.tokens, part.context)
 
-    def _group(self, left: int) -> list[Slice]:
+    def _fill(self, left: int) -> list[Slice]:
+        """The next pack, of ``left`` that are to be filled."""
         target = self._rest_work // left
         slack = target // OPEN_GAPS
         # What the packs after this one cannot hold.
@@ -123,7 +117,7 @@ class _Backward:
             if part is None:
                 break
             pack.append(part)
-            load += self._of(part)
+            load += self._work_of(part)
             filled += part.tokens
         self._rest_work -= load
         self._rest_tokens -= filled
@@ -132,22 +126,21 @@ class _Backward:
     def _next(self, gap: int, slack: int, room: int, owed: int, *, fresh: bool) -> Slice | None:
         """Take from the stream what the pack gets next; None where it gets nothing more."""
         part = self._stream[-1]
-        if part.tokens <= room and (self._of(part) <= gap + slack or part.tokens <= owed):
+        if part.tokens <= room and (self._work_of(part) <= gap + slack or part.tokens <= owed):
             return self._stream.pop()
         # A piece that takes several packs had better begin in a fresh one: that saves a cut.
         if gap > slack and room and self._untouched(part) and not (fresh and part.context):
-            best = -1
-            for index in range(len(self._stream) - 1, max(len(self._stream) - AHEAD, 0) - 1, -1):
-                other = self._stream[index]
-                if (
-                    self._is_whole(other)
-                    and other.tokens <= room
-                    and self._of(other) <= gap + slack
-                    and (best < 0 or other.tokens > self._stream[best].tokens)
-                ):
-                    best = index
-            if best >= 0:
-                return self._stream.pop(best)
+            length = len(self._stream)
+            fitting = [
+                (other.tokens, index)
+                for index in range(max(length - LOOKAHEAD, 0), length)
+                if not (other := self._stream[index]).context
+                and self._untouched(other)
+                and other.tokens <= room
+                and self._work_of(other) <= gap + slack
+            ]
+            if fitting:  # the longest, of equal ones the first in turn
+                return self._stream.pop(max(fitting)[1])
         start = self._cut(part, gap, room) if gap > slack and room else part.stop
         if part.stop - start < owed:
             start = part.stop - min(owed, room)
@@ -163,9 +156,6 @@ class _Backward:
         earliest = max(part.context + self._least, end - room) + self._tile - 1
         start = part.origin + max(wanted, earliest) // self._tile * self._tile
         return start if start <= part.stop - self._least else part.stop
-
-    def _is_whole(self, part: Slice) -> bool:
-        return not part.context and self._untouched(part)
 
     def _untouched(self, part: Slice) -> bool:
         """Whether the piece's backward begins with this slice, as forward cut it."""

@@ -2,9 +2,9 @@
 
 A piece whose work exceeds the share alpha of a replica's capacity (Σ work / replicas) runs on an
 aligned power-of-two set of replicas, whose context-parallel groups act as one: the smallest set on
-which each replica's part is within that share. Sets are chosen largest first, then by work, each
-where the busiest member has the least; the other pieces are then dealt one by one to the replica
-with the least work, as everywhere.
+which each replica's part is within that share. The pieces with the largest sets are placed first,
+among them those with the most work, each on the set whose busiest member has the least work. The
+other pieces are then dealt one by one to the replica with the least work.
 
 Shared micro-batches come first on all their replicas, those of larger sets before those of smaller
 ones. Sets are aligned, so a set lies within every larger set that it meets, and its members list
@@ -25,13 +25,13 @@ from lightning_wlb.planning.longest_first import deal, longest_first
 from lightning_wlb.planning.replicas import Shared
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
 
-OVERHEAD_PERCENT = 10  # more work, in all, for a piece that replicas share
+OVERHEAD_PERCENT = 10  # extra work, over all replicas, of a piece that they share
 
 Members = tuple[int, ...]
 
 
 class Merged(NamedTuple):
-    """A dealing of pieces in which some are shared.
+    """The dealing of a step's pieces to replicas, of which several may share a piece.
 
     Attributes:
         shared: pieces and the replicas that share each, in the order in which they run.
@@ -49,25 +49,21 @@ def merge_pieces(
     replicas: int,
     work: Callable[[int], int],
     per_capacity: int,
-    overhead_percent: int = OVERHEAD_PERCENT,
 ) -> Merged:
     """Deal pieces to replicas, and those of too much work to several at once.
 
+    Equal pieces go by (document, origin), equal replicas and sets by number.
+
     Args:
         pieces: of the step.
-        replicas: how many there are, any number; sets lie within the first ones that are whole.
+        replicas: any number of them; sets lie within the first ones that are whole.
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
-            0: none is.
-        overhead_percent: extra work of a shared piece.
-
-    Returns:
-        Equal pieces go by (document, origin), equal replicas and sets by number.
     """
     order = longest_first(pieces)
     works = [work(piece.tokens) for piece in order]
     total = sum(works)
-    sizes = [_size(each, total, replicas, per_capacity, overhead_percent) for each in works]
+    sizes = [_size(each, total, replicas, per_capacity) for each in works]
     sized = [entry for entry in zip(sizes, order, works, strict=True) if entry[0] > 1]
     sized.sort(key=lambda entry: -entry[0])
     loads = [0] * replicas
@@ -75,7 +71,7 @@ def merge_pieces(
     for size, piece, piece_work in sized:
         sets = [range(first, first + size) for first in range(0, replicas - size + 1, size)]
         members = min(sets, key=lambda each: max(loads[replica] for replica in each))
-        part = shared_work(piece_work, size, overhead_percent)
+        part = shared_work(piece_work, size)
         for replica in members:
             loads[replica] += part
         shared.append((piece, tuple(members)))
@@ -86,9 +82,9 @@ def merge_pieces(
     return Merged(shared, own, loads)
 
 
-def shared_work(work: int, members: int, overhead_percent: int = OVERHEAD_PERCENT) -> int:
-    """What each of the replicas that share a piece has to do for it."""
-    return work * (100 + overhead_percent) // (100 * members)
+def shared_work(work: int, members: int) -> int:
+    """Work of each of the replicas that share a piece, the overhead of sharing included."""
+    return work * (100 + OVERHEAD_PERCENT) // (100 * members)
 
 
 def own_work(merged: Merged, work: Callable[[int], int]) -> list[int]:
@@ -97,7 +93,7 @@ def own_work(merged: Merged, work: Callable[[int], int]) -> list[int]:
 
 
 def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[Shared]:
-    """The shared pieces in MicroPacks that take as long as each of ``packs`` over all replicas."""
+    """The MicroPacks of the shared pieces, each as long as one of ``packs`` over all replicas."""
     shared: list[Shared] = []
     for piece, members in merged.shared:
         part = shared_work(work(piece.tokens), len(members))
@@ -106,16 +102,14 @@ def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[S
     return shared
 
 
-def _size(
-    piece_work: int, total: int, replicas: int, per_capacity: int, overhead_percent: int
-) -> int:
+def _size(piece_work: int, total: int, replicas: int, per_capacity: int) -> int:
     """Replicas that share a piece: 1, or the least power of two that keeps each within alpha."""
     if piece_work * per_capacity * replicas <= total:
         return 1
     size = 2
     while (
         2 * size <= replicas
-        and piece_work * (100 + overhead_percent) * per_capacity * replicas > 100 * size * total
+        and piece_work * (100 + OVERHEAD_PERCENT) * per_capacity * replicas > 100 * size * total
     ):
         size *= 2
     return size if size <= replicas else 1

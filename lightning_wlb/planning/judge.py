@@ -1,16 +1,17 @@
 """How long a replica's plan takes on its pipeline: what packings choose between plans by.
 
-The schedule's actions are simulated. Their durations are the exact work of their slices, spread
-evenly over the stages, and for every action an overhead: what a pass through a stage costs beside
-the arithmetic, and what smaller kernels lose. Without it the smallest micro-batches would always
-win. Plans that are not symmetric are judged as the executor runs them, in units.
+:class:`PipelineJudge` simulates exact work, spread evenly over the stages. Every action has an
+overhead beside it: what a pass through a stage costs beside the arithmetic, and what smaller
+kernels lose. Without it the smallest micro-batches would always win. Asymmetric plans are judged
+as the executor runs them, in units.
 
-A replica that shares nothing, with one stage per rank, runs through a recurrence that yields what
-the simulator would, without a graph of actions: 0.2 µs for each action in plain Python, so 0.1 ms
-for 64 micro-batches on 4 stages. Everything else goes through the simulator, at 2 µs an action.
+There are two ways to the same result: the recurrence ``_run_alone`` for replicas that share
+nothing and have one stage per rank, and the simulator for everything else. The recurrence is there
+because it needs no graph of actions and so takes a tenth of the time, which is most of what
+``auto`` spends on planning a step; a test holds it to the simulator.
 
-Blind to the device; with a profile, :class:`PredictedJudge` knows what its kernels and links make
-of small micro-batches, at a hundred times the cost.
+This judge is blind to the device. With a profile, :class:`PredictedJudge` knows what its kernels
+and links make of small micro-batches, at a hundred times the cost.
 """
 
 from __future__ import annotations
@@ -40,11 +41,9 @@ from lightning_wlb.schedule.simulate import simulate_replicas
 
 
 class Verdict(NamedTuple):
-    """What the steps of some replicas come to.
+    """The time of the slowest of some replicas, and the most that one of their ranks holds at once.
 
-    Attributes:
-        time: of the slowest replica.
-        peak: most that one of their ranks holds at once, in the unit of the judge's ``limit``.
+    The unit of ``peak`` is that of the judge's ``limit``.
     """
 
     time: int
@@ -52,7 +51,7 @@ class Verdict(NamedTuple):
 
 
 class Judge(Protocol):
-    """Simulates replicas of a step, and says how much a rank may hold.
+    """Predicts the step of some replicas, and says how much a rank may hold.
 
     Attributes:
         sees_sharding: whether the shardings of the replicas' micro-batches matter.
@@ -70,7 +69,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class PipelineJudge:
-    """Simulates replicas on one pipeline, by exact work.
+    """Judges replicas by exact work.
 
     Args:
         work: of the model.
@@ -124,40 +123,34 @@ class PipelineJudge:
     def _passes(self, replica: ReplicaPlan) -> _Passes:
         forward, backward, tokens = [], [], []
         each, overhead = self.mesh.virtual_stages, self.overhead
-        for group in replica.forward:
-            first, second, count = self._work(replica, group)
+        for micro_batch in replica.forward:
+            first, second, count = self._work(replica, micro_batch)
             forward.append(first // each + overhead)
             backward.append(second // each + overhead)
             tokens.append(count)
         return _Passes(forward, backward, tokens)
 
-    def _work(self, replica: ReplicaPlan, group: MicroBatch) -> tuple[int, int, int]:
-        """Of a micro-batch on one of its replicas: forward, backward, tokens."""
+    def _work(self, replica: ReplicaPlan, micro_batch: MicroBatch) -> tuple[int, int, int]:
+        """Forward work, backward work and tokens of a micro-batch on one of its replicas."""
         window = self.work.forward.window
         tokens = pairs = 0
-        for index in group.slices:
+        for index in micro_batch.slices:
             _, origin, start, stop = replica.slices[index]
             tokens += stop - start
             pairs += causal_pairs(stop - start, start - origin, window)
         first = self.work.forward.per_token * tokens + self.work.forward.per_pair * pairs
         total = self.work.total.per_token * tokens + self.work.total.per_pair * pairs
-        members = len(group.replicas)
+        members = len(micro_batch.replicas)
         if members > 1:
             total, first = shared_work(total, members), shared_work(first, members)
         return first, total - first, -(-tokens // members)
 
 
 class _Passes(NamedTuple):
-    """The micro-batches of a replica, by number.
+    """The micro-batches of a replica, by number."""
 
-    Attributes:
-        forward: length of each forward on one stage.
-        backward: of each backward.
-        tokens: of each micro-batch.
-    """
-
-    forward: list[int]
-    backward: list[int]
+    forward: list[int]  # time on one stage
+    backward: list[int]  # time on one stage
     tokens: list[int]
 
     def of(self, action: Action) -> int:
@@ -168,11 +161,11 @@ class _Passes(NamedTuple):
 def _run_alone(
     passes: _Passes, order: Sequence[int], needs: Sequence[int], ranks: int
 ) -> tuple[int, int]:
-    """Length of a replica's step with one stage per rank, and the most tokens open on a rank.
+    """A replica's step with one stage per rank: its time, and the most tokens open on a rank.
 
-    Rank p runs min(M, n_j + P - 1 - p) forwards before backward j, as
-    :func:`~lightning_wlb.schedule.packflow.packflow` has it: so when every rank in turn has run its
-    forwards before backward j, all that this backward needs has run.
+    Rank p runs min(M, n_j + P - 1 - p) forwards before backward j, see
+    :func:`~lightning_wlb.schedule.packflow.packflow`. So once every rank in turn has run these,
+    all that backward j needs has run.
 
     Args:
         passes: of the replica.
@@ -205,7 +198,7 @@ def _run_alone(
             if ready > now:
                 now = ready
             ready = clock[rank] = now + duration
-    # The first rank runs the most forwards ahead.
+    # The first rank runs the most forwards before a backward, so it has the most open.
     opened = [0, *accumulate(tokens)]
     freed = [0, *accumulate(tokens[place] for place in order)]
     peak = max(opened[min(count, need + ranks - 1)] - freed[at] for at, need in enumerate(planned))
@@ -214,7 +207,7 @@ def _run_alone(
 
 @dataclass(frozen=True)
 class PredictedJudge:
-    """Predicts replicas from a device profile, under the device's memory.
+    """Judges replicas by a device profile, under the device's memory.
 
     Args:
         predictor: of the model on the mesh.
@@ -232,4 +225,4 @@ class PredictedJudge:
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes."""
         step = self.predictor.simulate(replicas)
-        return Verdict(step.simulations[0].total_ns, self.predictor.peak_bytes(step))
+        return Verdict(step.simulations[0].total_ns, step.peak_bytes)

@@ -1,10 +1,10 @@
 """Longest first: how pieces are sorted, and how sorted work is dealt.
 
-Dealing work in descending order, each time to whoever has the least so far, is the classic greedy
-for equal loads (Graham's LPT rule): the largest load is at most 4/3 of the best possible one, and
-where there are many small pieces it is even to within the smallest.
+Dealing work in descending order, each time to the receiver with the least so far, is the classic
+greedy for equal loads (Graham's LPT rule): the largest load is at most 4/3 of the best possible
+one, and where there are many small pieces, loads differ by no more than the smallest.
 
-Cost: O(n·log n) for n pieces, O(log R) more for each of those dealt to R.
+Cost: O(n·log n) for n pieces, and O(log R) for each piece dealt to R receivers.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ def deal_capped(
         work: cost of a piece from its tokens, an integer.
 
     Returns:
-        ``bins`` micro-batches, each with its pieces in the order in which they were added (some may
-        be empty), and the pieces that did not fit. Equal lengths go by (document, origin), equal
-        micro-batches by number.
+        ``bins`` micro-batches, some possibly empty, and the pieces that did not fit. Equal lengths
+        go by (document, origin), equal micro-batches by number.
     """
     dealt: list[list[Piece]] = [[] for _ in range(bins)]
     left: list[Piece] = []

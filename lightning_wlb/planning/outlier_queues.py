@@ -1,14 +1,13 @@
 """Which pieces enter a step: the multi-level outlier queues of WLB-LLM section 4.2.
 
-A piece whose work is beyond what short documents can match unbalances every micro-batch it is
-in, unless each of the others gets one like it. So pieces of at least L_1 tokens wait: queue i
-holds those with L_i <= tokens < L_{i+1}, first in, first out, and when it has N pieces, one for
-each micro-batch, the N oldest enter the step together (Algorithm 1, lines 3-15). At the end of
-an epoch what still waits is drained, oldest first.
+A piece with more work than short documents can match unbalances every micro-batch it is in, unless
+each of the others gets one like it. So pieces of at least L_1 tokens wait: queue i holds those with
+L_i <= tokens < L_{i+1}, first in, first out, and when it has N pieces, one for each micro-batch,
+the N oldest enter the step together (Algorithm 1, lines 3-15). At the end of an epoch what still
+waits is drained, oldest first.
 
 The price is delay: more queues hold pieces of more equal work, and hold them longer. Not for
-documents whose lengths are much alike, where :func:`thresholds_from_lengths` leaves nothing to
-wait anyway, nor for runs of a few steps, in which queues hardly fill.
+documents whose lengths are much alike, nor for runs of a few steps, in which queues hardly fill.
 
 Cost: O(P + queues) a step for P pieces. All functions are pure.
 """
@@ -31,17 +30,10 @@ def thresholds_from_lengths(
     """Thresholds L_1 < ... < L_n for the pieces of a document store.
 
     The fair share of a micro-batch is the work of C tokens of average documents. A piece above
-    it can not be balanced within its step, however short its neighbours are; a piece at 1/n of
-    it still needs n - 1 like it. L_1 is the length whose work is 1/n of the fair share, and the
-    thresholds are evenly spaced in tokens from L_1 to C.
-
-    Chosen by experiment on Generator A (C = 128K, N = 4 and 16) and on the lengths of Python's
-    standard library (C = 32K and 128K, N = 4), cap 1.25·C, among L_1 at 1, 2/3, 1/2, 1/sqrt(n),
-    2/(n + 1) and 1/n of the fair share, spaced evenly in tokens, geometrically or in work. For
-    two and three queues 1/n was within 0.011 of the best mean imbalance everywhere and mostly had
-    the least delay of these L_1, mean and maximum; the spacing mattered less. With one queue the
-    fair share is best on Generator A at N = 4 (1.057), and 2/3 of it with N = 16 (1.11 against
-    1.17) and on the standard library.
+    it cannot be balanced within its step, however short its neighbours are; a piece at 1/n of
+    it still needs n - 1 like it. So L_1 is the length whose work is 1/n of the fair share. In
+    experiments this was about as even as the best other L_1, with less delay; how thresholds are
+    spaced mattered less, so they are spaced evenly in tokens from L_1 to C.
 
     Args:
         lengths: tokens of each document of the store; longer ones count as pieces of C.
@@ -124,15 +116,10 @@ def overdue(
 
 
 def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[Piece]]:
-    """Split waiting pieces into those that a drain step releases and those that wait on.
+    """The oldest pieces of at most ``tokens`` tokens together, and the rest.
 
-    Args:
-        held: waiting pieces, in any order.
-        tokens: most tokens to release; the oldest piece goes in any case.
-
-    Returns:
-        The oldest pieces of at most ``tokens`` tokens together, and the rest, both in order of
-        (arrival, document, origin).
+    The oldest piece is among the first in any case. Both are in order of (arrival, document,
+    origin), whatever the order of ``held``.
     """
     order = sorted(held, key=lambda piece: (piece.arrival, piece.document, piece.origin))
     taken = 0

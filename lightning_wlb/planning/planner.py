@@ -1,16 +1,16 @@
-"""Document lengths in, step plans out: order, global batches, release, packing, dispatch, rows.
+"""Document lengths in, step plans out.
 
-A step: take the next global batch of the epoch's order; let the packing method hold back or release
-what it will, group it and deal it to the replicas; set the rows of every micro-batch. After an
-epoch's last arrival, queues and carried pieces are drained in steps of at most N·C tokens, and the
-next epoch starts empty.
+To plan a step is to take the next global batch of the epoch's order; to let the packing method hold
+back or release pieces, form micro-batches and deal them to the replicas; and to choose the sharding
+and the rows of every micro-batch. After an epoch's last arrival, the pieces that wait are drained
+in steps of at most N·C tokens, and the next epoch starts empty.
 
 Every rank runs the same planner and gets the same plan: costs are integers, ties go by document
 number, the order comes from ``numpy.random.default_rng((seed, epoch))``. The state is plain and
 global, so a run resumes on any mesh.
 
-Cost: a few milliseconds of plain Python for a step of some hundred pieces, of which about half
-is the plan's own validation; once per epoch a permutation of the document numbers.
+Cost: milliseconds of plain Python for a step of some hundred pieces, part of it the validation of
+the plan; once per epoch a permutation of the document numbers.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from numpy.typing import NDArray
 from lightning_wlb.arguments import choice
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
-from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.packing.base import Groups, Placement
+from lightning_wlb.planning.packing.base import MicroBatches, Placement
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, choose, layout
 
 Targets = Callable[[int, int, int], int]
-
-_ONE_DEVICE = Mesh()
 
 
 class Planner:
@@ -48,13 +46,13 @@ class Planner:
         work: forward and backward work of the model on a slice.
         mesh: the ranks that the steps are planned for.
         sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES``, or
-            ``"adaptive"``: for each micro-batch the one of least predicted attention latency.
+            ``"adaptive"``: for each micro-batch the one with the least predicted attention latency.
         schedule: of the pipeline, a name in ``lightning_wlb.schedule.programs.SCHEDULES``. With
             one that runs no slices (GPipe) ``auto`` keeps every piece whole.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
-        kernel_cost: of attention segments, forward and backward together, which the choice of
-            an adaptive sharding goes by.
+        kernel_cost: of attention segments, forward and backward together, by which an adaptive
+            sharding is chosen.
         judge: what methods that try several plans of a step choose by, such as
             ``planning.judge.PredictedJudge``; None: simulations of ``work``.
 
@@ -68,7 +66,7 @@ class Planner:
         lengths: Sequence[int] | NDArray[Any],
         data: DataSettings,
         work: Work,
-        mesh: Mesh = _ONE_DEVICE,
+        mesh: Mesh = ONE_DEVICE,
         *,
         sharding: str = ADAPTIVE,
         schedule: str = "1f1b",
@@ -126,17 +124,17 @@ class Planner:
         """The plan of the next step.
 
         Returns:
-            None where the epoch is over, and the next call starts the next epoch; or where
-            ``max_tokens`` is reached (:attr:`finished`), and then for ever.
+            None once when the epoch is over, and the next call starts the next one; None for ever
+            when ``max_tokens`` is reached (:attr:`finished`).
         """
         if self.finished:
             return None
-        self._arrivals.step = self._step
-        groups, drain = self._packer.next_step(self._arrivals, self._step)
-        if not any(groups):
-            self._start_epoch(self._arrivals.epoch + 1)
+        micro_batches, drain = self._packer.next_step(self._arrivals, self._step)
+        if not any(micro_batches):
+            self._arrivals.start_epoch(self._arrivals.epoch + 1)
+            self._packer.reset()
             return None
-        plan = self._plan(groups, drain).validate()
+        plan = self._plan(micro_batches, drain).validate()
         self._step += 1
         self._tokens += plan.tokens
         return plan
@@ -175,24 +173,18 @@ class Planner:
                 + ". Documents would be lost or repeated. Resume with the settings of the saved"
                 " run, or start the data afresh by loading the weights alone."
             )
-        self._start_epoch(state["epoch"])
         self._arrivals.load_state_dict(state)
         self._step = state["step"]
         self._tokens = state["tokens"]
         self._packer.load_state_dict(state["packer"])
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._arrivals.start_epoch(epoch)
-        self._packer.reset()
-
-    def _plan(self, groups: Groups, drain: bool) -> StepPlan:
+    def _plan(self, micro_batches: MicroBatches, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
-        replicas = self._packer.replicas(groups, self._place)
-        pieces = tuple(sorted(piece for group in groups for piece in group))
+        pieces = tuple(sorted(piece for packed in micro_batches for piece in packed))
         return StepPlan(
             step=self._step,
             epoch=self._arrivals.epoch,
-            replicas=tuple(replicas),
+            replicas=tuple(self._packer.replicas(micro_batches, self._place)),
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
@@ -210,7 +202,7 @@ class Planner:
         sizes = (mesh.context * replicas, mesh.tensor)
         contexts = [part.context for part in slices]
         if sharding == ADAPTIVE or (sharding == HEADS and (replicas > 1 or any(contexts))):
-            # Slices and shared micro-batches exchange keys, which HEADS does not spread evenly.
+            # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
             name, chosen = choose(lengths, *sizes, self._kernel_cost, contexts=contexts)
             return name, chosen.rows
         return sharding, layout(sharding, lengths, *sizes).rows

@@ -1,10 +1,10 @@
 """Which replica runs what: micro-batches dealt to replicas, and the plan of each replica.
 
-Packings that form micro-batches over all replicas at once (N is a global number) deal them as they
-are: :func:`round_robin`, :func:`heaviest_first`. A replica may get more of them than another and,
-where replicas outnumber micro-batches, none. Both keep the packing's order within a replica.
-Packings that slice deal pieces first (:mod:`~lightning_wlb.planning.dp_merge`) and make the
-micro-batches of each replica.
+Packings that keep pieces whole form micro-batches over all replicas at once (N is a global number)
+and deal them as they are, by :func:`round_robin` or :func:`heaviest_first`. A replica may get more
+of them than another and, where replicas outnumber micro-batches, none. Both keep the packing's
+order within a replica. Packings that slice deal pieces first
+(:mod:`~lightning_wlb.planning.dp_merge`) and make the micro-batches of each replica.
 
 Cost: O(n·log R) after a sort, for n micro-batches and R replicas; a plan is linear in its slices,
 with one choice of sharding for each micro-batch.
@@ -28,14 +28,14 @@ Shared = tuple[Sequence[Slice], tuple[int, ...]]
 
 
 def round_robin(works: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deal micro-batches in their order, one to each replica in turn; see :data:`Deal`."""
+    """Deal micro-batches in their order, one to each replica in turn; see :data:`.Deal`."""
     return [list(range(replica, len(works), replicas)) for replica in range(replicas)]
 
 
 def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deal micro-batches by descending work, each to the replica with the least work so far.
+    """Deal micro-batches by descending work, each to the replica with the least; :data:`.Deal`.
 
-    Equal micro-batches go by index, equal replicas by number. See :data:`Deal`.
+    Equal micro-batches go by index, equal replicas by number.
     """
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     order = sorted(range(len(works)), key=lambda index: (-works[index], index))
@@ -78,15 +78,15 @@ def replica_plan(
         packs: the slices of each micro-batch, in forward order.
         replica: its number.
         shard: how a micro-batch is laid out.
-        shared: micro-batches of this and other replicas, which come first on all of them.
+        shared: micro-batches that replicas share, in their order; those of this replica come first.
     """
     slices: list[Slice] = []
     forward = []
-    for pack, members in [*shared, *((pack, (replica,)) for pack in packs)]:
+    of_replica = [each for each in shared if replica in each[1]]
+    for pack, members in [*of_replica, *((pack, (replica,)) for pack in packs)]:
         numbers = tuple(range(len(slices), len(slices) + len(pack)))
-        sharding, rows = shard(pack, len(members))
         slices += pack
-        forward.append(MicroBatch(numbers, sharding, rows, members))
+        forward.append(MicroBatch(numbers, *shard(pack, len(members)), members))
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 
@@ -96,7 +96,7 @@ def asymmetric_replica_plan(
     replica: int,
     shard: Shard,
 ) -> ReplicaPlan:
-    """The plan of a replica whose backward micro-batches group the slices otherwise.
+    """The plan of a replica whose backward micro-batches have other slices than the forward ones.
 
     Args:
         forward: the slices of each micro-batch, in forward order.
@@ -108,30 +108,15 @@ def asymmetric_replica_plan(
     number = {part: index for index, part in enumerate(slices)}
 
     def made(packs: Sequence[Sequence[Slice]]) -> tuple[MicroBatch, ...]:
-        result = []
-        for pack in packs:
-            members = tuple(sorted(number[part] for part in pack))
-            sharding, rows = shard([slices[index] for index in members], 1)
-            result.append(MicroBatch(members, sharding, rows, (replica,)))
-        return tuple(result)
+        numbers = [tuple(sorted(number[part] for part in pack)) for pack in packs]
+        return tuple(
+            MicroBatch(each, *shard([slices[index] for index in each], 1), (replica,))
+            for each in numbers
+        )
 
     return ReplicaPlan(tuple(slices), made(forward), made(backward))
 
 
 def unsharded(slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
-    """In place of a :data:`Shard`, where the plan is only simulated: choosing one takes longer."""
+    """A :data:`Shard` for plans whose sharding does not matter: choosing one takes time."""
     return "per_sequence", 0
-
-
-def sharded(replica: ReplicaPlan, shard: Shard) -> ReplicaPlan:
-    """The plan with every micro-batch laid out by ``shard``."""
-    made: dict[tuple[int, ...], MicroBatch] = {}
-    for group in (*replica.forward, *replica.backward):
-        if group.slices not in made:
-            sharding, rows = shard(replica.slices_of(group), len(group.replicas))
-            made[group.slices] = MicroBatch(group.slices, sharding, rows, group.replicas)
-    return ReplicaPlan(
-        replica.slices,
-        tuple(made[group.slices] for group in replica.forward),
-        tuple(made[group.slices] for group in replica.backward),
-    )

@@ -1,18 +1,17 @@
 """The ways in which one replica's pieces can become micro-batches, and a search among them.
 
-Whole pieces in as few micro-batches as they need; whole pieces in M; slices in M equal MicroPacks,
-or in tapered ones (:mod:`~lightning_wlb.planning.slicing`); for M at logarithmic distances from
-half of a nominal number to twelve times it (SlimPack §5.1). Where the schedule runs no slices
-(GPipe), whole pieces only.
+A way is whole pieces in as few micro-batches as they need; or, for a number M of micro-batches
+between half of a nominal number and twelve times it (SlimPack §5.1), whole pieces in M, slices in M
+equal MicroPacks, or slices in tapered ones (:mod:`~lightning_wlb.planning.slicing`). Where the
+schedule runs no slices (GPipe), there are whole pieces only.
 
-Trying all of them would cost 26 simulations. But the step's length falls with M, as the pipeline
-fills faster, and then rises, as every action costs something of its own. So the search begins at
-six times the nominal number and goes on while the step gets shorter, first upwards; at the M where
-it ends it tries the other kinds, whole pieces only where none has more work than 1.5 of M.
+Trying all ways would be slow. But the step's length falls with M, as the pipeline fills faster, and
+then rises, as every action costs something of its own. So the search begins at six times the
+nominal number and goes on while the step gets shorter, first upwards. At the M where it ends it
+tries the other kinds; whole pieces only where none has more work than 1.5 micro-batches of M.
 
-Cost: 5 to 8 ways, each O(P·log P + M·stages) for P pieces. On Generator A (N = 4 to 16, pipelines
-of 2 to 8, interleaved or not) it finds the shortest of all ways. Not for times that do not fall and
-rise so; then it finds a local optimum.
+Cost: 5 to 8 ways, each O(P·log P + M·stages) for P pieces. Where times do not fall and rise so, it
+finds a local optimum.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.longest_first import deal_capped
-from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, whole
+from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 from lightning_wlb.planning.slicing import slice_pieces
 
-HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M in halves of the nominal number
+HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M over half of the nominal number
 START = HALVES.index(12)
 
 Kind = Literal["whole", "equal", "tapered"]
@@ -40,30 +39,20 @@ Packs = list[list[Slice]]
 
 
 class Way(NamedTuple):
-    """How pieces become micro-batches.
-
-    Attributes:
-        kind: what they are.
-        halves: how many, in halves of the nominal number; 0: as few as the pieces need.
-    """
+    """How pieces become micro-batches: of which kind, and how many."""
 
     kind: Kind
-    halves: int
+    halves: int  # of the nominal number; 0: as few micro-batches as the pieces need
 
 
 FEWEST = Way("whole", 0)
 
 
 class Score(NamedTuple):
-    """What a plan comes to; less is better.
+    """How good a plan is; less is better."""
 
-    Attributes:
-        overflows: whether it holds more than the judge's limit.
-        time: of the step.
-    """
-
-    overflows: bool
-    time: int
+    overflows: bool  # whether a rank holds more than the judge's limit
+    time: int  # of the step
 
 
 def score_of(replicas: Sequence[ReplicaPlan], judge: Judge) -> Score:
@@ -74,11 +63,11 @@ def score_of(replicas: Sequence[ReplicaPlan], judge: Judge) -> Score:
 
 @dataclass
 class Candidates:
-    """The plans of one replica.
+    """The ways of one replica, made and judged when asked for, once each.
 
     Args:
         pieces: its own, at least one.
-        nominal: number of micro-batches that others are multiples of, at least 1.
+        nominal: number of micro-batches whose halves and multiples are tried, at least 1.
         cap: most tokens of a micro-batch.
         work: of forward and backward.
         mesh: for its pipeline.
@@ -99,23 +88,23 @@ class Candidates:
     _scores: dict[Way, Score] = field(default_factory=dict, init=False)
 
     def packs(self, way: Way) -> Packs:
-        """The micro-batches of a way."""
+        """The micro-batches of a way; see :data:`Packs`."""
         if way not in self._packs:
             self._packs[way] = self._make(way)
         return self._packs[way]
 
     def score(self, way: Way) -> Score:
-        """The replica's step, without what it shares with others; the worst if there is none."""
+        """Of the replica's step without shared pieces; the worst where they cannot be packed so."""
         if way not in self._scores:
             self._scores[way] = (
-                score_of([self.plan(way, 0, (), self.shard)], self.judge)
+                score_of([replica_plan(self.packs(way), 0, self.shard)], self.judge)
                 if self.packs(way)
                 else Score(True, sys.maxsize)
             )
         return self._scores[way]
 
     def best(self) -> Way:
-        """The way with the best score that the search finds; whole pieces among equals."""
+        """The way with the best score that the search finds; of equal ones whole pieces."""
         fewest = FEWEST if self.packs(FEWEST) else Way("equal", 0)
         if self.mesh.pipeline == 1:
             return fewest
@@ -126,17 +115,13 @@ class Candidates:
         halves = HALVES[self._walk(kind)]
         ways = [fewest, Way("equal", halves), Way("tapered", halves)]
         loads = [self.work(piece.tokens) for piece in self.pieces]
-        # Else one of the whole pieces would make a micro-batch of its own that all wait for.
+        # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             ways.insert(1, Way("whole", halves))
         return min(ways, key=self.score)
 
-    def plan(self, way: Way, number: int, shared: Sequence[Shared], shard: Shard) -> ReplicaPlan:
-        """The plan of replica ``number``, which comes first to what it shares with others."""
-        return replica_plan(self.packs(way), number, shard, shared)
-
     def _walk(self, kind: Kind) -> int:
-        """From the start up while the score improves, or else down; an index of ``HALVES``."""
+        """From :data:`START` up while the score improves, or else down; an index of ``HALVES``."""
         at = START
         for stride in (1, -1):
             while 0 <= at + stride < len(HALVES):
@@ -151,12 +136,12 @@ class Candidates:
         least = -(-sum(piece.tokens for piece in self.pieces) // self.cap)
         count = -(-self.nominal * way.halves // 2)
         if way.kind == "whole":
-            # Where slices cannot take over, search until it fits: a micro-batch per piece does.
+            # Without slices as another way, search on until all fit: one each at the latest.
             most = least + 1 if self.slices else len(self.pieces)
             for bins in [count] if count else range(least, most + 1):
-                groups, left = deal_capped(self.pieces, bins, self.cap, self.work)
+                dealt, left = deal_capped(self.pieces, bins, self.cap, self.work)
                 if not left:
-                    return [[whole(piece) for piece in group] for group in groups if group]
+                    return [list(map(whole, pieces)) for pieces in dealt if pieces]
             return []
         taper = self.mesh.pipeline - 1 if way.kind == "tapered" else 0
         return slice_pieces(self.pieces, count or least, self.cap, self.work, taper=taper)

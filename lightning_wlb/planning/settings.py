@@ -1,7 +1,7 @@
 """The data settings: what decides which pieces of which documents enter a step.
 
-They are apart from the mesh, because what enters a step may depend on the first and never on the
-second: a run can move to another cluster and see the same data.
+What enters a step depends on them alone and never on the mesh, so that a run can move to another
+cluster and see the same data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.arguments import choice, flag, whole
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.planning.packing import PackingChoice
+from lightning_wlb.planning.packing import PACKINGS, PackingChoice
 from lightning_wlb.planning.packing.base import Packer, Rules
 
 LongDocuments = Literal["split", "truncate", "error"]
@@ -32,14 +32,13 @@ class DataSettings:
         packing: the packing method, by name or with options of its own, as in
             ``{"method": "wlb", "queues": 3}`` (:data:`~lightning_wlb.planning.packing.PACKINGS`
             lists the methods, the ``Options`` of each say what it takes). The default has the
-            shortest simulated steps per unit of work on the reference workloads
-            (``benchmarks/packing.py``), without delay.
+            shortest simulated steps per unit of work (``benchmarks/results/packing.md``).
         cap: most tokens of a micro-batch over its context-parallel group; None for the packing's
             default (C or 1.5·C, see its ``cap_percent``).
         long_documents: what becomes of a document above C: cut into pieces of C tokens, cut off
             at C, or an error.
         seed: of the order of documents, at least 0.
-        shuffle: a new order in each epoch; else the order of the store.
+        shuffle: whether each epoch has a new order; else it is the order of the store.
         max_tokens: the first step that brings the run to so many tokens is its last.
 
     Raises:
@@ -87,7 +86,7 @@ class DataSettings:
     @property
     def packer(self) -> type[Packer]:
         """The packing method."""
-        return self.choice.packer
+        return PACKINGS[self.choice.method]
 
     @property
     def token_cap(self) -> int:
@@ -102,12 +101,7 @@ class DataSettings:
         return self.micro_batches * self.context_window
 
     def rules(self, lengths: NDArray[np.int64], work: Work) -> Rules:
-        """What the packing method is told.
-
-        Args:
-            lengths: tokens of each document, after truncation.
-            work: of the model.
-        """
+        """What the packing method is told of them, of the documents and of the model."""
         return Rules(
             lengths=lengths,
             window=self.context_window,

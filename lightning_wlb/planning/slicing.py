@@ -9,14 +9,13 @@ replica one after another, each to the work that is left divided by the packs th
 * a gap is filled with whole pieces, the largest that fits first ("mix", "pack");
 * only where none fits and more than 1/400 of the target is open, the smallest piece that does not
   fit is cut;
-* where so many tokens are left that a pack must take at least half of its cap, it gets first every
-  k-th of the short pieces, k packs being left. Else short pieces with little work for their tokens
-  would all be left for the last pack, which the cap then closes before it reaches the target. (On
-  Generator A, N = 4, at M = 2·N and the cap at C: imbalance 1.0024 on average.)
+* a pack that must take at least half of its cap, by the tokens that are left, gets first every k-th
+  of the short pieces, k packs being left. Else short pieces with little work for their tokens would
+  all be left for the last pack, which the cap then closes before it reaches the target.
 
 So few pieces are cut, packs that share a piece are consecutive, and mostly they share only one
-long piece: its slices run forward in order and backward in reverse (:func:`~lightning_wlb.plan.
-symmetric_backward`), and nothing else waits for them.
+long piece: its slices run forward in order and backward in reverse
+(:func:`.symmetric_backward`), and nothing else waits for them.
 
 Work is that of forward and backward together. The work of a slice is that of the prefix up to its
 end less that of the prefix up to its start; both are quadratic in tokens (beyond a sliding window
@@ -26,14 +25,12 @@ unless the token cap leaves no other way: each pack takes at least the tokens th
 packs after it.
 
 Equal packs are the paper's. Where the pipeline has P stages, P - 1 last packs that each have 5/6 of
-the work of the one before drain it sooner, because nothing else runs beside their backwards: the
-simulated step on Generator A is 2.5 % shorter with M = 16 and P = 4, 1.19 to 1.16 times its work,
-and 3 % with M = 8. Searching all profiles of work found 0.3 % more.
+the work of the one before drain it sooner, because nothing else runs beside their backwards; other
+profiles of work gain hardly more (``benchmarks/results/slimpack.md``).
 
-Cost: O(P·log P + M) searches for P pieces, and O(P·M) where the cap binds; taking a piece out of
-the sorted ones moves the others in memory, which no real P makes felt. 0.4 ms for 260 pieces in 16
-packs. Not for executors that keep no keys and values between micro-batches, nor for so many packs
-that their kernels no longer fill the device: the planner cannot see that, the simulator does.
+Cost: O(P·log P + M) searches for P pieces, and O(P·M) where the cap binds: below a millisecond for
+hundreds of pieces. Not for executors that keep no keys and values between micro-batches, nor for so
+many packs that their kernels no longer fill the device: only a judge can see that.
 """
 
 from __future__ import annotations
@@ -51,18 +48,18 @@ TILE = 128  # tokens; the key tile of attention kernels
 LEAST_SLICE = 512  # tokens
 OPEN_GAPS = 400  # a gap below target / OPEN_GAPS stays open
 TAPER = (6, 5)  # a tapered pack's work to that of the one after it
-_SHARE = 1 << 20  # of a pack that is not tapered
+_SHARE = 1 << 20  # relative work of a pack that is not tapered
 
 
 def share_packs(loads: Sequence[int], packs: int, total: int | None = None) -> list[int]:
-    """M of each replica, by its work, at least one where there is any.
+    """M of each replica: its share of the packs by work, at least one where it has any work.
 
-    Rounded half up, so the sum may differ from ``packs``.
+    Shares are rounded half up, so their sum may differ from ``packs``.
 
     Args:
         loads: work of each replica.
-        packs: what ``total`` is divided into.
-        total: work; None: the sum of the loads.
+        packs: over all replicas.
+        total: work of all packs; None: the sum of the loads.
     """
     total = max(sum(loads) if total is None else total, 1)
     return [max((2 * packs * load + total) // (2 * total), 1) if load else 0 for load in loads]
@@ -120,7 +117,7 @@ class _Waiting:
         self.works = [work(tokens) for tokens in self.lengths]
 
     def count_fitting(self, tokens: int, work: int) -> int:
-        """How many, the shortest ones, have at most so many tokens and so much work each."""
+        """How many pieces have at most so many tokens and so much work each; the first ones."""
         return min(bisect_right(self.lengths, tokens), bisect_right(self.works, work))
 
     def take(self, index: int) -> tuple[Piece, int, int]:

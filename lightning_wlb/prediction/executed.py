@@ -1,11 +1,14 @@
 """What runs where forward and backward micro-batches differ (SlimPack §4.1.2).
 
-An asymmetric plan groups the slices for backward otherwise than for forward. Without computing
-anything twice, what one forward and one backward micro-batch have in common is the largest part
-that can have an autograd graph of its own. So the executor runs these parts, the *units*, in place
-of micro-batches: forward in the order of the forward micro-batches, backward in that of the
-backward ones. A plan that is not asymmetric is its own. More and smaller kernels and messages than
-micro-batches: at most the sum of both passes' numbers, less one, where pieces are cut in order.
+The backward micro-batches of an asymmetric plan have other slices than its forward ones. Without
+computing anything twice, what one forward and one backward micro-batch have in common is the
+largest part that can have an autograd graph of its own. So the executor runs these parts, the
+*units*, in place of micro-batches: forward in the order of the forward micro-batches, backward in
+that of the backward ones. A plan that is not asymmetric runs as it is.
+
+Units are more and smaller than micro-batches, and so are their kernels and messages: there are at
+most as many as forward and backward micro-batches together, less one, where pieces are cut in
+order.
 
 Cost: linear in slices.
 """
@@ -33,20 +36,28 @@ def units(
         same in both passes; a unit has the sharding and the replicas of its forward micro-batch,
         and rows of its own.
     """
-    if sorted(map(_members, replica.forward)) == sorted(map(_members, replica.backward)):
+    forward_slices, backward_slices = (
+        sorted(sorted(micro_batch.slices) for micro_batch in micro_batches)
+        for micro_batches in (replica.forward, replica.backward)
+    )
+    if forward_slices == backward_slices:
         return replica
     place = {
-        index: number for number, group in enumerate(replica.backward) for index in group.slices
+        index: number
+        for number, micro_batch in enumerate(replica.backward)
+        for index in micro_batch.slices
     }
     forward: list[MicroBatch] = []
     order: list[tuple[int, int, MicroBatch]] = []
-    for at, group in enumerate(replica.forward):
+    for at, micro_batch in enumerate(replica.forward):
         parts: dict[int, list[int]] = {}
-        for index in group.slices:
+        for index in micro_batch.slices:
             parts.setdefault(place[index], []).append(index)
         # The later in backward, the earlier its slices are in their pieces.
         for number in sorted(parts, reverse=True):
-            unit = _unit(replica, group, parts[number], context_parallel_size, tensor_parallel_size)
+            unit = replace(micro_batch, slices=tuple(parts[number]))
+            placed = layout_of(replica, unit, context_parallel_size, tensor_parallel_size)
+            unit = replace(unit, rows=placed.rows)
             forward.append(unit)
             order.append((number, -at, unit))
     order.sort(key=lambda entry: entry[:2])
@@ -54,28 +65,15 @@ def units(
 
 
 def layout_of(
-    replica: ReplicaPlan, group: MicroBatch, context_parallel_size: int, tensor_parallel_size: int
+    replica: ReplicaPlan,
+    micro_batch: MicroBatch,
+    context_parallel_size: int,
+    tensor_parallel_size: int,
 ) -> Layout:
     """How a micro-batch lies on its context-parallel group."""
     return layout(
-        group.sharding,
-        [replica.slices[index].tokens for index in group.slices],
-        context_parallel_size * len(group.replicas),
+        micro_batch.sharding,
+        [replica.slices[index].tokens for index in micro_batch.slices],
+        context_parallel_size * len(micro_batch.replicas),
         tensor_parallel_size,
     )
-
-
-def _members(group: MicroBatch) -> tuple[int, ...]:
-    return tuple(sorted(group.slices))
-
-
-def _unit(
-    replica: ReplicaPlan,
-    group: MicroBatch,
-    members: list[int],
-    context_parallel_size: int,
-    tensor_parallel_size: int,
-) -> MicroBatch:
-    unit = replace(group, slices=tuple(members))
-    arrangement = layout_of(replica, unit, context_parallel_size, tensor_parallel_size)
-    return replace(unit, rows=arrangement.rows)

@@ -1,17 +1,16 @@
 """What the ranks of a pipeline hold in the course of a step, from the memory model.
 
 A forward opens bytes that its own backward frees (:class:`StepMemory`, from ``cost/memory.py``).
-Besides, actions leave bytes for others to free (:func:`freed_bytes`):
+Some bytes are made by one action and freed by another (:func:`freed_bytes`):
 
-* the backward of a later slice leaves gradients of an earlier micro-batch's keys, which that one's
-  own backward takes (:mod:`~lightning_wlb.attention.sliced`). The first such backward makes them,
-  for the whole micro-batch;
-* a backward leaves the gradient that it sends to the stage before, until a message comes back that
-  proves its arrival (:mod:`~lightning_wlb.schedule.receipts`). What a forward sends on is held
-  until its backward anyway.
+* the gradients of an earlier micro-batch's keys, which the first backward of a later slice of the
+  same piece makes, for the whole micro-batch, and the micro-batch's own backward takes
+  (:mod:`~lightning_wlb.attention.sliced`);
+* the gradient that a backward sends to the stage before, which is held until a message comes back
+  that proves its arrival (:mod:`~lightning_wlb.schedule.receipts`). What a forward sends on is held
+  until its own backward anyway.
 
-``costs`` are those of a replica's micro-batches by number. Cost: about 2 µs per action, and the
-square of the slices of a piece.
+Cost: about 2 µs per action, and the square of the slices of a piece.
 """
 
 from __future__ import annotations
@@ -19,35 +18,54 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.prediction.step import MicroBatchCost
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action, target_of
+from lightning_wlb.schedule.actions import BACKWARD, Action, target_of
 from lightning_wlb.schedule.packflow import backward_order
 from lightning_wlb.schedule.receipts import receipts
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of the passes of a step.
+    """Bytes on the ranks of a pipeline. ``costs`` are those of a replica's micro-batches by number.
 
     Args:
-        memory: of the model on the mesh.
-        parts: of the model that each stage owns.
-        rank_parts: that each pipeline rank owns, over all its stages.
+        model: memory of the model on the mesh.
+        layers: of each stage, virtual ones in order.
     """
 
-    memory: MemoryModel
-    parts: tuple[StageParts, ...]
-    rank_parts: tuple[StageParts, ...]
+    model: MemoryModel
+    layers: tuple[int, ...]
+
+    @cached_property
+    def parts(self) -> tuple[StageParts, ...]:
+        """What each stage owns of the model."""
+        last = len(self.layers) - 1
+        return tuple(StageParts(n, at == 0, at == last) for at, n in enumerate(self.layers))
+
+    @cached_property
+    def rank_parts(self) -> tuple[StageParts, ...]:
+        """What each pipeline rank owns, over all its stages."""
+        ranks = self.model.mesh.pipeline
+        return tuple(
+            StageParts(sum(self.layers[rank::ranks]), rank == 0, rank == ranks - 1)
+            for rank in range(ranks)
+        )
+
+    @cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Parameters, gradients and optimizer state of each pipeline rank."""
+        return tuple(map(self.model.state_bytes, self.rank_parts))
 
     def saved(self, stage: int, cost: MicroBatchCost) -> int:
         """What a forward opens on a stage until its backward has run."""
         parts = self.parts[stage]
-        return self.memory.micro_batch_bytes(parts, cost.rows) + self.memory.kept_keys_bytes(
-            parts, cost.kept_rows
-        )
+        kept = self.model.kept_keys_bytes(parts, cost.kept_rows)
+        return self.model.micro_batch_bytes(parts, cost.rows) + kept
 
     def freed(
         self,
@@ -60,45 +78,47 @@ class StepMemory:
             programs,
             replica,
             len(self.parts),
-            lambda stage, micro_batch: self.memory.key_gradient_bytes(
+            lambda stage, micro_batch: self.model.key_gradient_bytes(
                 self.parts[stage], costs[micro_batch].kept_rows
             ),
-            lambda micro_batch: self.memory.boundary_bytes(costs[micro_batch].rows),
+            lambda micro_batch: self.model.boundary_bytes(costs[micro_batch].rows),
         )
 
-    def constant(
-        self, state: Sequence[int], costs: Sequence[Sequence[MicroBatchCost]]
-    ) -> list[int]:
-        """What each rank holds all along: its ``state``, and the step's inputs.
+    def constant(self, replicas: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
+        """What each rank holds all along: its state, and the step's inputs on the fullest replica.
 
         Args:
-            state: of each pipeline rank.
-            costs: of each replica.
+            replicas: the costs of each replica.
         """
-        inputs = (
-            max(
-                sum(self.memory.input_bytes(parts, cost.rows, cost.indexed) for cost in of_replica)
-                for of_replica in costs
+        return [
+            state
+            + max(
+                sum(self.model.input_bytes(parts, cost.rows, cost.indexed) for cost in costs)
+                for costs in replicas
             )
-            for parts in self.rank_parts
-        )
-        return [state + size for state, size in zip(state, inputs, strict=True)]
+            for state, parts in zip(self.state_bytes, self.rank_parts, strict=True)
+        ]
 
     def peak(
-        self, program: Sequence[Action], held: Sequence[int], costs: Sequence[MicroBatchCost]
+        self,
+        programs: Sequence[Sequence[Action]],
+        held: Sequence[Sequence[int]],
+        costs: Sequence[MicroBatchCost],
     ) -> int:
-        """Most bytes on a pipeline rank: what it holds, and what lives only inside a backward."""
-        return max(
-            (
-                bytes_held + self._inside(action.stage, costs[action.micro_batch])
-                for action, bytes_held in zip(program, held, strict=True)
-                if action.kind != FORWARD
-            ),
-            default=0,
-        )
+        """Most bytes on a rank of a replica, with what lives only inside a backward.
 
-    def _inside(self, stage: int, cost: MicroBatchCost) -> int:
-        return self.memory.transient_bytes(self.parts[stage], cost.rows, cost.keys)
+        Args:
+            programs: of the ranks.
+            held: bytes on each rank while each action of its program runs.
+            costs: of the replica.
+        """
+        most = 0
+        for action, bytes_held in zip(chain(*programs), chain(*held), strict=True):
+            if action.kind == BACKWARD:
+                cost, parts = costs[action.micro_batch], self.parts[action.stage]
+                inside = self.model.transient_bytes(parts, cost.rows, cost.keys)
+                most = max(most, bytes_held + inside)
+        return most
 
 
 def freed_bytes(
@@ -108,7 +128,7 @@ def freed_bytes(
     key_gradients: Callable[[int, int], int],
     boundary: Callable[[int], int],
 ) -> Mapping[Action, int]:
-    """What each action frees of what others left, less what it leaves; 0 where not named.
+    """What each action frees that others made, less what it makes for others to free.
 
     Args:
         programs: of the replica's ranks.
@@ -116,6 +136,9 @@ def freed_bytes(
         stages: of all ranks.
         key_gradients: of (stage, micro-batch), bytes of the gradients of its keys.
         boundary: of a micro-batch, bytes that a stage sends to its neighbour.
+
+    Returns:
+        Bytes of each action; no entry means 0.
     """
     freed: defaultdict[Action, int] = defaultdict(int)
     order, _ = backward_order(replica)
@@ -139,22 +162,26 @@ def freed_bytes(
 
 
 def first_readers(replica: ReplicaPlan) -> dict[int, int]:
-    """Of each forward micro-batch whose keys others read in backward, the first that does.
+    """Of each micro-batch whose keys others read, the one whose backward does so first.
 
     Args:
         replica: as it is executed (``prediction.executed``).
 
     Returns:
-        Places in ``forward``, and in ``backward``.
+        Its place in ``forward``, and that of its first reader in ``backward``.
     """
     slices_of: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    place = {number: at for at, group in enumerate(replica.forward) for number in group.slices}
+    place = {
+        number: at
+        for at, micro_batch in enumerate(replica.forward)
+        for number in micro_batch.slices
+    }
     for number, part in enumerate(replica.slices):
         slices_of[part.document, part.origin].append((part.start, number))
     readers: dict[int, int] = {}
-    for at, group in enumerate(replica.backward):
-        own = set(group.slices)
-        for part in replica.slices_of(group):
+    for at, micro_batch in enumerate(replica.backward):
+        own = set(micro_batch.slices)
+        for part in replica.slices_of(micro_batch):
             if part.context:
                 for start, number in slices_of[part.document, part.origin]:
                     if start < part.start and number not in own:

@@ -1,26 +1,25 @@
 """What a plan will take: every action's duration, and the simulated step.
 
-The glue between the plan, the cost model and the simulator. A micro-batch is laid out on its
+The predictor connects the plan, the cost model and the simulator. A micro-batch is laid out on its
 context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
-is its stage's layers, its ends and its overhead; messages between stages are the simulator's
-transfers; parameters and gradients travel once, at the end. What the passes hold is in
-:mod:`~lightning_wlb.prediction.memory`.
+takes the time of its stage's layers, its ends and its overhead; messages between stages are the
+simulator's transfers; parameters and gradients travel once, at the end. A micro-batch of several
+replicas (DP-Merge) begins when all of them can, and its keys travel over the links of the
+data-parallel axis. What the passes hold is in :mod:`~lightning_wlb.prediction.memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
-action. Communication is not overlapped with computation here, because the executor overlaps none.
+action. Communication is not overlapped with computation, because the executor overlaps none.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
-simulation. Of slices, earlier keys are attended to, gathered with their own keys, and gathered
-again in backward, and their gradients added to their owners. A micro-batch of several replicas
-(DP-Merge) begins when all of them can, and its keys travel over the links of the data-parallel
-axis.
+simulation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +34,19 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory
 from lightning_wlb.prediction.micro_batch import micro_batch_cost
 from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.programs import make_programs, meetings_of, program_of
+from lightning_wlb.schedule.programs import (
+    check_stages,
+    make_programs,
+    meetings_of,
+    program_of,
+)
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
 from lightning_wlb.sharding import layout
@@ -54,7 +58,7 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     Args:
         shape: of the whole model.
         stages: number of stages, virtual ones counted.
-        mean_context: tokens that a token attends to on average, see :func:`mean_context_of`.
+        mean_context: see :func:`mean_context_of`.
 
     Raises:
         ValueError: more stages than layers.
@@ -82,15 +86,17 @@ class SimulatedReplicas(NamedTuple):
 
     Attributes:
         costs: of each replica's micro-batches.
-        durations: for each replica, how long each action computes, in ns.
+        durations: of each replica, how long each action computes, in ns.
         programs: of each replica's ranks.
         simulations: one for each replica.
+        peak_bytes: of the fullest rank, state included.
     """
 
     costs: list[list[MicroBatchCost]]
     durations: list[dict[Action, int]]
     programs: list[list[list[Action]]]
     simulations: list[Simulation]
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -120,52 +126,26 @@ class Predictor:
                 f"{len(self.stages)} stages for pipeline={mesh.pipeline} ranks with"
                 f" virtual_stages={mesh.virtual_stages} each: give {mesh.stages}."
             )
-        self._programs(0)
+        check_stages(self.schedule, mesh.virtual_stages)
 
     @cached_property
-    def memory(self) -> MemoryModel:
-        """The memory of the same model on the same mesh."""
-        return MemoryModel(
-            self.latency.shape,
-            self.latency.mesh,
-            self.latency.activation_checkpointing,
-            self.latency.profile.dtype,
+    def memory(self) -> StepMemory:
+        """What the ranks hold, of the same model on the same mesh."""
+        latency = self.latency
+        model = MemoryModel(
+            latency.shape,
+            latency.mesh,
+            latency.activation_checkpointing,
+            latency.profile.dtype,
             self.rest_dtype,
-            fused_norm=self.latency.profile.device_type != "cpu",
+            fused_norm=latency.profile.device_type != "cpu",
         )
-
-    def parts(self, stage: int) -> StageParts:
-        """What one stage owns."""
-        return StageParts(len(self.stages[stage]), stage == 0, stage == len(self.stages) - 1)
-
-    @cached_property
-    def rank_parts(self) -> tuple[StageParts, ...]:
-        """What each pipeline rank owns, over all its stages."""
-        ranks = self.latency.mesh.pipeline
-        return tuple(
-            StageParts(
-                layers=sum(len(self.stages[s]) for s in range(rank, len(self.stages), ranks)),
-                embedding=rank == 0,
-                head=rank == ranks - 1,
-            )
-            for rank in range(ranks)
-        )
-
-    @cached_property
-    def state_bytes(self) -> tuple[int, ...]:
-        """Parameters, gradients and optimizer state of each pipeline rank."""
-        return tuple(map(self.memory.state_bytes, self.rank_parts))
-
-    @cached_property
-    def step_memory(self) -> StepMemory:
-        """What the passes of a step hold."""
-        parts = tuple(self.parts(stage) for stage in range(len(self.stages)))
-        return StepMemory(self.memory, parts, self.rank_parts)
+        return StepMemory(model, tuple(map(len, self.stages)))
 
     @cached_property
     def synchronisation_ns(self) -> int:
         """Parameters gathered, gradients reduced and applied, on the slowest pipeline rank."""
-        counts = map(self.memory.parameters, self.rank_parts)
+        counts = map(self.memory.model.parameters, self.memory.rank_parts)
         return max(map(self.latency.data_parallel_ns, counts))
 
     def longest_micro_batch(self, micro_batches: int) -> int:
@@ -173,74 +153,38 @@ class Predictor:
 
         The schedule decides how many are open at once on each rank.
         """
+        mesh, memory_bytes = self.latency.mesh, self.latency.profile.memory_bytes
+        programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
         limits = []
-        for rank, program in enumerate(self._programs(micro_batches)):
-            most = _most_open(program)
-            # Open stage passes, in units of all the rank's stages together.
-            units = -(-most // self.latency.mesh.virtual_stages)
+        for parts, program in zip(self.memory.rank_parts, programs, strict=True):
+            passes = accumulate(-1 if action.kind == BACKWARD else 1 for action in program)
+            # Open passes through all the stages of the rank together.
+            most = -(-max(passes, default=0) // mesh.virtual_stages)
             limits.append(
-                self.memory.longest_micro_batch(
-                    self.rank_parts[rank],
-                    units,
-                    self.latency.profile.memory_bytes,
-                    micro_batches,
-                )
+                self.memory.model.longest_micro_batch(parts, most, memory_bytes, micro_batches)
             )
         return min(limits)
 
     def micro_batch(
-        self, pieces: Sequence[Slice], sharding: str, *, replicas: int = 1, kept: bool = False
+        self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, kept: bool = False
     ) -> MicroBatchCost:
-        """The cost of a micro-batch of slices under a sharding of the registry.
-
-        Args:
-            pieces: its slices.
-            sharding: name of it.
-            replicas: that share the micro-batch.
-            kept: whether a later micro-batch reads its keys.
-        """
-        lengths = [piece.tokens for piece in pieces]
+        """The cost of a micro-batch under the sharding of that name, see ``micro_batch_cost``."""
+        lengths = [each.tokens for each in slices]
         mesh = self.latency.mesh
         placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
-        return micro_batch_cost(self.latency, pieces, placed, replicas=replicas, kept=kept)
-
-    def piece_work(self, micro_batch_tokens: int) -> Callable[[int], int]:
-        """W_a + W_l of WLB-LLM Equation 2 as time: a function from a piece's tokens to ps.
-
-        Forward and backward of one layer: attention as if it were spread evenly over the context
-        ranks, the rest, communication included, per token of a micro-batch of
-        ``micro_batch_tokens``. What the paper packs by; this project's packers go by FLOPs, which
-        every cluster agrees on.
-        """
-        latency, ranks = self.latency, self.latency.mesh.context
-        rows = -(-micro_batch_tokens // ranks)
-        shared = sum(
-            latency.linear_ns(rows, backward=backward)
-            + latency.tensor_parallel_ns(rows, backward=backward)
-            + latency.context_parallel_ns((ranks - 1) * rows, rows, backward=backward)
-            for backward in (False, True)
-        )
-
-        def work(tokens: int) -> int:
-            length = np.array([tokens], dtype=np.int64)
-            attention = int(latency.segment_cost(length, length)[0]) // ranks
-            return attention + 1000 * shared * tokens // micro_batch_tokens
-
-        return work
+        return micro_batch_cost(self.latency, slices, placed, replicas=replicas, kept=kept)
 
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
         """Forward and backward of one micro-batch on one stage."""
-        latency, parts, rows = self.latency, self.parts(stage), cost.rows
-        result = []
-        for backward in (False, True):
-            time = len(self.stages[stage]) * cost.layer_ns[backward]
-            time += latency.action_ns(rows, backward=backward)
-            if parts.embedding:
-                time += latency.embedding_ns(rows, backward=backward)
-            if parts.head:
-                time += latency.head_ns(rows, backward=backward)
-            result.append(time)
-        return result[0], result[1]
+        latency, parts, rows = self.latency, self.memory.parts[stage], cost.rows
+        forward, backward = (
+            parts.layers * cost.layer_ns[each]
+            + latency.action_ns(rows, backward=each)
+            + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
+            + (latency.head_ns(rows, backward=each) if parts.head else 0)
+            for each in (False, True)
+        )
+        return forward, backward
 
     def predict(self, plan: StepPlan) -> StepPrediction:
         """The simulated step.
@@ -265,34 +209,29 @@ class Predictor:
             simulations=tuple(step.simulations),
             costs=tuple(map(tuple, step.costs)),
             work_ns=work,
-            peak_bytes=self.peak_bytes(step),
+            peak_bytes=step.peak_bytes,
             flops=sum(Work.of(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
             devices=self.latency.mesh.devices,
             peak_flops=self.latency.profile.peak_flops,
         )
 
-    def peak_bytes(self, step: SimulatedReplicas) -> int:
-        """Of the fullest rank of some replicas, state included."""
-        return max(
-            (
-                self.step_memory.peak(program, held, costs)
-                for programs, simulation, costs in zip(
-                    step.programs, step.simulations, step.costs, strict=True
-                )
-                for program, held in zip(programs, simulation.held_bytes, strict=True)
-            ),
-            default=0,
-        )
-
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
         """The step of replicas that share micro-batches with each other only."""
-        mesh = self.latency.mesh
+        mesh, memory = self.latency.mesh, self.memory
         replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         costs = [self._costs(replica) for replica in replicas]
         durations = [self._durations(of_replica) for of_replica in costs]
-        programs = self._programs_of(replicas)
+        programs = [
+            [
+                program_of(
+                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number
+                )
+                for rank in range(mesh.pipeline)
+            ]
+            for number in range(len(replicas))
+        ]
         freed = [
-            self.step_memory.freed(of_replica, replica, each)
+            memory.freed(of_replica, replica, each)
             for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
         ]
 
@@ -304,15 +243,19 @@ class Predictor:
             programs,
             lambda replica, action: durations[replica][action],
             transfer,
-            opened_bytes=lambda replica, action: self.step_memory.saved(
+            opened_bytes=lambda replica, action: memory.saved(
                 action.stage, costs[replica][action.micro_batch]
             ),
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
-            constant_bytes=self.step_memory.constant(self.state_bytes, costs),
+            constant_bytes=memory.constant(costs),
             synchronisation_ns=self.synchronisation_ns,
             shared=meetings_of(replicas),
         )
-        return SimulatedReplicas(costs, durations, programs, simulations)
+        peaks = [
+            memory.peak(of_ranks, simulation.held_bytes, of_replica)
+            for of_ranks, simulation, of_replica in zip(programs, simulations, costs, strict=True)
+        ]
+        return SimulatedReplicas(costs, durations, programs, simulations, max(peaks, default=0))
 
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
         """How long each action of a replica computes, from the costs of its micro-batches."""
@@ -325,40 +268,17 @@ class Predictor:
         return durations
 
     def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        last = {
+        last = {  # micro-batch of each piece
             (part.document, part.origin): at
-            for at, group in enumerate(replica.forward)
-            for part in replica.slices_of(group)
+            for at, micro_batch in enumerate(replica.forward)
+            for part in replica.slices_of(micro_batch)
         }
         return [
             self.micro_batch(
-                (parts := replica.slices_of(group)),
-                group.sharding,
-                replicas=len(group.replicas),
-                kept=any(last[part.document, part.origin] > at for part in parts),
+                (slices := replica.slices_of(micro_batch)),
+                micro_batch.sharding,
+                replicas=len(micro_batch.replicas),
+                kept=any(last[part.document, part.origin] > at for part in slices),
             )
-            for at, group in enumerate(replica.forward)
+            for at, micro_batch in enumerate(replica.forward)
         ]
-
-    def _programs(self, micro_batches: int) -> list[list[Action]]:
-        mesh = self.latency.mesh
-        return make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
-
-    def _programs_of(self, replicas: Sequence[ReplicaPlan]) -> list[list[list[Action]]]:
-        ranks, virtual_stages = self.latency.mesh.pipeline, self.latency.mesh.virtual_stages
-        return [
-            [
-                program_of(self.schedule, rank, ranks, virtual_stages, replicas, number)
-                for rank in range(ranks)
-            ]
-            for number in range(len(replicas))
-        ]
-
-
-def _most_open(program: Sequence[Action]) -> int:
-    """Most stage passes between their forward and their backward."""
-    held = most = 0
-    for action in program:
-        held += -1 if action.kind == BACKWARD else 1
-        most = max(most, held)
-    return most

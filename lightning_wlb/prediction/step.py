@@ -1,4 +1,4 @@
-"""What a prediction of a step says: the simulated step, and figures derived from it."""
+"""What the prediction of a step consists of: its simulation, and figures derived from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MicroBatchCost(NamedTuple):
     Attributes:
         rows: of each rank, padding included.
         keys: most that a rank's segments read.
-        indexed: of these keys, so many are put in order by an index; 0 where none are.
+        indexed: how many of these keys are put in order by an index.
         kept_rows: rows whose keys and values later slices read; 0 if none do.
         attention_ns: of one layer, on the slowest rank.
         mean_attention_ns: of one layer, mean over the ranks.
@@ -65,18 +65,8 @@ class StepPrediction:
         return self.simulations[0].total_ns
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens of the step over its time, all devices together."""
-        return self.plan.tokens * 1e9 / self.total_ns
-
-    @property
-    def utilisation(self) -> float:
-        """Model FLOP utilisation."""
-        return self.flops * 1e9 / (self.total_ns * self.devices * self.peak_flops)
-
-    @property
     def bubble(self) -> float:
-        """Idle share of the pipeline ranks before synchronisation."""
+        """Idle share of the pipeline ranks' time before synchronisation."""
         ranks = [idle for simulation in self.simulations for idle in simulation.idle_ns]
         whole = self.simulations[0].compute_ns * len(ranks)
         return sum(ranks) / whole if whole else 0.0

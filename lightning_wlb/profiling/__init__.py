@@ -3,11 +3,11 @@
 * The attention kernel alone, forward and backward, over a grid of queries and keys.
 * Pipeline stages of the reference decoder with one and with three layers over a grid of rows,
   attention timed apart: the difference is two layers, what is left of one stage its overhead.
-* The two ends of the model in the same way.
+* The output projection with the loss, in the same way.
 * A stream of element-wise work for the memory's bandwidth.
 * Two processes that exchange small and large messages, for the link within a node.
-* Then random micro-batches that were in no grid, whole stages forward and backward: the median and
-  the worst relative error of the prediction go into the profile (``errors``).
+* Random micro-batches that were in no grid, whole stages forward and backward: the median and the
+  worst relative error of their prediction go into the profile (``errors``).
 
 On a CPU with one thread, times are the thread's own CPU time, as in the strategy's stopwatch, so
 that a busy machine disturbs the result little; on CUDA they are events on the stream. The CUDA
@@ -24,6 +24,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -50,17 +51,14 @@ def measure(
     """Measure a device.
 
     Args:
-        config: whose layers and ends are run; their number of layers does not matter.
+        config: whose layers and head are run; their number of layers does not matter.
         name: of the profile.
         device: to measure.
         dtype: to compute in.
         grid: where to measure; by default one for the kind of device.
-        links: whether to measure the link between two processes of this node (and not to know
-            it otherwise: the profile then has the memory's bandwidth in its place, and says so).
-        report: told what is being measured.
-
-    Returns:
-        A measured profile. ``errors`` has the relative errors on held-out micro-batches.
+        links: whether to measure the link between two processes of this node. If not, the
+            memory's bandwidth stands in its place, and the profile says so.
+        report: called with what is being measured.
 
     Raises:
         ValueError: a dtype that profiles do not know.
@@ -68,11 +66,12 @@ def measure(
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in DTYPE_BYTES:
         raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
-    grid = grid or (CUDA_GRID if device.type == "cuda" else CPU_GRID)
+    cuda = device.type == "cuda"
+    grid = grid or (CUDA_GRID if cuda else CPU_GRID)
     bench = Bench(config, device, dtype, grid)
     report("attention kernel")
     attention = bench.attention()
-    report("layers, ends and overhead")
+    report("layers, head and overhead")
     stages = bench.stages()
     report("memory bandwidth")
     bandwidth = bench.element_bytes_per_second(stages)
@@ -85,8 +84,13 @@ def measure(
     else:
         link = Link(0.0, bandwidth)
         sources.append("Link within the node: not measured, the memory's bandwidth stands for it.")
-    peak = get_available_flops(device, dtype) if device.type == "cuda" else None
-    nodes = torch.cuda.device_count() if device.type == "cuda" else _share_of_cores()
+    peak = get_available_flops(device, dtype) if cuda else None
+    # Ranks of as many threads as this process has that the node can hold.
+    ranks = (
+        torch.cuda.device_count()
+        if cuda
+        else max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
+    )
     profile = Profile(
         name=name,
         device=_device_name(device),
@@ -96,8 +100,8 @@ def measure(
         sources=tuple(sources),
         date=datetime.date.today().isoformat(),
         peak_flops=float(peak or bench.best_product()),
-        memory_bytes=_memory_bytes(device) // (1 if device.type == "cuda" else nodes),
-        devices_per_node=nodes,
+        memory_bytes=_memory_bytes(device) // (1 if cuda else ranks),
+        devices_per_node=ranks,
         element_bytes_per_second=bandwidth,
         attention=(attention,),
         layer=layer,
@@ -112,13 +116,14 @@ def measure(
 
 
 def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Grid) -> str:
-    clock = "events on the stream" if device.type == "cuda" else "the thread's own CPU time"
-    if device.type == "cpu" and torch.get_num_threads() > 1:
-        clock = "wall-clock time"
-    threads = "" if device.type == "cuda" else f" on {torch.get_num_threads()} thread(s)"
-    shape = config.shape
+    shape, threads = config.shape, torch.get_num_threads()
+    if device.type == "cuda":
+        where, clock = "", "events on the stream"
+    else:
+        where = f" on {threads} thread(s)"
+        clock = "the thread's own CPU time" if threads == 1 else "wall-clock time"
     return (
-        f"Measured{threads} by lightning-wlb profile, medians of {grid.repeats} by {clock}: the"
+        f"Measured{where} by lightning-wlb profile, medians of {grid.repeats} by {clock}: the"
         f" attention kernel with {shape.heads} heads of {shape.head_dim}, and decoder layers of"
         f" dim {shape.dim}, feed-forward {shape.ffn_dim}, vocabulary {shape.vocab_size}."
     )
@@ -127,13 +132,10 @@ def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Gr
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
+    cpus = Path("/proc/cpuinfo")  # Linux has it
+    for line in cpus.read_text(encoding="utf-8").splitlines() if cpus.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
@@ -141,8 +143,3 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _share_of_cores() -> int:
-    """Ranks of as many threads as this process has that the machine's cores can hold."""
-    return max((os.cpu_count() or 1) // torch.get_num_threads(), 1)

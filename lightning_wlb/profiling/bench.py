@@ -1,13 +1,16 @@
-"""The measurements behind a profile: kernels, layers, ends, and how well a prediction fits."""
+"""The measurements behind a profile: kernel, layers, head, and how well a prediction fits.
+
+Arrays of two are (forward, backward) throughout. Times are medians of repeated calls, the first of
+which warms up and does not count.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +31,8 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.sharding import layout, rank_indices
 from lightning_wlb.strategy.measure import make_stopwatch
 
-SHORT_PIECE = 32
-"""Tokens of the pieces that layers are measured on, so that attention hardly counts."""
+SHORT_DOCUMENT = 32
+"""Tokens of the documents that layers are measured on, so that attention hardly counts."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Grid:
         queries: of attention segments.
         keys_per_query: of attention segments.
         pairs: most query-key pairs of a segment; points beyond repeat the rate of the last.
-        rows: of layers and ends.
+        rows: of layers and of the head.
         repeats: of every measurement, of which the median counts.
         held_out: micro-batches that the finished profile is judged by.
     """
@@ -63,12 +66,11 @@ CUDA_GRID = Grid(
 )
 
 
-@dataclass
-class Stages:
-    """Seconds of (forward, backward) at each number of rows, attention left out."""
+class Stages(NamedTuple):
+    """Seconds [numbers of rows, 2], attention left out."""
 
-    layer: list[tuple[float, float]]
-    head: list[tuple[float, float]]
+    layer: np.ndarray
+    head: np.ndarray
     overhead: ActionOverhead
 
 
@@ -79,37 +81,35 @@ class Bench:
         self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, grid: Grid
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
+        # The latency model is asked for the traffic of a layer alone, so any profile's rates do.
+        profile = replace(Profile.load("h100"), dtype=str(dtype).removeprefix("torch."))
+        self._latency = LatencyModel(profile, config.shape)
 
     def attention(self) -> AttentionTable:
         """The kernel's table, with this device's tile and call overhead."""
-        # A CPU takes queries as they come; tiled GPU kernels round up to 128.
-        tile = 128 if self.device.type == "cuda" else 1
-        shape = self.config.shape
-        tables: list[list[list[float]]] = [[], []]
+        shape, queries_axis, ratios = self.config.shape, self.grid.queries, self.grid.keys_per_query
+        rates = np.zeros((2, len(queries_axis), len(ratios)))  # of forward and of backward
         call = self._call_overhead()
-        for queries in self.grid.queries:
-            rates: list[list[float]] = [[], []]
-            for ratio in self.grid.keys_per_query:
+        for row, queries in enumerate(queries_axis):
+            for column, ratio in enumerate(ratios):
                 keys = round(queries * ratio)
-                if queries * keys > self.grid.pairs and rates[0]:
-                    for known in rates:
-                        known.append(known[-1])
+                if queries * keys > self.grid.pairs and column:
+                    rates[:, row, column] = rates[:, row, column - 1]
                     continue
                 count = self._segments(queries, keys)
                 times = self._kernel_seconds([(queries, keys)] * count)
                 flops = 4 * shape.heads * shape.head_dim * causal_pairs(queries, keys - queries)
-                for passed, factor in enumerate((1.0, 2.5)):
-                    seconds = max(times[passed] - call[passed], 0.2 * times[passed]) / count
-                    rates[passed].append(float(f"{factor * flops / seconds:.4g}"))
-            for table, row in zip(tables, rates, strict=True):
-                table.append(row)
+                seconds = np.maximum(times - call, 0.2 * times) / count
+                rates[:, row, column] = np.array((1.0, 2.5)) * flops / seconds
+        forward, backward = (tuple(map(_rounded, table)) for table in rates)
         return AttentionTable(
             head_dim=shape.head_dim,
-            tile=tile,
-            queries=self.grid.queries,
-            keys_per_query=self.grid.keys_per_query,
-            forward=tuple(map(tuple, tables[0])),
-            backward=tuple(map(tuple, tables[1])),
+            # A CPU takes queries as they come; tiled GPU kernels round up to 128.
+            tile=128 if self.device.type == "cuda" else 1,
+            queries=queries_axis,
+            keys_per_query=ratios,
+            forward=forward,
+            backward=backward,
             call_ns=(float(round(call[0] * 1e9)), float(round(call[1] * 1e9))),
         )
 
@@ -119,21 +119,28 @@ class Bench:
             return max(1, min(16384 // queries, 2**24 // keys))
         return max(1, min(16, 4096 // queries, 2**19 // keys))
 
-    def _call_overhead(self) -> tuple[float, float]:
-        """What a call takes besides its segments: two smallest points, extrapolated to none."""
+    def _call_overhead(self) -> np.ndarray:
+        """Seconds [2] of a call besides its segments: two smallest points, extrapolated to none."""
         few, many = (self._kernel_seconds([(1, 1)] * count) for count in (4, 20))
-        forward, backward = (
-            max(less - 4 * (more - less) / 16, 0.0) for less, more in zip(few, many, strict=True)
-        )
-        return forward, backward
+        return np.maximum(few - 4 * (many - few) / 16, 0.0)
 
-    def _kernel_seconds(self, segments: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        """Forward and backward of one call over segments of (queries, keys)."""
+    def _kernel_seconds(self, segments: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Seconds [2] of one call over segments of (queries, keys)."""
         shape = self.config.shape
         total_q, total_k = (sum(segment[side] for segment in segments) for side in (0, 1))
         q = self._random(total_q, shape.heads, shape.head_dim)
         k, v = (self._random(total_k, shape.kv_heads, shape.head_dim) for _ in range(2))
-        metadata = self._metadata(segments, total_q, total_k)
+        lengths = np.array(segments)
+        firsts = np.concatenate((np.zeros((1, 2)), np.cumsum(lengths, axis=0))).astype(np.int32)
+        metadata = AttentionMetadata(
+            rows=total_q,
+            queries=total_q,
+            cu_seqlens_q=torch.from_numpy(firsts[:, 0].copy()),
+            cu_seqlens_k=torch.from_numpy(firsts[:, 1].copy()),
+            max_seqlen_q=int(lengths[:, 0].max()),
+            max_seqlen_k=int(lengths[:, 1].max()),
+            key_index=torch.arange(total_k),  # keys of their own, not the local rows
+        ).to(self.device)
         kernel = VarlenAttention()
         gradient = torch.randn_like(q)
 
@@ -145,53 +152,26 @@ class Bench:
 
         return self._timed(forward, backward)
 
-    def _metadata(
-        self, segments: Sequence[tuple[int, int]], queries: int, keys: int
-    ) -> AttentionMetadata:
-        lengths = np.array(segments, dtype=np.int64)
-        ends = [np.concatenate(([0], np.cumsum(lengths[:, side]))) for side in (0, 1)]
-        whole = rank_indices(layout("per_sequence", [queries], 1, 1), 0)
-        return replace(
-            AttentionMetadata.from_indices(whole, queries, 1),
-            cu_seqlens_q=torch.from_numpy(ends[0].astype(np.int32)),
-            cu_seqlens_k=torch.from_numpy(ends[1].astype(np.int32)),
-            max_seqlen_q=int(lengths[:, 0].max()),
-            max_seqlen_k=int(lengths[:, 1].max()),
-            # Keys of their own, not the local rows.
-            key_index=torch.arange(keys),
-        ).to(self.device)
-
     def stages(self) -> Stages:
         """Layers, head and overhead over the grid of rows."""
-        layers, heads, overheads = [], [], []
         one, three = (self._stage(layers=count) for count in (1, 3))
         last = self._stage(layers=0, head=True)
-        for rows in self.grid.rows:
-            pieces = _short_pieces(rows)
-            single, triple = (self._linear_seconds(model, pieces) for model in (one, three))
-            layer = tuple(
-                max((more - less) / 2, 0.1 * less)
-                for less, more in zip(single, triple, strict=True)
-            )
-            overhead = tuple(
-                max(less - part, 0.0) for less, part in zip(single, layer, strict=True)
-            )
-            head = tuple(
-                max(whole - part, 0.1 * whole)
-                for whole, part in zip(self._linear_seconds(last, pieces), overhead, strict=True)
-            )
-            layers.append((layer[0], layer[1]))
-            overheads.append((overhead[0], overhead[1]))
-            heads.append((head[0], head[1]))
-        fits = [affine(self.grid.rows, [each[passed] for each in overheads]) for passed in (0, 1)]
-        return Stages(
-            layers,
-            heads,
-            ActionOverhead(
-                ns=(fits[0][0], fits[1][0]),
-                row_ns=(fits[0][1], fits[1][1]),
-            ),
+        seconds = np.array(
+            [
+                [
+                    self._linear_seconds(model, _short_documents(rows))
+                    for model in (one, three, last)
+                ]
+                for rows in self.grid.rows
+            ]
         )
+        single, triple, end = seconds.swapaxes(0, 1)
+        layer = np.maximum((triple - single) / 2, 0.1 * single)
+        overhead = np.maximum(single - layer, 0.0)
+        head = np.maximum(end - overhead, 0.1 * end)
+        forward, backward = (affine(self.grid.rows, part) for part in overhead.T)
+        fit = ActionOverhead(ns=(forward[0], backward[0]), row_ns=(forward[1], backward[1]))
+        return Stages(layer, head, fit)
 
     def element_bytes_per_second(self, stages: Stages) -> float:
         """Traffic of SwiGLU's gate on large tensors, as the latency model counts it.
@@ -203,50 +183,36 @@ class Bench:
         a, b = (self._random(rows, self.config.ffn_dim) for _ in range(2))
         forward, _ = self._timed(lambda: F.silu(a) * b, lambda out: None)
         measured = 5 * width * rows * self.config.ffn_dim / forward
-        probe = self._probe_model(1.0)
-        least = []
-        for rows, layer, head in zip(self.grid.rows, stages.layer, stages.head, strict=True):
-            for passed in (0, 1):
-                # At one byte per second, a time is its traffic.
-                least += [
-                    probe.layer_traffic(rows, backward=bool(passed)) / (0.75 * layer[passed]),
-                    probe.head_traffic(rows, backward=bool(passed)) / (0.75 * head[passed]),
-                ]
-        return float(f"{max(measured, *least):.4g}")
+        layer = self._traffic(self._latency.layer_traffic) / (0.75 * stages.layer)
+        head = self._traffic(self._latency.head_traffic) / (0.75 * stages.head)
+        return _rounded([max(measured, layer.max(), head.max())])[0]
 
     def tables(self, stages: Stages, bandwidth: float) -> tuple[LinearTable, LinearTable]:
         """Rates of matrix products: FLOPs over what element-wise traffic leaves of the time."""
-        probe, shape = self._probe_model(bandwidth), self.config.shape
         made = []
-        for times, flops, traffic, factors in (
-            (stages.layer, layer_linear_flops, probe.layer_traffic, (1, 2)),
-            (stages.head, head_flops, probe.head_traffic, (1, 3)),
+        for seconds, flops, traffic, factors in (
+            (stages.layer, layer_linear_flops, self._latency.layer_traffic, (1, 2)),
+            (stages.head, head_flops, self._latency.head_traffic, (1, 3)),
         ):
-            rates: list[list[float]] = [[], []]
-            for rows, pair in zip(self.grid.rows, times, strict=True):
-                for passed in (0, 1):
-                    rest = pair[passed] - traffic(rows, backward=bool(passed)) / bandwidth
-                    rates[passed].append(
-                        float(f"{factors[passed] * flops(shape, rows) / rest:.4g}")
-                    )
-            made.append(LinearTable(self.grid.rows, tuple(rates[0]), tuple(rates[1])))
+            products = np.array([flops(self.config.shape, rows) for rows in self.grid.rows])
+            rest = seconds - self._traffic(traffic) / bandwidth
+            forward, backward = map(_rounded, np.array(factors)[:, None] * products / rest.T)
+            made.append(LinearTable(self.grid.rows, forward, backward))
         return made[0], made[1]
 
-    def _probe_model(self, bandwidth: float) -> LatencyModel:
-        """The latency model of the shape that is measured, for its traffic alone."""
-        profile = replace(
-            Profile.load("h100"),
-            dtype=str(self.dtype).removeprefix("torch."),
-            element_bytes_per_second=bandwidth,
+    def _traffic(self, traffic: Callable[..., int]) -> np.ndarray:
+        """Bytes of element-wise work [numbers of rows, 2]."""
+        passes = (False, True)
+        return np.array(
+            [[traffic(rows, backward=backward) for backward in passes] for rows in self.grid.rows]
         )
-        return LatencyModel(profile, self.config.shape)
 
     def best_product(self) -> float:
         """FLOP/s of a large matrix product, where there is no data sheet."""
         size = 1024
         a, b = (self._random(size, size) for _ in range(2))
         forward, _ = self._timed(lambda: a @ b, lambda out: None)
-        return float(f"{2 * size**3 / forward:.4g}")
+        return _rounded([2 * size**3 / forward])[0]
 
     def errors(self, profile: Profile) -> dict[str, float]:
         """Relative errors of predicted stages on micro-batches that no grid has seen."""
@@ -263,11 +229,11 @@ class Bench:
                 lengths.append(max(1, min(length, budget - sum(lengths))))
             cost = predictor.micro_batch([Slice(i, 0, 0, n) for i, n in enumerate(lengths)], "ptrr")
             predicted = sum(predictor.action_ns(0, cost)) / 1e9
-            measured = sum(whole for whole, _ in self._stage_seconds(model, lengths))
+            measured = self._stage_seconds(model, lengths)[:, 0].sum()
             found.append(abs(predicted / measured - 1))
         return {
             "micro_batches": float(self.grid.held_out),
-            "median": float(f"{median(found):.3g}"),
+            "median": float(f"{np.median(found):.3g}"),
             "worst": float(f"{max(found):.3g}"),
         }
 
@@ -278,14 +244,13 @@ class Bench:
             torch.nn.init.normal_(parameter, std=0.02)
         return model.to(device=self.device, dtype=self.dtype)
 
-    def _linear_seconds(self, model: Transformer, pieces: Sequence[int]) -> tuple[float, float]:
-        forward, backward = self._stage_seconds(model, pieces)
-        return forward[0] - forward[1], backward[0] - backward[1]
+    def _linear_seconds(self, model: Transformer, lengths: Sequence[int]) -> np.ndarray:
+        """Seconds [2] of a micro-batch without attention."""
+        whole, attention = self._stage_seconds(model, lengths).T
+        return np.asarray(whole - attention)
 
-    def _stage_seconds(
-        self, model: Transformer, lengths: Sequence[int]
-    ) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(whole, attention) of forward and of backward, medians."""
+    def _stage_seconds(self, model: Transformer, lengths: Sequence[int]) -> np.ndarray:
+        """Seconds [2, 2 (whole, attention)] of a micro-batch."""
         placed = layout("per_sequence", lengths, 1, 1)
         indices, rows = rank_indices(placed, 0), placed.rows
         words = torch.randint(model.config.vocab_size, (rows,))
@@ -300,23 +265,18 @@ class Bench:
         stopwatch = make_stopwatch(self.device)
         model.attention_kernel.timer = stopwatch
         samples = []
-        for repeat in range(self.grid.repeats + 1):
+        for _ in range(self.grid.repeats + 1):
             stopwatch.begin_step()
             with stopwatch.action(Action(0, FORWARD, 0)):
                 out = model(batch, hidden)
             gradient = torch.ones_like(out)
             with stopwatch.action(Action(0, BACKWARD, 0)):
                 torch.autograd.backward(out, gradient)
-            timings = stopwatch.timings()
-            if repeat:  # the first warms up
-                samples.append([(each.compute, each.attention) for each in timings])
-        table = np.median(np.array(samples), axis=0)
-        return tuple(table[0].tolist()), tuple(table[1].tolist())
+            samples.append([(each.compute, each.attention) for each in stopwatch.timings()])
+        return np.asarray(np.median(np.array(samples[1:]), axis=0))
 
-    def _timed(
-        self, forward: Callable[[], Any], backward: Callable[[Any], None]
-    ) -> tuple[float, float]:
-        """Median seconds of each; short calls are repeated within a sample."""
+    def _timed(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> np.ndarray:
+        """Median seconds [2] of each; short calls are sampled more often."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
         def run(action: Callable[[], Any]) -> tuple[float, Any]:
@@ -332,14 +292,11 @@ class Bench:
             return clock() - start, result
 
         samples: list[tuple[float, float]] = []
-        spent = 0.0
-        while not self._enough(len(samples) - 1, spent):
+        while not self._enough(len(samples) - 1, sum(map(sum, samples))):
             there, out = run(forward)
             back, _ = run(partial(backward, out))
             samples.append((there, back))
-            spent += there + back
-        table = np.median(np.array(samples[1:]), axis=0)
-        return float(table[0]), float(table[1])
+        return np.asarray(np.median(np.array(samples[1:]), axis=0))
 
     def _enough(self, samples: int, seconds: float) -> bool:
         """As many as asked for; more of short ones, fewer of long ones."""
@@ -351,12 +308,17 @@ class Bench:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype).requires_grad_()
 
 
-def _short_pieces(rows: int) -> list[int]:
-    whole, rest = divmod(rows, SHORT_PIECE)
-    return [SHORT_PIECE] * whole + [rest] * bool(rest)
+def _short_documents(rows: int) -> list[int]:
+    whole, rest = divmod(rows, SHORT_DOCUMENT)
+    return [SHORT_DOCUMENT] * whole + [rest] * bool(rest)
 
 
-def affine(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+def _rounded(values: Iterable[float]) -> tuple[float, ...]:
+    """Four digits of each, which is more than a measurement has."""
+    return tuple(float(f"{value:.4g}") for value in values)
+
+
+def affine(x: Sequence[float], y: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Nanoseconds at x = 0 and per x, from seconds; neither below 0.
 
     Relative errors count, so that the small values decide about the constant.

@@ -1,9 +1,9 @@
 """A function on several ranks of this machine: forked processes over gloo, with a hard time-out.
 
 A fork server that has torch loaded starts a rank in tens of milliseconds. A rank that raises,
-dies or hangs ends the call with its traceback; it never hangs the caller. For tests, benchmarks
+dies or hangs ends the call with an error; it never hangs the caller. This is for tests, benchmarks
 and measurements: ranks run on one thread, cannot have children (so no loader workers), and return
-what pickles. Not for training, which the Trainer starts ranks for.
+what pickles. It is not for training, where the Trainer starts the ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_ranks(
         function, world_size, *args, timeout=timeout, backend=backend if process_group else None
     )
     try:
-        return _collect(pipes, time.monotonic() + timeout, timeout)
+        return _collect(pipes, timeout)
     finally:
         for process in processes:
             process.kill()
@@ -81,29 +81,26 @@ def start_ranks(
     timeout: float,
     backend: str | None = None,
 ) -> tuple[list[BaseProcess], list[Connection]]:
-    """Start what :func:`run_ranks` waits for.
+    """Start the ranks that :func:`run_ranks` waits for.
 
     Args:
-        function: as there; so are the others.
+        function: as there, like the arguments that follow.
         world_size: number of processes.
         args: passed on to every rank.
         timeout: seconds that a collective may take.
         backend: of the process group; None for none.
 
     Returns:
-        Of each rank its process, and a pipe from which ``recv_bytes`` reads pickled (whether it
-        is fine, its result or traceback); it raises EOFError where the rank died.
+        The process of each rank, and of each a pipe. ``recv_bytes`` reads from it, pickled, whether
+        the call succeeded and its result or traceback; it raises EOFError where the rank died.
     """
     port = free_port()
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     for rank in range(world_size):
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_rank,
-            args=(theirs, function, rank, world_size, port, backend, timeout, args),
-            daemon=True,
-        )
+        arguments = (theirs, function, rank, world_size, port, backend, timeout, args)
+        process = _context.Process(target=_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -111,24 +108,23 @@ def start_ranks(
     return processes, pipes
 
 
-def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(open_pipes, timeout=max(deadline - time.monotonic(), 0))
+    missing = list(range(len(pipes)))
+    while missing:
+        ready = wait([pipes[rank] for rank in missing], max(deadline - time.monotonic(), 0))
         if not ready:
-            missing = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankFailed(f"ranks {missing} did not finish within {timeout:g} s")
-        for rank, pipe in enumerate(pipes):
-            if pipe not in ready:
-                continue
+        for rank in [rank for rank in missing if pipes[rank] in ready]:
             try:
-                fine, value = pickle.loads(pipe.recv_bytes())
+                fine, value = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 raise RankFailed(f"rank {rank} died without a word") from None
             if not fine:
                 raise RankFailed(f"rank {rank} failed:\n{value}")
             results[rank] = value
+            missing.remove(rank)
     return [results[rank] for rank in range(len(pipes))]
 
 

@@ -1,11 +1,11 @@
 """Actions: what a pipeline rank does, as data that prints and parses.
 
-An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` its backward. A
+An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` is its backward. A
 *program* is the list of actions of one rank, a *schedule* the programs of all ranks of one
-pipeline. Stages are numbered over the whole pipeline; stage s lives on rank s % ranks. Sends and
-receives are not written down: every forward but the first stage's begins with a receive from the
-stage before and every forward but the last stage's ends with a send to the stage after; backward
-the other way round. Between two stages of one rank nothing is sent.
+pipeline. Stages are numbered over the whole pipeline; stage s is on rank s % ranks. Sends and
+receives are not written down, because they follow from the actions: a forward begins with a
+receive from the stage before, if there is one, and ends with a send to the stage after, if there
+is one; a backward does so the other way round. Between two stages of one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Action(NamedTuple):
         """Read what ``str()`` wrote.
 
         Raises:
-            ValueError: if the text is not an action.
+            ValueError: the text is not an action.
         """
         match = _PATTERN.fullmatch(text)
         if match is None:
@@ -59,44 +59,29 @@ def parse_program(text: str) -> list[Action]:
 
 
 class Channel(NamedTuple):
-    """A communicator: which messages share a queue on each rank."""
+    """Which messages share a process group, and so a queue on each rank."""
 
     kind: Kind
     closes_ring: bool
 
 
 def source_of(action: Action, stages: int) -> Action | None:
-    """The action whose message ``action`` needs, None where it needs none.
+    """The action whose message ``action`` needs among ``stages`` stages of all ranks, or None.
 
     A forward needs that of the stage before, a backward that of the stage after; the last stage's
     backward needs only the forward on its own rank.
-
-    Args:
-        action: any action.
-        stages: number of stages over all ranks.
     """
     stage = action.stage - 1 if action.kind == FORWARD else action.stage + 1
     return action._replace(stage=stage) if 0 <= stage < stages else None
 
 
 def target_of(action: Action, stages: int) -> Action | None:
-    """The action that needs the message of ``action``, None where nobody does.
-
-    Args:
-        action: any action.
-        stages: number of stages over all ranks.
-    """
+    """The action that needs the message of ``action``, or None: :func:`source_of` turned round."""
     stage = action.stage + 1 if action.kind == FORWARD else action.stage - 1
     return action._replace(stage=stage) if 0 <= stage < stages else None
 
 
 def channel_of(action: Action, ranks: int) -> Channel:
-    """The communicator on which ``action`` receives its message.
-
-    Args:
-        action: one that receives a message from another rank.
-        ranks: number of ranks of the pipeline.
-    """
-    if action.kind == FORWARD:
-        return Channel(FORWARD, closes_ring=action.stage % ranks == 0)
-    return Channel(BACKWARD, closes_ring=(action.stage + 1) % ranks == 0)
+    """The channel on which ``action`` receives its message, in a pipeline of ``ranks`` ranks."""
+    sender_side = action.stage if action.kind == FORWARD else action.stage + 1
+    return Channel(action.kind, closes_ring=sender_side % ranks == 0)

@@ -1,19 +1,20 @@
 """The graph behind a simulation: which action waits for which (SlimPack §4.3).
 
 An action waits for the one before it in its rank's program and for the one whose message it needs:
-a forward for the stage before, a backward for the stage after, the last stage's backward for its
-own forward. Programs are arbitrary lists; a topological order of their actions exists if and only
-if they do not deadlock when sends are buffered. (:func:`~lightning_wlb.schedule.actions
-.check_schedule` proves more: that they need no buffers.) Linear in the number of actions, under
-1 µs each in plain Python.
+a forward for that of the stage before, a backward for that of the stage after, and the last
+stage's backward for its own forward. Programs may be any lists of actions. A topological order of
+the actions exists if and only if the programs do not deadlock when sends are buffered;
+:mod:`~lightning_wlb.schedule.proof` proves more, that they need no buffers.
+
+Making a graph is linear in the number of actions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import NoReturn
 
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 
@@ -21,7 +22,7 @@ Programs = Sequence[Sequence[Action]]
 """One program for each rank of a pipeline."""
 
 NONE = -1
-"""In place of the number of an action: there is none."""
+"""Stands where no action has a number to give."""
 
 
 class Graph:
@@ -31,18 +32,18 @@ class Graph:
         programs: one for each rank; any lists of actions.
 
     Raises:
-        ValueError: if they deadlock, need an action that no rank runs, list one twice, or put a
-            stage on two ranks.
+        ValueError: if the programs deadlock, need an action that no rank runs, list an action
+            twice, or put a stage on two ranks.
 
     Attributes:
         actions: by number.
         ranks: the numbers of each rank's actions.
-        needed: by number, the action whose output it needs; NONE where there is none.
+        needed: by number, the action whose output it needs, or NONE.
         runs: (first, stop, the number before first on its rank, or NONE): consecutive numbers of
-            a rank; one run after the other is a topological order.
+            one rank. The runs in their order are a topological order of the actions.
         received: numbers of the actions whose message comes from another rank.
         forwards: numbers of the forwards.
-        frees: by number, the forward whose bytes are free when the action has ended.
+        frees: by number, the forward whose bytes are free when the action has ended, or NONE.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -51,7 +52,7 @@ class Graph:
         for program in programs:
             start = self.ranks[-1].stop if self.ranks else 0
             self.ranks.append(range(start, start + len(program)))
-        # Keys compare equal to actions; a bare tuple is several times faster to make.
+        # Actions are equal to plain tuples, which are several times faster to make.
         numbers: dict[tuple[int, str, int], int] = {
             action: number for number, action in enumerate(self.actions)
         }
@@ -60,59 +61,53 @@ class Graph:
         self.needed: list[int] = []
         self.frees = [NONE] * len(self.actions)
         self.forwards: list[int] = []
-        find = numbers.get
-        for number, (stage, kind, micro_batch) in enumerate(self.actions):
-            if kind == FORWARD:
-                self.forwards.append(number)
-                source = find((stage - 1, FORWARD, micro_batch), NONE)
-                if source == NONE and stage > 0:
-                    self._miss(number, Action(stage - 1, FORWARD, micro_batch))
-            else:
-                own = find((stage, FORWARD, micro_batch), NONE)
-                if own == NONE:
-                    self._miss(number, Action(stage, FORWARD, micro_batch))
-                self.frees[number] = own
-                source = own if stage == last else find((stage + 1, BACKWARD, micro_batch), NONE)
-                if source == NONE:
-                    self._miss(number, Action(stage + 1, BACKWARD, micro_batch))
-            self.needed.append(source)
-        kept = set(self.frees)
+        try:
+            for number, (stage, kind, micro_batch) in enumerate(self.actions):
+                if kind == FORWARD:
+                    self.forwards.append(number)
+                    source = numbers[stage - 1, FORWARD, micro_batch] if stage else NONE
+                else:
+                    source = self.frees[number] = numbers[stage, FORWARD, micro_batch]
+                    if stage < last:
+                        source = numbers[stage + 1, BACKWARD, micro_batch]
+                self.needed.append(source)
+        except KeyError as error:
+            raise ValueError(
+                f"the schedule cannot run: {self.actions[number]} needs {Action(*error.args[0])},"
+                " which no rank runs."
+            ) from None
+        with_backward = set(self.frees)
         for number in self.forwards:
-            if number not in kept:
+            if number not in with_backward:
                 self.frees[number] = number
         self.runs = self._sort()
-        rank_of = [rank for rank, own in enumerate(self.ranks) for _ in own]
         self.received = [
             number
-            for number, source in enumerate(self.needed)
-            if source != NONE and rank_of[source] != rank_of[number]
+            for own in self.ranks
+            for number in own
+            if self.needed[number] != NONE and self.needed[number] not in own
         ]
 
-    def _miss(self, number: int, wanted: Action) -> NoReturn:
-        raise ValueError(
-            f"the schedule cannot run: {self.actions[number]} needs {wanted}, which no rank runs."
-        )
-
     def _sort(self) -> list[tuple[int, int, int]]:
-        """Each rank goes as far as it can; whoever it waits for wakes it."""
+        """The runs: each rank goes as far as it can, and then waits until an action is done."""
         needed = self.needed
         runs: list[tuple[int, int, int]] = []
         done = bytearray(len(needed))
         at = [own.start for own in self.ranks]
-        asleep: dict[int, list[int]] = {}
-        awake = list(range(len(self.ranks)))
-        while awake:
-            rank = awake.pop()
+        waiting: dict[int, list[int]] = {}
+        ready = list(range(len(self.ranks)))
+        while ready:
+            rank = ready.pop()
             first = number = at[rank]
             stop = self.ranks[rank].stop
             while number < stop:
                 source = needed[number]
                 if source != NONE and not done[source]:
-                    asleep.setdefault(source, []).append(rank)
+                    waiting.setdefault(source, []).append(rank)
                     break
                 done[number] = True
-                if number in asleep:
-                    awake += asleep.pop(number)
+                if number in waiting:
+                    ready += waiting.pop(number)
                 number += 1
             if number > first:
                 previous = first - 1 if first > self.ranks[rank].start else NONE
@@ -152,17 +147,14 @@ def graph_of(programs: tuple[tuple[Action, ...], ...]) -> Graph:
 
 
 def _check_places(programs: Programs, actions: Sequence[Action], different: int) -> None:
-    """Every action once, every stage on one rank."""
+    """Every action is listed once, and every stage is on one rank."""
     if different < len(actions):
-        seen: set[Action] = set()
-        for action in actions:
-            if action in seen:
-                raise ValueError(f"the schedule lists {action} twice.")
-            seen.add(action)
-    homes: dict[int, int] = {}
+        twice = next(action for action, count in Counter(actions).items() if count > 1)
+        raise ValueError(f"the schedule lists {twice} twice.")
+    rank_of: dict[int, int] = {}
     for rank, program in enumerate(programs):
         for stage in {action[0] for action in program}:
-            if homes.setdefault(stage, rank) != rank:
+            if rank_of.setdefault(stage, rank) != rank:
                 raise ValueError(
-                    f"stage {stage} is on ranks {homes[stage]} and {rank}; a stage lives on one."
+                    f"stage {stage} is on ranks {rank_of[stage]} and {rank}; a stage lives on one."
                 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from lightning_wlb.arguments import whole
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.packflow import backward_order, backward_orders, packflow
@@ -21,7 +22,7 @@ class Schedule(NamedTuple):
     """A way to order the actions of a pipeline.
 
     Attributes:
-        program: makes the program of one rank; arguments and result of
+        program: makes the program of one rank, like
             :func:`~lightning_wlb.schedule.packflow.packflow`.
         slices: whether it runs slices of pieces, whose backward has an order of its own.
         virtual_stages: whether a rank may have several stages.
@@ -35,7 +36,7 @@ class Schedule(NamedTuple):
 def gpipe(
     rank: int, ranks: int, backward: Sequence[int], needs: Sequence[int], virtual_stages: int
 ) -> list[Action]:
-    """Every forward before the first backward; the arguments are those of ``packflow``."""
+    """:func:`packflow` with every forward before the first backward."""
     return packflow(rank, ranks, backward, [len(needs)] * len(needs), virtual_stages)
 
 
@@ -44,48 +45,39 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, slices=False, virtual_stages=False),
     "interleaved": Schedule(packflow, slices=True, virtual_stages=True),
 }
-
-
-def make_program(
-    schedule: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1
-) -> list[Action]:
-    """What one rank does in a step of whole pieces.
-
-    Args:
-        schedule: a name in :data:`SCHEDULES`.
-        rank: 0-based rank of the pipeline.
-        ranks: number of ranks of the pipeline, P, at least 1.
-        micro_batches: how many pass through the pipeline, M, at least 0.
-        virtual_stages: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...
-
-    Raises:
-        ValueError: if the schedule is unknown or cannot run so many stages per rank.
-    """
-    check_stages(schedule, virtual_stages)
-    needs = range(1, micro_batches + 1)
-    return SCHEDULES[schedule].program(rank, ranks, range(micro_batches), needs, virtual_stages)
+"""Schedules by name."""
 
 
 def make_programs(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1
 ) -> list[list[Action]]:
-    """The programs of all ranks of a pipeline, see :func:`make_program`."""
+    """What each rank of a pipeline does in a step of whole pieces.
+
+    Args:
+        schedule: a name in :data:`SCHEDULES`.
+        ranks: number of ranks of the pipeline, P, at least 1.
+        micro_batches: how many pass through the pipeline, M, at least 0.
+        virtual_stages: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...
+
+    Raises:
+        ValueError: as :func:`check_stages`.
+    """
+    check_stages(schedule, virtual_stages)
+    program, needs = SCHEDULES[schedule].program, range(1, micro_batches + 1)
     return [
-        make_program(schedule, rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)
+        program(rank, ranks, range(micro_batches), needs, virtual_stages) for rank in range(ranks)
     ]
 
 
 def check_stages(schedule: str, virtual_stages: int) -> None:
-    """Whether a schedule can run so many stages per rank.
+    """Refuse stages per rank that a schedule cannot run.
 
     Raises:
-        ValueError: if it cannot, or is unknown.
+        ValueError: the schedule cannot run so many, or is unknown.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}.")
-    if virtual_stages < 1:
-        raise ValueError(f"virtual_stages={virtual_stages}: a rank runs at least one stage.")
-    if virtual_stages > 1 and not SCHEDULES[schedule].virtual_stages:
+    if whole("virtual_stages", virtual_stages, 1) > 1 and not SCHEDULES[schedule].virtual_stages:
         raise ValueError(
             f"schedule {schedule!r} runs one stage per rank, not {virtual_stages}: use"
             " 'interleaved' for several."
@@ -107,19 +99,19 @@ def program_of(
 
     Args:
         schedule: a name in :data:`SCHEDULES`.
-        rank: place in the pipeline.
-        ranks: of the pipeline, P.
+        rank: 0-based rank of the pipeline.
+        ranks: P.
         virtual_stages: V.
         replicas: plans of all replicas, as they are executed (``prediction.executed``).
-        number: of the rank's replica.
+        number: the number of the rank's replica.
 
     Raises:
         ValueError: for sliced pieces with a schedule that does not run them, or shared
-            micro-batches with virtual stages; and as :func:`make_program`.
+            micro-batches with virtual stages; and as :func:`check_stages`.
     """
     check_stages(schedule, virtual_stages)
     replica = replicas[number]
-    merged = any(len(group.replicas) > 1 for group in replica.forward)
+    merged = any(len(each.replicas) > 1 for each in replica.forward)
     if merged and virtual_stages > 1:
         raise ValueError(
             f"replica {number} shares micro-batches with others, which needs one stage per"
@@ -140,12 +132,13 @@ def program_of(
 
 
 def meetings_of(replicas: Sequence[ReplicaPlan]) -> Callable[[int, Action], Hashable] | None:
-    """What an action is called on all replicas that run it together, and None for their own.
+    """The actions that replicas run together, as a function of (replica, action).
 
-    Shared micro-batches have the same place on all their replicas, since they come first. None in
-    place of a function: no micro-batch is shared.
+    It returns a name that is the same on all replicas that run the action together, and None for
+    an action of one replica. Shared micro-batches come first, so they have the same place on all
+    their replicas. Without shared micro-batches there is no function, but None.
     """
-    if all(len(group.replicas) == 1 for each in replicas for group in each.forward):
+    if all(len(each.replicas) == 1 for replica in replicas for each in replica.forward):
         return None
 
     def name(replica: int, action: Action) -> Hashable:

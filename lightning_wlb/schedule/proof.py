@@ -1,15 +1,15 @@
 """Proves a schedule complete and free of deadlock, under conditions stricter than any backend's.
 
-A send ends only when its receive is posted (rendezvous), and on every rank each communicator is one
-first-in-first-out queue, in which a transfer waits for all earlier ones. The communicators are
-:class:`~lightning_wlb.schedule.actions.Channel`: forward and backward messages have one each, and
-so have those that close the ring from the last rank to the first and back, which exist only with
-virtual stages. (On a shared communicator the ring would stand still as soon as every rank has a
-send at the head of its queue.) A schedule that passes runs on gloo and on NCCL, whatever either
-buffers.
+A send ends only when its receive is posted (rendezvous), and on every rank each process group is
+one first-in-first-out queue, in which a transfer waits for all earlier ones. There is one process
+group for each :class:`~lightning_wlb.schedule.actions.Channel`: one for forward and one for
+backward messages, and with virtual stages one each for those that close the ring from the last rank
+to the first and back. (On a shared process group the ring would stand still as soon as every rank
+has a send at the head of its queue.) A schedule that passes runs on gloo and on NCCL, whatever
+either buffers.
 
 :func:`check_replicas` proves the same of several pipelines at once whose ranks meet in the actions
-of shared micro-batches (DP-Merge): such an action goes on when every replica that shares it has
+of shared micro-batches (DP-Merge): such an action begins when every replica that shares it has
 come to it, because its attention is computed together.
 
 Cost: ranks times actions at worst.
@@ -37,17 +37,7 @@ from lightning_wlb.schedule.actions import (
 def check_schedule(
     programs: Sequence[Sequence[Action]], micro_batches: int, virtual_stages: int = 1
 ) -> None:
-    """Prove that every rank's program is complete and that together they cannot deadlock.
-
-    Args:
-        programs: one program per pipeline rank; rank r of P owns stages r, r + P, r + 2P, ...
-        micro_batches: how many micro-batches pass through the pipeline.
-        virtual_stages: how many stages each rank owns.
-
-    Raises:
-        ValueError: naming the missing, doubled or misplaced action, or every rank's first action
-            that can never run and the message that it waits for.
-    """
+    """:func:`check_replicas` of a single pipeline, with one program for each of its ranks."""
     check_replicas([programs], [micro_batches], virtual_stages)
 
 
@@ -62,12 +52,14 @@ def check_replicas(
     Args:
         programs: for each replica one program per pipeline rank.
         micro_batches: of each replica, how many pass through its pipeline.
-        virtual_stages: how many stages each rank owns.
-        shared: of (replica, action), what the action is called on all replicas that run it
-            together; None for an action of one replica.
+        virtual_stages: V, how many stages each rank owns; rank r of P owns r, r + P, r + 2P, ...
+        shared: the actions that replicas run together, see
+            :func:`~lightning_wlb.schedule.programs.meetings_of`.
 
     Raises:
-        ValueError: as :func:`check_schedule`; ranks are numbered replica by replica.
+        ValueError: naming the missing, doubled or misplaced action, or every rank's first action
+            that can never run and the message that it waits for; ranks are numbered replica by
+            replica.
     """
     steps: list[list[_Step]] = []
     meetings: dict[Hashable, int] = {}
@@ -80,23 +72,18 @@ def check_replicas(
             _check_complete(first + rank, program, own_stages, stages, micro_batches[replica])
             own: list[_Step] = []
             for action in program:
-                receive, send = _transfers(action, first, ranks, stages)
+                own += _transfers("receive", action, first, ranks, stages)
                 name = None if shared is None else shared(replica, action)
-                own += receive
                 if name is not None:
                     meetings[name] = meetings.get(name, 0) + 1
                     own.append(_Meeting(name, action))
-                own += send
+                own += _transfers("send", action, first, ranks, stages)
             steps.append(own)
     _run_to_the_end(steps, meetings)
 
 
 def _check_complete(
-    rank: int,
-    program: Sequence[Action],
-    own_stages: range,
-    stages: int,
-    micro_batches: int,
+    rank: int, program: Sequence[Action], own_stages: range, stages: int, micro_batches: int
 ) -> None:
     wanted = {
         Action(stage, kind, number)
@@ -120,7 +107,7 @@ def _check_complete(
 
 
 class _Transfer(NamedTuple):
-    """One side of a message: ``action`` is the one that receives it, on whichever rank."""
+    """One side of a message; ``action`` is the one that receives it."""
 
     what: Literal["receive", "send"]
     action: Action
@@ -139,27 +126,23 @@ _Step = _Transfer | _Meeting
 
 
 def _transfers(
-    action: Action, first: int, ranks: int, stages: int
-) -> tuple[list[_Transfer], list[_Transfer]]:
-    """What a rank posts before and after an action; ``first`` is the number of its rank 0."""
-    rank = action.stage % ranks
-    source, target = source_of(action, stages), target_of(action, stages)
-    receive, send = [], []
-    if source is not None and source.stage % ranks != rank:
-        peer = first + source.stage % ranks
-        receive.append(_Transfer("receive", action, peer, channel_of(action, ranks)))
-    if target is not None and target.stage % ranks != rank:
-        peer = first + target.stage % ranks
-        send.append(_Transfer("send", target, peer, channel_of(target, ranks)))
-    return receive, send
+    what: Literal["receive", "send"], action: Action, first: int, ranks: int, stages: int
+) -> list[_Transfer]:
+    """What a rank posts before or after an action; ``first``: number of the replica's rank 0."""
+    other = source_of(action, stages) if what == "receive" else target_of(action, stages)
+    if other is None or (other.stage - action.stage) % ranks == 0:
+        return []
+    receiver = action if what == "receive" else other
+    peer = first + other.stage % ranks
+    return [_Transfer(what, receiver, peer, channel_of(receiver, ranks))]
 
 
 def _run_to_the_end(programs: list[list[_Step]], meetings: dict[Hashable, int]) -> None:
     """Advance every rank as far as it goes; raise if all stand still before the end.
 
-    A send is posted without waiting; a receive is posted and waited for. Posted transfers of one
-    channel leave a rank's queue in order, each when it is at the head on both sides. A meeting is
-    waited for until as many ranks have come as it takes.
+    A rank posts a send and goes on; it posts a receive and waits. Posted transfers of one channel
+    leave a rank's queue in order, each when it is at the head on both sides. At a meeting a rank
+    waits until all ranks that take part have come.
     """
     ranks = len(programs)
     at = [0] * ranks

@@ -1,10 +1,10 @@
-"""When a rank knows that a message of its own has arrived, from the programs alone.
+"""When a rank knows that a message it sent has been received, from the programs alone.
 
-A rank that has received what a neighbour sent *after* an action knows that the neighbour had by
-then received everything that this action needed. So a send may be let go of, without asking and
-without waiting, at the next message that comes back; without it every message of a step would be
-held until the step's end. What nothing comes back after (the last backwards of the pipeline, one
-for each forward of the warm-up) is held until then.
+A neighbour sends the message of an action after it has received what that action needed. So when
+that message arrives, a rank can free the buffers of everything it had sent for it, without asking
+and without waiting; otherwise it would hold every message until the end of the step. Messages that
+no answer follows (of the pipeline's last backwards, one for each forward of the warm-up) are held
+until then.
 
 Linear in the actions of two neighbours.
 """
@@ -19,18 +19,18 @@ from lightning_wlb.schedule.actions import Action, source_of, target_of
 def receipts(
     programs: Mapping[int, Sequence[Action]], rank: int, ranks: int, stages: int
 ) -> dict[Action, list[Action]]:
-    """Which sends have certainly been received when an action has got its message.
+    """Which messages of a rank have certainly been received when an action's own has arrived.
 
     Args:
-        programs: of the neighbours of the rank in the ring of ranks, by rank; others are ignored.
-        rank: whose sends.
-        ranks: of the pipeline.
-        stages: over all ranks.
+        programs: by rank, of at least the neighbours of ``rank`` in the ring of ranks.
+        rank: the rank that sent the messages.
+        ranks: number of ranks of the pipeline.
+        stages: number of stages over all ranks.
 
     Returns:
         For actions of the rank that receive a message from another rank: those of its actions
-        whose messages the sender had received before it sent this one, each once, in the order in
-        which it received them.
+        whose messages the sender had received before it sent this one. Each is listed once, in
+        the order in which they were received.
     """
     proven: dict[Action, list[Action]] = {}
     for peer in sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank}):

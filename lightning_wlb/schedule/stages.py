@@ -1,15 +1,16 @@
 """Which layers each pipeline stage owns: by cost, not by count.
 
-The embedding joins the first stage and the output head the last, and both weigh: a head over a
-large vocabulary costs as much as several layers. The split is the contiguous partition that
-minimises the dearest stage, and among those the one whose earlier stages are fuller (they hold
-no head). Dynamic programme, O(stages · layers²): microseconds for any real model.
+The embedding belongs to the first stage and the output head to the last, and both are counted: a
+head over a large vocabulary costs as much as several layers. The split is the contiguous partition
+whose most expensive stage is cheapest, and among those the one with more layers in earlier stages.
+It is found by dynamic programming in O(stages · layers²).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 
 def split_stages(
@@ -18,13 +19,13 @@ def split_stages(
     """Layers of each stage, as ranges of global layer numbers.
 
     Args:
-        layers: cost of each layer, any unit (FLOPs per token).
+        layers: cost of each layer, in any one unit for all costs (FLOPs per token).
         stages: number of pipeline stages.
-        embedding: cost added to the first stage, in the same unit.
-        head: cost added to the last stage, in the same unit.
+        embedding: cost added to the first stage.
+        head: cost added to the last stage.
 
     Raises:
-        ValueError: if there are fewer layers than stages.
+        ValueError: there are fewer layers than stages, or no stage.
     """
     count = len(layers)
     if not 1 <= stages <= count:
@@ -33,31 +34,24 @@ def split_stages(
             " (pipeline_parallel_size, times virtual_pipeline_size): every stage needs at least"
             f" one layer. Use at most {count} stages, or a deeper model."
         )
-    prefix = [0]
-    for cost in layers:
-        prefix.append(prefix[-1] + cost)
-
-    def stage_cost(stage: int, first: int, stop: int) -> int:
-        ends = (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
-        return prefix[stop] - prefix[first] + ends
+    costs = list(layers)
+    costs[0] += embedding
+    costs[-1] += head
+    prefix = [0, *accumulate(costs)]
 
     @cache
     def best(stage: int, first: int) -> tuple[int, int]:
-        """(dearest stage from here on, where this stage stops)."""
+        """(cost of the most expensive stage from here on, minus the layer where this one stops)."""
         if stage == stages - 1:
-            return stage_cost(stage, first, count), count
-        options = range(first + 1, count - (stages - 1 - stage) + 1)
+            return prefix[count] - prefix[first], -count
         return min(
-            (
-                (max(stage_cost(stage, first, stop), best(stage + 1, stop)[0]), stop)
-                for stop in options
-            ),
-            key=lambda choice: (choice[0], -choice[1]),
+            (max(prefix[stop] - prefix[first], best(stage + 1, stop)[0]), -stop)
+            for stop in range(first + 1, count - (stages - 1 - stage) + 1)
         )
 
     result, first = [], 0
     for stage in range(stages):
-        stop = best(stage, first)[1]
+        stop = -best(stage, first)[1]
         result.append(range(first, stop))
         first = stop
     return result

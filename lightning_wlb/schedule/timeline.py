@@ -1,7 +1,7 @@
 """A timeline: when each action of a step ran and how long it computed. Plain data.
 
-The executor measures timelines, callbacks reduce them to imbalance degrees, and a prediction of
-the same step has the same form, so the two compare line by line.
+The executor measures timelines and callbacks reduce them to imbalance degrees. Measured and
+predicted actions are both shown as spans.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Timing:
     Args:
         action: what ran.
         begin: when it began, from the start of the rank's step (receives included before it).
-        wall: elapsed time of the computation, without waiting for the neighbouring stages. It
-            includes waits inside the computation (collectives of context and tensor parallelism).
+        wall: elapsed time of the computation: without waits for the neighbouring stages, with
+            waits inside it (collectives of context and tensor parallelism).
         compute: time the rank itself worked: its own CPU time on CPU, ``wall`` on a GPU.
         attention: the part of ``compute`` spent in attention kernels, collectives excluded.
     """
@@ -44,8 +44,8 @@ class Span(NamedTuple):
 def spans_of(timings: Iterable[Timing]) -> tuple[Span, ...]:
     """Measured timings as spans, ``wall`` wide, rounded to whole nanoseconds.
 
-    Every rank counts from the start of its own step, so spans of several ranks are as well
-    aligned as the ranks were then.
+    Every rank counts from the start of its own step, so spans of several ranks are aligned only as
+    well as the ranks were at that moment.
     """
     return tuple(
         Span(timing.action, round(timing.begin * 1e9), round((timing.begin + timing.wall) * 1e9))

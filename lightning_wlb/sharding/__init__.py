@@ -5,21 +5,20 @@ of one piece) and deals them to the ranks of the context-parallel group:
 
 ===========================  ==================================================================
 ``per_sequence``             the concatenation in 2·CP chunks, in pairs (Llama 3)
-``per_document``             every piece in 2·CP chunks, single remainder tokens dealt round
-                             (WLB-LLM §5.1)
+``per_document``             every piece likewise, the remainder token by token (WLB-LLM §5.1)
 ``per_document_contiguous``  the same with each remainder kept together
 ``hybrid``                   long pieces cut at tile boundaries, short ones whole on one rank
 ``ptrr``                     tiles of queries dealt greedily by work
 ``heads``                    equal ranges of tokens; attention split by heads, not by queries
 ===========================  ==================================================================
 
-:func:`choose` takes the one of least predicted latency for a micro-batch; a plan names it.
+:func:`.choose` takes the one of least predicted latency for a micro-batch; a plan names it.
 
 The rows of a rank are its chunks one after another, padded at the end so that all ranks have
-equally many and tensor parallelism can divide them. Each chunk is one attention segment: its
-queries are the chunk's rows, its keys the piece from its start (with a sliding window, from the
-first key that its first query sees) to the chunk's end, causal and aligned at the bottom right (the
-last query is that of the last key). Under ``heads`` the segments are the whole pieces.
+equally many and tensor parallelism can divide them. Each chunk is one attention segment. Its
+queries are the chunk's rows. Its keys are the piece from its start (with a sliding window, from the
+first key that its first query sees) to the chunk's end, causal and aligned at the bottom right: the
+last query is that of the last key. Under ``heads`` the segments are the whole pieces.
 """
 
 from lightning_wlb.sharding.choice import ADAPTIVE, choose, predicted_latency
@@ -31,20 +30,13 @@ from lightning_wlb.sharding.indices import (
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.sharding.layout import (
-    NAMES,
-    SHARDINGS,
-    Chunk,
-    Layout,
-    layout,
-)
+from lightning_wlb.sharding.layout import NAMES, SHARDINGS, Layout, layout
 
 __all__ = [
     "ADAPTIVE",
     "HEADS",
     "NAMES",
     "SHARDINGS",
-    "Chunk",
     "Layout",
     "RankIndices",
     "check_heads",

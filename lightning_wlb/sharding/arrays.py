@@ -1,4 +1,4 @@
-"""Ranges of integers, many at once: what every part of the index arithmetic is made of."""
+"""Operations on many ranges of integers at once, of which all index arithmetic here is made."""
 
 from __future__ import annotations
 
@@ -29,3 +29,22 @@ def distinct(*values: Integers) -> Integers:
     new = np.ones(len(every), dtype=bool)
     np.not_equal(every[1:], every[:-1], out=new[1:])
     return every[new]
+
+
+def cut(lengths: Integers, cuts: Integers) -> Integers:
+    """Cut concatenated pieces into intervals.
+
+    Args:
+        lengths: of the pieces, in tokens.
+        cuts: where the intervals begin, ascending from 0, in tokens of all pieces together.
+
+    Returns:
+        int64 [parts, 4]: interval, piece, first token and end of each part of a piece that lies in
+        one interval, in the order of tokens, which are counted from the piece's start.
+    """
+    first = offsets(lengths)
+    bounds = distinct(first, cuts)
+    start, stop = bounds[:-1], bounds[1:]
+    piece = np.searchsorted(first, start, side="right") - 1
+    interval = np.searchsorted(cuts, start, side="right") - 1
+    return np.stack((interval, piece, start - first[piece], stop - first[piece]), axis=1)

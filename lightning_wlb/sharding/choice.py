@@ -1,17 +1,15 @@
-"""Which sharding a micro-batch gets: the one with the least predicted latency (WLB-LLM §5.3).
+"""Which sharding a micro-batch gets: the one of least predicted latency (WLB-LLM §5.3).
 
 Ranks wait for each other, so a sharding is as fast as its slowest rank: the sum of the predicted
-kernel costs of that rank's segments, forward and backward. The paper chooses between two
-shardings by a device profile; any cost of segments drives this choice, the reference kernel cost
-unless another is given.
+kernel costs of that rank's segments. The paper chooses between two shardings by a device profile;
+here any cost of segments may drive the choice.
 
 Candidates are tried in order, and the first one within 2 % of the ideal (whole pieces on equally
 loaded ranks) ends the search: no prediction is better than that, and the first candidates send
 least.
 
-Cost: one layout for each candidate tried; 1 to 2 ms for 128K tokens on 16 ranks, of which half is
-``hybrid``. Not for a run whose
-shardings must be alike in all micro-batches: name one instead.
+Cost: one layout for each candidate tried. Not for a run whose shardings must be alike in all
+micro-batches: name one instead.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ from lightning_wlb.sharding.arrays import offsets
 from lightning_wlb.sharding.layout import Layout, layout
 
 ADAPTIVE = "adaptive"
-"""The name that stands for the choice where a sharding is asked for."""
-
+"""The name that stands for this choice where a sharding is asked for."""
 
 CANDIDATES = ("hybrid", "per_document_contiguous", "per_sequence", "ptrr")
-"""Every sharding but ``per_document``, which differs from its contiguous form by worse tiles."""
+"""Every sharding by keys but ``per_document``, whose contiguous form has better tiles."""
 
 IDEAL_PERCENT = 102
 """Predicted latency at which the search ends, in percent of the ideal."""
@@ -45,8 +42,8 @@ def predicted_latency(
     Args:
         layout: of a micro-batch.
         cost: of segments.
-        contexts: tokens before each of the layout's pieces that its queries see too, where those
-            are slices; None where there are none.
+        contexts: tokens in front of each of the layout's pieces that its queries see too, where
+            the pieces are slices; none if None.
     """
     _, document, start, stop = layout.table.T
     keys = stop if contexts is None else stop + np.array(contexts, dtype=np.int64)[document]
@@ -62,7 +59,7 @@ def choose(
     candidates: Sequence[str] = CANDIDATES,
     contexts: Sequence[int] | None = None,
 ) -> tuple[str, Layout]:
-    """The sharding of least predicted latency and its layout; ties go by order.
+    """The sharding of least predicted latency and its layout; of equal ones the first candidate.
 
     Args:
         lengths: length in tokens of each piece.
@@ -70,8 +67,7 @@ def choose(
         tensor_parallel_size: the padded rows are a multiple of it.
         cost: of segments, forward and backward together.
         candidates: names in :data:`.SHARDINGS`, at least one, in the order in which to try them.
-        contexts: tokens before each piece that its queries see too, where the pieces are slices.
-            No sharding knows of them, but the choice does.
+        contexts: as of :func:`predicted_latency`; no sharding knows of them, but the choice does.
 
     Raises:
         ValueError: as :func:`.layout`.

@@ -1,14 +1,14 @@
 """Tokens in equal ranges, attention split by heads instead of queries (DeepSpeed Ulysses).
 
 Each rank holds one range of the concatenated pieces. Around the kernel an all-to-all turns "all
-heads of some rows" into "some heads of all rows": every rank then computes whole pieces, for its
-part of the heads, so that work is equal whatever the lengths are and no key is copied.
+heads of some rows" into "some heads of all rows" (:mod:`lightning_wlb.attention.ulysses`). Every
+rank computes whole pieces, so that work is equal whatever the lengths are and no key is copied.
 
 A rank sends rows · (ranks - 1) · (2 · heads / ranks + 2 · key/value heads of a rank) · head_dim
-elements, whatever the pieces; an exchange of keys sends rows · (ranks - 1) · 2 · kv_heads ·
-head_dim at most. So it pays for models with about as many key/value heads as heads, and for many
-ranks; not where few key/value heads are shared (benchmarks/context_parallel.py has the comparison,
-modelled). Not for more ranks than heads.
+elements, whatever the pieces are; an exchange of keys sends at most rows · (ranks - 1) · 2 ·
+kv_heads · head_dim. So this pays for models with about as many key/value heads as query heads and
+for many ranks, and not where several query heads share a key/value head. Not for more ranks than
+heads.
 
 Slices of a piece, and micro-batches that several replicas share, exchange keys all the same: no
 other rank's cache holds a rank's part of the heads.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_wlb.sharding.arrays import Integers, distinct, offsets
+from lightning_wlb.sharding.arrays import Integers, cut
 
 HEADS = "heads"
 """The name of this sharding."""
@@ -26,28 +26,22 @@ HEADS = "heads"
 
 def equal_ranges(lengths: Integers, ranks: int) -> Integers:
     """One range of the concatenated pieces for each rank, equal to within a token."""
-    first = offsets(lengths)
-    cuts = first[-1] * np.arange(ranks + 1) // ranks
-    bounds = distinct(first, cuts)
-    start, stop = bounds[:-1], bounds[1:]
-    document = np.searchsorted(first, start, side="right") - 1
-    owner = np.searchsorted(cuts, start, side="right") - 1
-    return np.stack((owner, document, start - first[document], stop - first[document]), axis=1)
+    return cut(lengths, int(lengths.sum()) * np.arange(ranks + 1) // ranks)
 
 
 def check_heads(
     heads: int, kv_heads: int, context_parallel_size: int, tensor_parallel_size: int = 1
 ) -> None:
-    """Whether heads can be split over the context-parallel ranks.
+    """Refuse heads that cannot be split over the context-parallel ranks.
 
     Args:
         heads: query heads, over all tensor-parallel ranks.
-        kv_heads: key and value heads, likewise.
+        kv_heads: key/value heads, over all tensor-parallel ranks.
         context_parallel_size: ranks that split the heads of a tensor-parallel rank.
         tensor_parallel_size: ranks that split the heads first.
 
     Raises:
-        ValueError: naming what does not divide, and the remedy.
+        ValueError: if they do not divide; names the numbers and the remedy.
     """
     own, own_keys = heads // tensor_parallel_size, max(kv_heads // tensor_parallel_size, 1)
     size = context_parallel_size

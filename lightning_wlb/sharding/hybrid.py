@@ -1,32 +1,29 @@
 """Long pieces cut between ranks at tile boundaries, short ones whole on one rank.
 
-A kernel computes queries in tiles of 128 rows, so a cut between tiles is free as long as both
+A kernel computes queries in tiles of 128 rows, so that a cut between tiles is free as long as both
 sides keep two tiles, and any other cut costs about one more tile. So
 
 1. pieces whose work is a small share of a rank's stay whole: longest first, each to the rank with
    the least work that has room for its rows;
 2. a piece that no rank should have whole is cut at tile boundaries counted from its *end*, which
-   leaves its partial tile at the head, where it reads one key/value tile: that head is a short
-   piece like any other. A piece of few tiles is cut for just so many ranks that a share is small,
-   in pairs from both ends (early and late tiles together are average work), and the shares are
-   dealt like whole pieces;
+   leaves its partial tile at the head. That head reads one key/value tile and is a short piece like
+   any other. A piece of few tiles is cut for just so many ranks that a share is small, in pairs
+   from both ends (early and late tiles together are average work), and dealt like whole pieces;
 3. the shortest pieces are held back and fill every rank up to the number of rows at which only
-   whole tiles are missing; where a piece does not fit it is cut, so token counts are equal to
+   whole tiles are missing. Where a piece does not fit it is cut, so that token counts are equal to
    within one, at the price of one cheap tile for a rank;
-4. the longest pieces give every rank the tiles it misses, in pairs from both ends: moving a tile
+4. the longest pieces give every rank the tiles it misses, in pairs from both ends. Moving a tile
    from the back to the front changes a rank's work and not its rows, by the same amount for each
    tile. So the number of front tiles that makes a rank's work equal to the mean has a closed form,
    and what rounding leaves is passed on to the next, shorter piece.
 
-What counts as small is 1/8 of a rank's work, and where that does not balance to 2 % also 1/32, of
-which the better one is taken: whole pieces need no keys of other ranks, so the larger goes first.
+A small share is 1/8 of a rank's work or, where that does not balance well enough, 1/32 if that is
+better: whole pieces need no keys of other ranks, so the larger share goes first.
 
-Within 0.3 % of the ideal at CP 4 and 5 % at CP 16 under the reference kernel cost
-(benchmarks/context_parallel.py; modelled), which it optimises: measure before believing. Not for
-micro-batches of a few tiles per rank, where there is nothing to align.
+It optimises the reference kernel cost, a model: measure before believing. Not for micro-batches of
+a few tiles per rank, where there is nothing to align.
 
-Cost: plain Python over pieces and ranks, O((pieces + ranks) · ranks); 0.3 ms at CP 4, 0.9 ms at
-CP 16.
+Cost: plain Python over pieces and ranks, O((pieces + ranks) · ranks).
 """
 
 from __future__ import annotations
@@ -41,19 +38,20 @@ from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_co
 from lightning_wlb.sharding.arrays import Integers
 
 SHARES = (8, 32)
-"""A piece stays whole up to one part in so many of a rank's work; tried in this order."""
+"""A piece stays whole up to 1/8 of a rank's work, or up to 1/32; they are tried in this order."""
 
 GOOD_PERMILLE = 20
-"""A share is good enough where no rank has so much more work than the mean."""
+"""A share is good enough where no rank has more work than the mean by more than this."""
 
 LEAST_TILES = 4
 """Tiles of a rank's share of a cut piece: two from each end, so that no segment is one tile."""
 
-_Rows = tuple[int, int]  # start, stop in tokens of the piece
+_Rows = tuple[int, int]
+"""First token and end of a chunk, counted from the piece's start."""
 
 
 class _Share(NamedTuple):
-    """Chunks of one piece that go to one rank together; they sort in the order of dealing."""
+    """Chunks of one piece that go to one rank together; shares sort in the order of dealing."""
 
     minus_cost: int
     document: int
@@ -69,21 +67,18 @@ class _Long:
     document: int
     head: int
 
-    def cost(self, first: int, last: int) -> int:
-        """Cost of a segment of tiles [first, last)."""
-        count = last - first
-        before = -(-self.head // TILE)
-        read = count * (before + 1) + (first + last - 1) * count // 2
-        return UNITS * OVERHEAD * count + (UNITS + (count == 1)) * read
-
     def rows(self, first: int, last: int) -> _Rows:
         """Tokens of tiles [first, last)."""
         return self.head + TILE * first, self.head + TILE * last
 
+    def cost(self, first: int, last: int) -> int:
+        """Cost of a segment of tiles [first, last)."""
+        return _segment_cost(TILE * (last - first), self.head + TILE * last)
+
 
 @dataclass(slots=True)
-class _Group:
-    """The ranks: rows they have room for, work, and the chunks dealt so far."""
+class _Deal:
+    """The rows that each rank has room for, its work so far, and the chunks that were dealt."""
 
     room: list[int]
     cost: list[int]
@@ -100,20 +95,21 @@ def hybrid(lengths: Integers, ranks: int) -> Integers:
     if len(lengths) == 0:
         return np.empty((0, 4), dtype=np.int64)
     costs = reference_kernel_cost(lengths, lengths).tolist()
-    best: _Group | None = None
+    best: _Deal | None = None
     for share in SHARES:
-        group = _dealt(lengths.tolist(), costs, ranks, share)
-        if best is None or max(group.cost) < max(best.cost):
-            best = group
-        if 1000 * ranks * max(group.cost) <= (1000 + GOOD_PERMILLE) * sum(group.cost):
+        deal = _dealt(lengths.tolist(), costs, ranks, share)
+        if best is None or max(deal.cost) < max(best.cost):
+            best = deal
+        if 1000 * ranks * max(deal.cost) <= (1000 + GOOD_PERMILLE) * sum(deal.cost):
             break
     assert best is not None
     return np.array(best.chunks, dtype=np.int64)
 
 
-def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Group:
+def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Deal:
+    """All chunks, where a piece stays whole up to 1/``share`` of a rank's work."""
     tokens, total = sum(lengths), sum(costs)
-    group = _Group(
+    deal = _Deal(
         room=[tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)],
         cost=[0] * ranks,
     )
@@ -135,10 +131,10 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Gro
             _cut(long, min(parts, tiles // LEAST_TILES), shares)
     shares.sort()
     longs.sort(key=lambda each: (-each.tiles, each.document))
-    held = _deal_shares(group, shares)
-    tiles_of = _equalise(group, held, longs)
-    _deal_longs(group, longs, tiles_of)
-    return group
+    held = _deal_shares(deal, shares)
+    tiles_of = _equalise(deal, held, longs)
+    _deal_longs(deal, longs, tiles_of)
+    return deal
 
 
 def _segment_cost(queries: int, keys: int) -> int:
@@ -150,26 +146,26 @@ def _segment_cost(queries: int, keys: int) -> int:
 
 
 def _cut(long: _Long, parts: int, shares: list[_Share]) -> None:
-    """Append equal shares of a piece: pairs of chunks from both ends, the last its middle."""
+    """Append equal shares of a piece: pairs of chunks from both ends, and at last its middle."""
     front, back = 0, long.tiles
-    for left in range(parts, 1, -1):
+    for left in range(parts, 0, -1):
         tiles = (back - front) // left
         first, last = front + tiles // 2, back - (tiles - tiles // 2)
-        cost = long.cost(front, first) + long.cost(last, back)
-        chunks = (long.rows(front, first), long.rows(last, back))
+        ends = ((front, first), (last, back)) if left > 1 else ((front, back),)
+        cost = sum(long.cost(*each) for each in ends)
+        chunks = tuple(long.rows(*each) for each in ends)
         shares.append(_Share(-cost, long.document, TILE * tiles, chunks))
         front, back = first, last
-    cost = long.cost(front, back)
-    rows = long.rows(front, back)
-    shares.append(_Share(-cost, long.document, TILE * (back - front), (rows,)))
 
 
-def _deal_shares(group: _Group, shares: list[_Share]) -> list[_Share]:
-    """Longest first to the rank with the least work that has room; returns what is held back.
+def _deal_shares(deal: _Deal, shares: list[_Share]) -> list[_Share]:
+    """Deal shares, longest first, to the rank with the least work that has room.
 
-    Held back are the shortest, about 3/4 of a tile for each rank, and what fits no rank.
+    Returns:
+        The shares that were held back: the shortest, about 3/4 of a tile for each rank, and those
+        that fit no rank.
     """
-    room = group.room
+    room = deal.room
     held: list[_Share] = []
     wanted = 3 * TILE // 4 * len(room)
     while shares and wanted > 0 and shares[-1].rows <= 4 * TILE:
@@ -185,9 +181,8 @@ def _deal_shares(group: _Group, shares: list[_Share]) -> list[_Share]:
             cost, rank = least[0]
             heapq.heapreplace(least, (cost - minus_cost, rank))
             room[rank] -= rows
-            group.cost[rank] -= minus_cost
-            for chunk in chunks:
-                group.chunks.append((rank, document, *chunk))
+            deal.cost[rank] -= minus_cost
+            deal.chunks += [(rank, document, *chunk) for chunk in chunks]
         else:
             held.append(share)
         for entry in full:
@@ -195,16 +190,16 @@ def _deal_shares(group: _Group, shares: list[_Share]) -> list[_Share]:
     return held
 
 
-def _equalise(group: _Group, held: list[_Share], longs: list[_Long]) -> list[int]:
+def _equalise(deal: _Deal, held: list[_Share], longs: list[_Long]) -> list[int]:
     """Fill the ranks with what was held back until each misses only tiles of the longest pieces.
 
     Returns:
-        Tiles that each rank misses, together those of ``longs`` (one of which may lose some of
-        its first tiles here).
+        The number of tiles that each rank misses. Together they are those of ``longs``, the first
+        of which may lose some of its first tiles here.
     """
-    ranks = range(len(group.room))
+    ranks = range(len(deal.room))
     pieces = [(share.document, *chunk) for share in held for chunk in share.chunks]
-    tiles_of = [room // TILE for room in group.room]
+    tiles_of = [room // TILE for room in deal.room]
     missing = sum(long.tiles for long in longs) - sum(tiles_of)
     if missing > 0:
         # Too little was held back: the head of the longest piece is as cheap as a short piece.
@@ -213,9 +208,9 @@ def _equalise(group: _Group, held: list[_Share], longs: list[_Long]) -> list[int
         long.tiles -= missing
         long.head += TILE * missing
     for _ in range(-missing):
-        rank = max(ranks, key=lambda rank: (tiles_of[rank], group.cost[rank], -rank))
+        rank = max(ranks, key=lambda rank: (tiles_of[rank], deal.cost[rank], -rank))
         tiles_of[rank] -= 1
-    needs = [room - TILE * tiles for room, tiles in zip(group.room, tiles_of, strict=True)]
+    needs = [room - TILE * tiles for room, tiles in zip(deal.room, tiles_of, strict=True)]
     pieces.sort(key=lambda each: (each[1] - each[2], each))
     unfit = []
     for document, start, stop in pieces:
@@ -223,15 +218,15 @@ def _equalise(group: _Group, held: list[_Share], longs: list[_Long]) -> list[int
         if not fitting:
             unfit.append((document, start, stop))
             continue
-        rank = min(fitting, key=group.cost.__getitem__)
-        group.add(rank, document, (start, stop), _segment_cost(stop - start, stop))
+        rank = min(fitting, key=deal.cost.__getitem__)
+        deal.add(rank, document, (start, stop), _segment_cost(stop - start, stop))
         needs[rank] -= stop - start
-    # What fits nowhere whole goes round the ranks and is cut where one is full.
+    # Pieces that fit nowhere whole go round the ranks and are cut where one is full.
     for rank in sorted(ranks, key=lambda rank: (-needs[rank], rank)):
         while needs[rank]:
             document, start, stop = unfit.pop()
             end = min(stop, start + needs[rank])
-            group.add(rank, document, (start, end), _segment_cost(end - start, end))
+            deal.add(rank, document, (start, end), _segment_cost(end - start, end))
             needs[rank] -= end - start
             if end < stop:
                 unfit.append((document, end, stop))
@@ -239,24 +234,24 @@ def _equalise(group: _Group, held: list[_Share], longs: list[_Long]) -> list[int
     return tiles_of
 
 
-def _deal_longs(group: _Group, longs: list[_Long], tiles_of: list[int]) -> None:
-    """Give every rank its missing tiles so that its work comes to the mean."""
-    ranks = range(len(group.room))
+def _deal_longs(deal: _Deal, longs: list[_Long], tiles_of: list[int]) -> None:
+    """Give every rank its missing tiles, so that its work comes to the mean."""
+    ranks = range(len(deal.room))
     costs = [long.cost(0, long.tiles) for long in longs]
-    mean = (sum(group.cost) + sum(costs)) // len(ranks)
+    mean = (sum(deal.cost) + sum(costs)) // len(ranks)
     later_cost, later_tiles = sum(costs), sum(tiles_of)
     for long, cost in zip(longs, costs, strict=True):
         counts = _apportioned(long.tiles, tiles_of, later_tiles)
         later_cost -= cost
         later_tiles -= long.tiles
-        # What this piece should cost a rank if the later ones cost it their average.
-        wanted = [mean - spent for spent in group.cost]
+        # What this piece should cost a rank whose tiles of later pieces cost their average.
+        wanted = [mean - spent for spent in deal.cost]
         for rank in ranks:
             tiles_of[rank] -= counts[rank]
             if later_tiles:
                 wanted[rank] -= later_cost * tiles_of[rank] // later_tiles
         front, back = 0, long.tiles
-        # Ranks that want what is far from the piece's average go while both its ends are there.
+        # Ranks that want tiles far from the piece's average choose while it has both its ends.
         average = cost // long.tiles
         order = sorted(
             (rank for rank in ranks if counts[rank]),
@@ -268,7 +263,7 @@ def _deal_longs(group: _Group, longs: list[_Long], tiles_of: list[int]) -> None:
             for first, last in ((front, front + early), (back - (count - early), back)):
                 if first < last:
                     rows = long.rows(first, last)
-                    group.add(rank, long.document, rows, long.cost(first, last))
+                    deal.add(rank, long.document, rows, long.cost(first, last))
             front += early
             back -= count - early
 
@@ -290,7 +285,7 @@ def _front_tiles(long: _Long, front: int, back: int, count: int, wanted: int) ->
     step = UNITS * (back - front - count)
     early = (2 * (long.cost(back - count, back) - wanted) + step) // (2 * step)
     early = min(max(early, 0), count)
-    # One tile alone costs more: none or two instead.
+    # A segment of one tile costs more: none or two instead.
     if count >= LEAST_TILES:
         if early == 1:
             early = 2

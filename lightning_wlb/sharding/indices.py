@@ -1,21 +1,19 @@
 """What one rank holds, attends to and exchanges, as arrays that kernels and collectives take.
 
 Keys of other ranks arrive in one exchange. Rows of pieces that lie whole on one rank never travel.
-Of the rest, either every rank gets all of it (all-gather, padded to the rank that has most), or
-every rank gets just what its queries see (all-to-all, with sizes that differ). Both sides of every
-message are computed here from the layout, so no rank asks another.
+Of the other rows every rank gets either all (all-gather, padded to the rank that has most) or just
+those that its queries see (all-to-all, with sizes that differ). Both sides of every message are
+computed here from the layout, so that no rank asks another.
 
-A query sees its piece up to itself, or with a sliding window the last so many of these tokens. So
-of a chunk of another rank a rank reads nothing, or the end of it: what is in the window of the
-first query that follows on the rank.
+Of a chunk of another rank a rank reads nothing, all, or with a sliding window the end: as much as
+is in the window of the first query that follows on the rank.
 
-Cost: vectorised, linear in keys; 0.3 to 0.6 ms for 128K tokens on 16 ranks. A sliding window adds
-a search for each chunk and rank.
+Cost: vectorised, linear in keys. A sliding window adds a search for each chunk and rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +24,21 @@ from lightning_wlb.sharding.layout import Layout
 ALL_TO_ALL_PERCENT = 75
 """The all-to-all is used where its busiest rank moves at most this share of the all-gather's rows.
 
-An all-gather runs at a higher share of a link's speed than messages of different sizes between
-all pairs. By how much was not measured by this project.
+An all-gather runs at a higher share of a link's speed than messages of different sizes between all
+pairs; how much higher was not measured by this project.
 """
+
+
+def _no_rows() -> Integers:
+    return np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class RankIndices:
     """What one rank of the context-parallel group holds and attends to.
 
-    The keys of its segments are rows of a buffer: first those that arrive from other ranks, then
-    its own local rows, padding included.
+    The keys of its segments are rows of a buffer that holds first the rows that arrive from other
+    ranks and then its own local rows, padding included.
 
     Args:
         document: int64 [queries], the piece of each real local row, in local order.
@@ -47,13 +49,14 @@ class RankIndices:
         max_seqlen_k: most keys of a segment.
         key_index: int64 [keys], the row of the buffer that holds each key, in the order of
             ``cu_seqlens_k``.
-        gathered: first local rows that every rank sends to all (all-gather); 0 where nothing
-            travels, or by all-to-all.
-        send_index: int64 [sum of send_counts], local rows to send, by receiving rank.
-        send_counts: rows to send to each rank; empty where the all-to-all is not used.
-        receive_counts: rows that arrive from each rank; empty where it is not used.
-        head_rows: where heads and not keys are exchanged, rows of each rank; the segments are then
-            the whole pieces, and there is no ``key_index``. Else empty.
+        gathered: every rank sends so many of its first local rows to all (all-gather); 0 where
+            nothing travels or an all-to-all is used.
+        send_index: int64 [sum of send_counts], the local rows that an all-to-all sends, by
+            receiving rank.
+        send_counts: rows to send to each rank; empty without an all-to-all.
+        receive_counts: rows that arrive from each rank; empty without an all-to-all.
+        head_rows: rows of each rank that hold a token, where heads are exchanged instead of keys;
+            the segments are then the whole pieces, and there is no ``key_index``. Else empty.
     """
 
     document: Integers
@@ -62,11 +65,11 @@ class RankIndices:
     cu_seqlens_k: npt.NDArray[np.int32]
     max_seqlen_q: int
     max_seqlen_k: int
-    key_index: Integers
-    gathered: int
-    send_index: Integers
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
+    key_index: Integers = field(default_factory=_no_rows)
+    gathered: int = 0
+    send_index: Integers = field(default_factory=_no_rows)
+    send_counts: tuple[int, ...] = ()
+    receive_counts: tuple[int, ...] = ()
     head_rows: tuple[int, ...] = ()
 
 
@@ -98,8 +101,8 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
     Args:
         layout: of the micro-batch.
         rank: in the group.
-        sliding_window: most keys that a query sees, its own included; keys that no query of a
-            segment sees are not among the segment's. None: no bound.
+        sliding_window: most keys that a query sees, its own included; all if None. Keys that no
+            query of a segment sees are not among the segment's.
 
     Raises:
         ValueError: if the layout has no such rank.
@@ -108,34 +111,32 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
         raise ValueError(f"rank {rank} is not one of the layout's {layout.ranks} ranks.")
     owner, documents, starts, stops = layout.table.T
     lengths = stops - starts
-    own = slice(int(layout.first[rank]), int(layout.first[rank + 1]))
-    row = offsets(lengths)[:-1]
-    row -= row[layout.first[:-1].clip(max=max(len(row) - 1, 0))][owner] if len(row) else 0
+    own = layout.chunks_of(rank)
     document, stop, queries = documents[own], stops[own], lengths[own]
 
     gathered, arriving = 0, 0
-    send_index = np.empty(0, dtype=np.int64)
+    send_index = _no_rows()
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
-    place = row.copy()
+    # The row of the buffer with each chunk's first token, whether or not that token is sent.
+    place = layout.row.copy()
     if layout.shared:
         first_read = _first_read(layout, sliding_window)
         moved = _moved(layout, first_read)
         if uses_all_to_all(layout, moved):
-            send_index = _sent(layout, rank, row[own], first_read[own])
+            send_index = _sent(layout, rank, first_read[own])
             send_counts = tuple(moved[rank].tolist())
             receive_counts = tuple(moved[:, rank].tolist())
             first = first_read[:, rank]
             needed = stops - first
             needed[own] = 0
             places = offsets(needed)
-            # Where a chunk's first token would be, which may not have been sent.
             place, arriving = places[:-1] - (first - starts), int(places[-1])
         else:
             gathered = layout.shared
             place += owner * gathered
             arriving = layout.ranks * gathered
-    place[own] = arriving + row[own]
+    place[own] = arriving + layout.row[own]
 
     # Chunks by piece and token: the keys of a segment are in the chunks from its piece's first to
     # its own, from the first token that its first query sees.
@@ -167,7 +168,7 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
 
 
 def head_indices(layout: Layout, rank: int) -> RankIndices:
-    """The rows of one rank of the group where ranks split the heads; the segments are the pieces.
+    """The rows and segments of one rank of the group where ranks split the heads.
 
     Raises:
         ValueError: if the layout is not one of heads, or has no such rank.
@@ -178,10 +179,9 @@ def head_indices(layout: Layout, rank: int) -> RankIndices:
             " heads, rank_indices for all others."
         )
     _, document, start, stop = layout.table.T
-    own = slice(int(layout.first[rank]), int(layout.first[rank + 1]))
+    own = layout.chunks_of(rank)
     queries = (stop - start)[own]
     pieces = offsets(np.array(layout.lengths, dtype=np.int64)).astype(np.int32)
-    nothing = np.empty(0, dtype=np.int64)
     return RankIndices(
         document=np.repeat(document[own], queries),
         offset=ranges(start[own], queries),
@@ -189,17 +189,12 @@ def head_indices(layout: Layout, rank: int) -> RankIndices:
         cu_seqlens_k=pieces,
         max_seqlen_q=max(layout.lengths, default=0),
         max_seqlen_k=max(layout.lengths, default=0),
-        key_index=nothing,
-        gathered=0,
-        send_index=nothing,
-        send_counts=(),
-        receive_counts=(),
         head_rows=tuple(np.diff(offsets(stop - start)[layout.first]).tolist()),
     )
 
 
 def _first_read(layout: Layout, sliding_window: int | None) -> Integers:
-    """int64 [chunks, ranks], the first token of a chunk that a rank's other chunks read.
+    """int64 [chunks, ranks], the first token of each chunk that a rank's later chunks read.
 
     Where they read none it is the chunk's end.
     """
@@ -223,17 +218,11 @@ def _first_read(layout: Layout, sliding_window: int | None) -> Integers:
     return first
 
 
-def _sent(layout: Layout, rank: int, row: Integers, first_read: Integers) -> Integers:
-    """Local rows that a rank sends, by receiving rank.
-
-    Args:
-        layout: of the micro-batch.
-        rank: in the group.
-        row: where its chunks begin.
-        first_read: of its chunks, see :func:`_first_read`.
-    """
-    own = slice(int(layout.first[rank]), int(layout.first[rank + 1]))
+def _sent(layout: Layout, rank: int, first_read: Integers) -> Integers:
+    """Local rows that a rank sends, by receiving rank; ``first_read`` is of its own chunks."""
+    own = layout.chunks_of(rank)
     start, stop = layout.table[own, 2:, None].transpose(1, 0, 2)
     rows = (stop - first_read).T
     rows[rank] = 0
-    return ranges((row[:, None] + first_read - start).T.reshape(-1), rows.reshape(-1))
+    first_row = layout.row[own, None] + first_read - start
+    return ranges(first_row.T.reshape(-1), rows.reshape(-1))

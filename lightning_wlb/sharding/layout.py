@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,24 +27,13 @@ SHARDINGS: dict[str, Callable[[Integers, int], Integers]] = {
 }
 """(lengths of the pieces in tokens [pieces], ranks) -> chunks int64 [chunks, 4].
 
-The columns are rank, piece, first token and end of a chunk, tokens counted from the piece's
-start. A new sharding is a function and a line here. Every token belongs to exactly one chunk, no
-chunk is empty; their order is free, and chunks may be adjacent, :func:`layout` merges them.
+The columns are rank, piece, first token and end of a chunk, tokens counted from the piece's start.
+A new sharding is a function and a line here. Every token belongs to exactly one chunk, and no chunk
+is empty. Their order is free, and they may be adjacent: :func:`layout` merges them.
 """
 
 NAMES = (*SHARDINGS, HEADS)
-"""What :func:`layout` knows: the shardings whose ranks exchange keys, and the one of heads."""
-
-
-class Chunk(NamedTuple):
-    """Tokens ``[start, stop)`` of a piece, counted from the piece's own start.
-
-    ``document`` is the piece's index within the micro-batch.
-    """
-
-    document: int
-    start: int
-    stop: int
+"""The names that :func:`layout` knows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +44,11 @@ class Layout:
         lengths: length in tokens of each piece.
         rows: rows of each rank after padding at the local end.
         shared: most rows that any rank holds of pieces that lie on several ranks. They are the
-            first rows of each rank, so the first ``shared`` rows are all that others may read.
+            first rows of each rank, so that other ranks read none but the first ``shared`` rows.
         table: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of
-            ranks and of their local rows; none empty, none adjacent to its predecessor.
+            ranks and of their local rows; none is empty, none is adjacent to its predecessor.
         first: int64 [ranks + 1], where the chunks of each rank begin, then their number.
-        by_heads: whether ranks split the heads (:mod:`.heads`) and the rows are in rank order
+        by_heads: whether ranks split the heads (:mod:`.heads`). The rows in rank order are then
             those of the concatenated pieces. Slices exchange keys all the same.
     """
 
@@ -74,15 +61,18 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return len(self.first) - 1
 
+    def chunks_of(self, rank: int) -> slice:
+        """Where one rank's chunks are in the table."""
+        return slice(int(self.first[rank]), int(self.first[rank + 1]))
+
     @cached_property
-    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """For each rank its chunks in local row order."""
-        every = [Chunk(*row) for row in self.table[:, 1:].tolist()]
-        first = self.first.tolist()
-        return tuple(tuple(every[start:stop]) for start, stop in pairwise(first))
+    def row(self) -> Integers:
+        """int64 [chunks], the local row of each chunk's first token."""
+        bounds = offsets(self.table[:, 3] - self.table[:, 2])
+        return bounds[:-1] - np.repeat(bounds[self.first[:-1]], np.diff(self.first))
 
 
 def layout(
@@ -137,7 +127,7 @@ def layout(
 
 
 def _merged(table: Integers, lengths: Integers) -> Integers:
-    """In the order of rank, piece and token, neighbours joined: one segment instead of several."""
+    """Chunks in the order of rank, piece and token, adjacent ones joined to one segment."""
     rank, document, start, _ = table.T
     token = offsets(lengths)[document] + start
     table = table[np.argsort(rank * (int(lengths.sum()) + 1) + token)]
@@ -152,7 +142,11 @@ def _merged(table: Integers, lengths: Integers) -> Integers:
 
 
 def _ordered(table: Integers, documents: int, ranks: int) -> tuple[Integers, Integers, int, int]:
-    """Pieces on several ranks first; where each rank's chunks begin; most rows, all and shared."""
+    """Put each rank's chunks of pieces that lie on several ranks first.
+
+    Returns:
+        The table, where each rank's chunks begin, and the most rows of a rank: all, and shared.
+    """
     rank, document, start, stop = table.T
     # The last assignment to an element stands, so these are the highest and the lowest rank.
     highest, lowest = np.zeros((2, documents), dtype=np.int64)

@@ -1,7 +1,7 @@
 """The shardings of chunk pairs: per sequence, and per document with either rule for remainders.
 
 Under causal attention chunk c of 2·CP equal chunks reads c earlier chunks and half of itself, so
-the pair c and 2·CP - 1 - c is the same work for every c; every rank gets such a pair.
+that the pair c and 2·CP - 1 - c is the same work for every c. Every rank gets such a pair.
 
 Cost: vectorised, linear in chunks; one heap operation for each remainder.
 """
@@ -12,34 +12,31 @@ import heapq
 
 import numpy as np
 
-from lightning_wlb.sharding.arrays import Integers, distinct, offsets, ranges
+from lightning_wlb.sharding.arrays import Integers, cut, ranges
 
 
 def _owners(ranks: int) -> Integers:
+    """The rank of each of 2·ranks chunks."""
     numbers = np.arange(2 * ranks)
     return np.minimum(numbers, 2 * ranks - 1 - numbers)
 
 
 def per_sequence(lengths: Integers, ranks: int) -> Integers:
-    """Cut the concatenated pieces in 2·ranks nearly equal chunks, whatever lies where.
+    """Cut the concatenated pieces in 2·ranks nearly equal chunks, whatever lies in them (Llama 3).
 
-    Few, long segments, which kernels like, and unequal attention as soon as there are several
+    Segments are few and long, which kernels like; attention is unequal as soon as there are several
     documents. Use it where every micro-batch is one document or attention hardly counts.
     """
-    first = offsets(lengths)
-    cuts = first[-1] * np.arange(2 * ranks + 1) // (2 * ranks)
-    bounds = distinct(first, cuts)
-    start, stop = bounds[:-1], bounds[1:]
-    document = np.searchsorted(first, start, side="right") - 1
-    owner = _owners(ranks)[np.searchsorted(cuts, start, side="right") - 1]
-    return np.stack((owner, document, start - first[document], stop - first[document]), axis=1)
+    chunks = cut(lengths, int(lengths.sum()) * np.arange(2 * ranks + 1) // (2 * ranks))
+    chunks[:, 0] = _owners(ranks)[chunks[:, 0]]
+    return chunks
 
 
 def per_document(lengths: Integers, ranks: int) -> Integers:
     """Cut every piece; single tokens of the remainder go round the ranks (WLB-LLM §5.1).
 
-    Equal work, but every such token is a segment of its own that reads the keys of its whole
-    piece again; a GPU kernel rounds it up to a full tile of queries.
+    Work is equal, but every such token is a segment of its own with a copy of the keys of its whole
+    piece, and a GPU kernel rounds it up to a full tile of queries.
     """
     size = lengths // (2 * ranks)
     rest = lengths - 2 * ranks * size
@@ -53,12 +50,11 @@ def per_document(lengths: Integers, ranks: int) -> Integers:
 def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
     """Cut every piece; its remainder goes as one chunk to the rank with the fewest rows.
 
-    Where that would give the rank more than its share of all remainders, the chunk is cut there
-    (for fewer than ``ranks`` remainders in all), so no rank has more
-    rows than the mean, rounded up.
+    Where that would give the rank more than its share of all remainders, the chunk is cut there, so
+    that no rank has more rows than the mean, rounded up.
 
-    Equal rows go by the attention pairs of the remainders a rank already has, so that the ranks
-    that got more work in one micro-batch are not the same in all of them; then by rank.
+    Of ranks with equally many rows the one whose remainders have the fewest attention pairs comes
+    first, so that the ranks with more work are not the same in all micro-batches; then the lowest.
     """
     size = lengths // (2 * ranks)
     starts = 2 * ranks * size
@@ -81,7 +77,7 @@ def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
 
 
 def _pairs(size: Integers, ranks: int) -> Integers:
-    """Chunks r and 2·ranks - 1 - r of ``size`` tokens of each piece to each rank r."""
+    """Chunks r and 2·ranks - 1 - r of each piece for each rank r; a chunk has ``size`` tokens."""
     document = np.flatnonzero(size)
     size = size[document, None]
     start = np.arange(2 * ranks) * size

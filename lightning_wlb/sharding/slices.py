@@ -1,43 +1,42 @@
-"""Index arithmetic of slices: where the keys of a piece's earlier micro-batches are.
+"""Where the keys of a piece's earlier slices are, for attention of its later ones.
 
-A piece may span several micro-batches of a replica. A slice's queries then attend to the keys of
-the slices before it, which their micro-batches left behind on the ranks that computed them. For
-one micro-batch and one context-parallel rank this module says which rows the rank puts one after
-another, as runs of consecutive rows (:class:`Run`):
+A piece may be cut into slices that lie in several micro-batches of a replica. The queries of a
+slice then see the keys of the slices before it, which their micro-batches have left on the ranks
+that computed them. For one micro-batch and one rank of the context-parallel group this module says
+where to find them, in two steps:
 
-* on a single rank the keys of its segments, in their order: nothing else is needed;
-* in a group the rows of earlier keys that any rank reads, then its own rows. Every rank's are
-  gathered, and an index says which of these rows each key of each segment is.
+1. Every rank puts rows one after another: first the rows of earlier micro-batches that it holds and
+   that a query of this micro-batch sees, then all of its own rows. They are listed as runs of
+   consecutive rows (:class:`Run`).
+2. These rows of all ranks are gathered, and ``key_index`` says which of them each key of each
+   segment is. A single rank needs no such step: its runs are the keys of its segments, in order.
 
-With a sliding window the keys that no query of a segment sees are left out, and so are earlier rows
-that no query of the micro-batch sees.
+With a sliding window the keys that no query of a segment sees are left out of the segment.
 
-Pure numpy, in the data loader. Cost: linear in the keys read, which for a piece cut into n slices
-is n/2 times the piece.
+Pure numpy, in the data loader. Cost: linear in the keys that are read, which for a piece cut into n
+slices is n/2 times the piece.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_wlb.plan import Slice
-from lightning_wlb.sharding import Layout, RankIndices, rank_indices
-
-Indices = npt.NDArray[np.int64]
-
-Part = tuple[int, int]
-"""A slice by the micro-batch that it is in, and its index there."""
-
+from lightning_wlb.sharding.arrays import Integers, offsets, ranges
+from lightning_wlb.sharding.indices import RankIndices, rank_indices
+from lightning_wlb.sharding.layout import Layout
 
 OWN = -1
-"""In place of a micro-batch: the one that the indices are of."""
+"""In place of a micro-batch's index: the one that the indices are of."""
+
+_Part = tuple[int, int]
+"""A slice: the index of its micro-batch, and its own index there."""
 
 
 class Run(NamedTuple):
@@ -56,33 +55,20 @@ class SlicedIndices:
     """What one rank needs to run a micro-batch whose slices have earlier or later ones.
 
     Args:
-        own: rows and segments. ``cu_seqlens_k`` counts earlier keys too, and ``key_index`` points
-            into the ``rows`` that each rank puts together, one rank's after another's; not used
-            on a single rank, whose runs are in order.
+        own: rows and segments. ``cu_seqlens_k`` counts earlier keys too; ``key_index`` points into
+            the rows that all ranks put together, one rank's ``rows`` after another's. On a single
+            rank it is not used.
         positions: int64 [n], position of each real local row from its piece's origin.
-        runs: what the rank puts one after another.
-        rows: of it, the same on all ranks; rows beyond a rank's runs are read by none.
-        keeps: whether other slices read this one's keys.
+        runs: the rows that this rank puts one after another.
+        rows: how many rows each rank puts together; no key is in those beyond a rank's runs.
+        keeps: whether later slices read this micro-batch's keys.
     """
 
     own: RankIndices
-    positions: Indices
+    positions: Integers
     runs: tuple[Run, ...]
     rows: int
     keeps: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Rank and local row of every token of a micro-batch, slice after slice."""
-
-    owner: Indices
-    row: Indices
-    first: Indices
-
-    def of(self, index: int) -> tuple[Indices, Indices]:
-        part = slice(self.first[index], self.first[index + 1])
-        return self.owner[part], self.row[part]
 
 
 class SlicedReplica:
@@ -92,7 +78,7 @@ class SlicedReplica:
         layouts: each micro-batch's layout over the context-parallel ranks; its lengths are the
             tokens of the slices.
         members: each micro-batch's slices, in the order of the layout.
-        sliding_window: most keys that a query sees, its own included; None: no bound.
+        sliding_window: most keys that a query sees, its own included; all if None.
     """
 
     def __init__(
@@ -102,72 +88,61 @@ class SlicedReplica:
         sliding_window: int | None = None,
     ) -> None:
         self._layouts = layouts
-        self._sliding_window = sliding_window
         self._members = members
-        self._places: dict[int, _Places] = {}
-        # Where the slices of each piece are, by start.
+        # Keys that a query sees besides its own.
+        self._reach = None if sliding_window is None else sliding_window - 1
+        self._tokens_of: dict[int, list[Integers]] = {}
+        # The slices of each piece by their first token: (start, micro-batch, index there).
         self._pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
         for micro_batch, slices in enumerate(members):
-            for index, part in enumerate(slices):
-                key = (part.document, part.origin)
-                self._pieces[key].append((part.start, micro_batch, index))
+            for index, each in enumerate(slices):
+                self._pieces[each.document, each.origin].append((each.start, micro_batch, index))
         for parts in self._pieces.values():
             parts.sort()
 
     def is_sliced(self, slices: Sequence[Slice]) -> bool:
         """Whether one of the slices has earlier or later ones."""
-        return any(len(self._pieces[part.document, part.origin]) > 1 for part in slices)
+        return any(len(self._slices_of_piece(each)) > 1 for each in slices)
 
     def indices(self, micro_batch: int, rank: int) -> SlicedIndices:
         """Rows, segments and keys of one rank in a micro-batch."""
-        layout, places = self._layouts[micro_batch], self._at(micro_batch)
-        slices = self._members[micro_batch]
+        layout, slices = self._layouts[micro_batch], self._members[micro_batch]
         own = rank_indices(layout, rank)
-        gathered = _Gathered(layout.ranks)
-        # Keys that a query sees besides its own, and the first query of each piece.
-        reach = None if self._sliding_window is None else self._sliding_window - 1
-        first_query: dict[tuple[int, int], int] = {}
-        for each in slices:
-            piece = each.document, each.origin
-            first_query[piece] = min(each.start, first_query.get(piece, each.start))
-
-        def place(part: Part) -> _Tokens:
-            if part[0] == micro_batch:
-                return _Tokens(*places.of(part[1]), past=False)
-            earlier = self._members[part[0]][part[1]]
-            owner, row = self._at(part[0]).of(part[1])
-            skipped = 0
-            if reach is not None:
-                seen_from = first_query[earlier.document, earlier.origin] - reach
-                skipped = min(max(seen_from - earlier.start, 0), earlier.tokens)
-            return gathered.add(part, owner[skipped:], row[skipped:])
-
-        contexts = [[place(part) for part in self._before(each)] for each in slices]
-        counts = np.array(gathered.counts)
+        before = [self._before(each) for each in slices]
+        # Tokens that are read: those of earlier micro-batches, each slice once, then the own ones.
+        earlier = [part for parts in before for part in parts if part[0] != micro_batch]
+        tokens = {part: self._seen(part, slices) for part in dict.fromkeys(earlier)}
+        source, owner, row = np.concatenate([np.empty((0, 3), np.int64), *tokens.values()]).T
+        counts = np.bincount(owner, minlength=layout.ranks)
         stride = int(counts.max()) + layout.rows
-        own_places = _Tokens(places.owner, places.row, past=False).resolve(stride, counts)
-        first = places.first
-        keys: list[Indices] = []
-        for chunk in layout.chunks[rank]:
-            start = first[chunk.document]
-            of_chunk = [place.resolve(stride, counts) for place in contexts[chunk.document]]
-            of_chunk.append(own_places[start : start + chunk.stop])
-            seen = np.concatenate(of_chunk)
-            if reach is not None:
-                seen = seen[-(chunk.stop - chunk.start + reach) :]
-            keys.append(seen)
-        lengths = list(map(len, keys))
+        place = np.empty(len(owner), dtype=np.int64)
+        for number, count in enumerate(counts.tolist()):
+            place[owner == number] = number * stride + np.arange(count)
+        places = dict(zip(tokens, _split(place, map(len, tokens.values())), strict=True))
+        for index, (_, owners, rows) in enumerate(each.T for each in self._tokens(micro_batch)):
+            places[micro_batch, index] = owners * stride + counts[owners] + rows
+
+        keys = []
+        for _, index, start, stop in layout.table[layout.chunks_of(rank)].tolist():
+            seen = [places[part] for part in before[index]]
+            seen.append(places[micro_batch, index][:stop])
+            first = None if self._reach is None else start - stop - self._reach
+            keys.append(np.concatenate(seen)[first:])
+        cu_seqlens_k = offsets(np.array(list(map(len, keys)), dtype=np.int64))
         key_index = np.concatenate([np.empty(0, np.int64), *keys])
-        put_together = [(source, rows[rank]) for source, rows in gathered.sources]
-        put_together.append((OWN, np.arange(layout.rows)))
+
+        mine = owner == rank
+        put_source = np.concatenate((source[mine], np.full(layout.rows, OWN)))
+        put_row = np.concatenate((row[mine], np.arange(layout.rows)))
         alone = layout.ranks == 1
-        cu_seqlens_k = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        origins = np.array([part.context for part in slices], dtype=np.int64)
+        if alone:
+            put_source, put_row = put_source[key_index], put_row[key_index]
+        contexts = np.array([each.context for each in slices], dtype=np.int64)
         return SlicedIndices(
             own=replace(
                 own,
                 cu_seqlens_k=cu_seqlens_k.astype(np.int32),
-                max_seqlen_k=max(lengths, default=0),
+                max_seqlen_k=max(map(len, keys), default=0),
                 key_index=key_index,
                 # All rows are gathered, whatever whole pieces would send.
                 gathered=0,
@@ -175,86 +150,53 @@ class SlicedReplica:
                 send_counts=(),
                 receive_counts=(),
             ),
-            positions=own.offset + (origins[own.document] if len(own.document) else 0),
-            runs=_runs(put_together, key_index if alone else None),
+            positions=own.offset + contexts[own.document],
+            runs=_runs(put_source, put_row),
             rows=len(key_index) if alone else stride,
-            keeps=any(
-                self._pieces[part.document, part.origin][-1][0] > part.start for part in slices
-            ),
+            keeps=any(self._slices_of_piece(each)[-1][0] > each.start for each in slices),
         )
 
-    def _before(self, part: Slice) -> list[Part]:
-        """The slices of the piece that come before ``part``."""
-        parts = self._pieces[part.document, part.origin]
-        return [(other, index) for start, other, index in parts if start < part.start]
+    def _slices_of_piece(self, each: Slice) -> list[tuple[int, int, int]]:
+        return self._pieces[each.document, each.origin]
 
-    def _at(self, micro_batch: int) -> _Places:
-        if micro_batch not in self._places:
-            self._places[micro_batch] = _places(self._layouts[micro_batch])
-        return self._places[micro_batch]
+    def _before(self, each: Slice) -> list[_Part]:
+        """The slices of the piece that come before one of them, in order."""
+        return [part[1:] for part in self._slices_of_piece(each) if part[0] < each.start]
 
+    def _seen(self, part: _Part, slices: Sequence[Slice]) -> Integers:
+        """The tokens of an earlier slice that a query of ``slices`` sees."""
+        tokens, earlier = self._tokens(part[0])[part[1]], self._members[part[0]][part[1]]
+        if self._reach is None:
+            return tokens
+        piece = earlier.document, earlier.origin
+        first = min(each.start for each in slices if (each.document, each.origin) == piece)
+        return tokens[max(first - self._reach - earlier.start, 0) :]
 
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """Tokens by rank and row: among the past rows that are gathered, or among the own rows."""
-
-    owner: Indices
-    row: Indices
-    past: bool
-
-    def resolve(self, stride: int, counts: Indices) -> Indices:
-        """Places among what all ranks put together, ``stride`` rows each, past rows first."""
-        return self.owner * stride + self.row + (0 if self.past else counts[self.owner])
-
-
-class _Gathered:
-    """The earlier rows that each rank contributes, as they are put together."""
-
-    def __init__(self, ranks: int) -> None:
-        self.counts = [0] * ranks
-        self.sources: list[tuple[int, list[Indices]]] = []
-        self._known: dict[Part, _Tokens] = {}
-
-    def add(self, part: Part, owner: Indices, row: Indices) -> _Tokens:
-        known = self._known.get(part)
-        if known is not None:
-            return known
-        at = np.empty(len(owner), dtype=np.int64)
-        rows = []
-        for rank, count in enumerate(self.counts):
-            mine = np.flatnonzero(owner == rank)
-            at[mine] = count + np.arange(len(mine))
-            self.counts[rank] += len(mine)
-            rows.append(row[mine])
-        self.sources.append((part[0], rows))
-        known = self._known[part] = _Tokens(owner, at, past=True)
-        return known
+    def _tokens(self, micro_batch: int) -> list[Integers]:
+        """Where the tokens of each slice are, int64 [tokens, 3]: micro-batch, rank, local row."""
+        if micro_batch not in self._tokens_of:
+            layout = self._layouts[micro_batch]
+            rank, document, start, stop = layout.table.T
+            lengths = np.array(layout.lengths, dtype=np.int64)
+            token = ranges(offsets(lengths)[document] + start, stop - start)
+            table = np.full((len(token), 3), micro_batch)
+            table[token, 1] = np.repeat(rank, stop - start)
+            table[token, 2] = ranges(layout.row, stop - start)
+            self._tokens_of[micro_batch] = _split(table, layout.lengths)
+        return self._tokens_of[micro_batch]
 
 
-def _runs(parts: Sequence[tuple[int, Indices]], order: Indices | None) -> tuple[Run, ...]:
-    """Rows of several micro-batches, one after another or taken in ``order``, as runs."""
-    source = np.repeat([micro_batch for micro_batch, _ in parts], [len(rows) for _, rows in parts])
-    row = np.concatenate([rows for _, rows in parts])
-    if order is not None:
-        source, row = source[order], row[order]
-    breaks = np.flatnonzero((np.diff(source) != 0) | (np.diff(row) != 1)) + 1
-    bounds = [0, *breaks.tolist(), len(row)] if len(row) else []
+def _split(values: Integers, lengths: Iterable[int]) -> list[Integers]:
+    """Consecutive parts of an array, of given lengths."""
+    bounds = pairwise(accumulate(lengths, initial=0))
+    return [values[start:stop] for start, stop in bounds]
+
+
+def _runs(micro_batch: Integers, row: Integers) -> tuple[Run, ...]:
+    """The fewest runs in which rows lie, given the micro-batch and the number of each."""
+    breaks = (np.diff(micro_batch) != 0) | (np.diff(row) != 1)
+    bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(row)] if len(row) else []
     return tuple(
-        Run(int(source[start]), int(row[start]), int(row[stop - 1]) + 1)
+        Run(int(micro_batch[start]), int(row[start]), int(row[stop - 1]) + 1)
         for start, stop in pairwise(bounds)
     )
-
-
-def _places(layout: Layout) -> _Places:
-    first = np.concatenate(([0], np.cumsum(layout.lengths, dtype=np.int64)))
-    owner = np.empty(first[-1], dtype=np.int64)
-    row = np.empty(first[-1], dtype=np.int64)
-    for rank, chunks in enumerate(layout.chunks):
-        at = 0
-        for chunk in chunks:
-            tokens = slice(first[chunk.document] + chunk.start, first[chunk.document] + chunk.stop)
-            count = chunk.stop - chunk.start
-            owner[tokens] = rank
-            row[tokens] = np.arange(at, at + count)
-            at += count
-    return _Places(owner, row, first)

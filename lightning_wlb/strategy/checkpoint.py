@@ -4,13 +4,12 @@ A checkpoint is a folder. Every rank writes its own shards of the weights and of
 state under names that do not depend on the mesh (layers are numbered globally, optimizer state is
 keyed by parameter name), so that another mesh, or a single process, reads the parts that it needs.
 Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
-is the same on every rank and stands in ``meta.pt``, written by rank 0, readable with
-``weights_only=True``.
+is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-The folder is written aside, as ``.partial/NAME``, and renamed when every rank is done, so that a
-folder that bears the final name is whole. What it replaces is kept, as ``.old/NAME``, until then,
-and is read where the process died between the two renames. (Folders of their own, because Lightning
-finds the last checkpoint, and Slurm's, by what the names in a folder contain.)
+The folder is written as ``.partial/NAME`` and renamed when every rank is done, so that a folder
+with the final name is whole. The one that it replaces is kept as ``.old/NAME`` until then, and is
+read where the process died between the two renames. (Lightning finds the last checkpoint, and
+Slurm's, by what the names in a folder contain, so neither can lie beside the checkpoint.)
 
 A save that died leaves its ``.partial/NAME``. The next save in the same folder removes what nothing
 has been written to for an hour: what is younger may be another run's.
@@ -95,6 +94,8 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 
+    Where a save died while it replaced ``path``, the older checkpoint is read, with a warning.
+
     Args:
         path: the folder.
         model: this rank's part of the model.
@@ -104,8 +105,6 @@ def load(
 
     Returns:
         What :func:`save` was given as ``rest``.
-
-    Where a save died while it replaced ``path``, what it was to replace is read, with a warning.
 
     Raises:
         FileNotFoundError: if the folder is not there or is not such a checkpoint.
@@ -169,7 +168,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def _remove_leftovers(aside: Path) -> None:
-    """Remove what earlier saves that died have left, of this name at once, of others when stale."""
+    """Remove what saves that died have left: under this name at once, under others when stale."""
     _delete(aside)
     if not aside.parent.is_dir():
         return

@@ -1,4 +1,4 @@
-"""What a strategy of step plans cannot run, answered before it starts."""
+"""Refusals of what WLBStrategy cannot run, before anything is launched or split."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_wlb.models.language_module import LanguageModule
 
 
 def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> LanguageModule:
-    """The module, if the Trainer's settings and its own let a plan's step run.
+    """The module, if its settings and the Trainer's let a step plan run.
 
     Raises:
-        MisconfigurationException: naming what cannot be, and the remedy.
+        MisconfigurationException: naming the setting and the remedy.
     """
     if not isinstance(module, LanguageModule):
         raise MisconfigurationException(
@@ -80,7 +80,7 @@ def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_process_group(backend: Any, timeout: Any) -> None:
-    """Whether torch knows the backend, or each of ``"cpu:gloo,cuda:nccl"``, and the timeout is one.
+    """Check the backend, a name of torch's or several as in ``"cpu:gloo,cuda:nccl"``, and timeout.
 
     Raises:
         MisconfigurationException: with what can be given.

@@ -1,18 +1,17 @@
 """Runs one rank's share of a step plan: the actions of its schedule, in order, over real tensors.
 
-The plan says how long every micro-batch is, so no message carries a size and every buffer is
-allocated to measure. ``torch.distributed.pipelining`` sizes all buffers from micro-batch 0, which
-aborts or silently corrupts a step whose micro-batches differ.
+The plan says how long every micro-batch is, so no message carries a size, and every buffer is
+allocated in the size that the plan gives. ``torch.distributed.pipelining`` sizes all buffers from
+micro-batch 0, which aborts or silently corrupts a step whose micro-batches differ.
 
-A forward leaves what its backward needs: the graph that autograd has recorded, and of slices the
-keys and values that later ones read. Its backward takes it, and frees all of it. Everything sent is
-contiguous and has the shape that the plan gives (:mod:`.messages`).
+A forward leaves what its backward needs: the graph that autograd has recorded and, where pieces are
+sliced, the keys and values that later slices read. Its backward frees all of it.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
@@ -29,32 +28,27 @@ from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
 from lightning_wlb.strategy.messages import Messages, Pipeline
-from lightning_wlb.strategy.process_groups import MergedGroups, gather_from_all_ranks
+from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
 
 
 class Executor:
     """Runs steps on one rank.
 
     Args:
-        model: the stage's model, sharded by :func:`fsdp.shard`.
-        pipeline: where the rank stands.
-        groups: what the model's forward communicates over. Groups over several replicas are added
-            in each step.
-        merged: makes these, when a plan first asks.
+        model: the rank's stages, sharded by :func:`fsdp.shard`.
+        pipeline: the pipeline that the rank is in.
+        groups: the rank's process groups; each step passes its own to the model's forward.
     """
 
-    def __init__(
-        self, model: nn.Module, pipeline: Pipeline, groups: ProcessGroups, merged: MergedGroups
-    ) -> None:
+    def __init__(self, model: nn.Module, pipeline: Pipeline, groups: MeshGroups) -> None:
         self.model = model
         self.pipeline = pipeline
         self.groups = groups
-        self.merged = merged
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
-        # What this rank has to tell the others, in bits (strategy/signals.py), and what any rank
-        # had told at the end of the last step.
+        # What this rank has to tell the others, in bits (strategy/signals.py), and what any of the
+        # ranks had told at the end of the last step.
         self.notice = 0
         self.noticed = 0
 
@@ -80,16 +74,10 @@ class Executor:
             self.activations = ActivationCount()
         return self.activations
 
-    @property
-    def peak_activation_bytes(self) -> int:
-        """Of this rank's last step; 0 unless :meth:`count_activations` was called before it."""
-        return 0 if self.activations is None else self.activations.peak_bytes
-
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients stay unreduced; :func:`fsdp.finish_step` reduces them. Collective over
-        all ranks.
+        Gradients stay unreduced; :func:`fsdp.finish_step` reduces them. Collective over all ranks.
 
         Args:
             batch: this rank's part of the step.
@@ -103,7 +91,7 @@ class Executor:
         """
         training = torch.is_grad_enabled()
         self._check_agreement(batch.plan)
-        groups = replace(self.groups, merged=self.merged.prepare(batch.plan))
+        groups = self.groups.of_step(batch.plan)
         fsdp.begin_step(self.model)
         programs = self.pipeline.programs(batch.executed, batch.replica)
         if not training:
@@ -111,7 +99,7 @@ class Executor:
                 place: [action for action in program if action.kind == FORWARD]
                 for place, program in programs.items()
             }
-        place, places = self.pipeline.at.pipeline, self.pipeline.at.mesh.pipeline
+        place, places = self.pipeline.rank.pipeline, self.pipeline.rank.mesh.pipeline
         messages = Messages(
             self.pipeline, receipts(programs, place, places, len(self.pipeline.stages))
         )
@@ -141,11 +129,11 @@ class Executor:
     def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
         """Sum the loss over ranks; the next plan's digest and a notice travel along."""
         # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
-        at = self.pipeline.at
-        mine = loss if at.last_stage and at.tensor == 0 else torch.zeros_like(loss)
+        rank = self.pipeline.rank
+        mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
         everyone = self._all_gather([int(bits), batch.next_digest, self.notice])
-        self._check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
+        check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
         self._agreed = batch.next_digest or None
         self.noticed = reduce(or_, (row[2] for row in everyone))
         losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
@@ -157,78 +145,40 @@ class Executor:
         if self._agreed == plan.digest:
             return
         everyone = self._all_gather([plan.digest])
-        self._check_digests([row[0] for row in everyone], f"step {plan.step}")
+        check_digests([row[0] for row in everyone], f"step {plan.step}")
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.pipeline.device)
         rows: list[list[int]] = gather_from_all_ranks(mine).tolist()
         return rows
 
-    def _check_digests(self, digests: list[int], what: str) -> None:
-        if len(set(digests)) == 1:
-            return
-        ranks: dict[int, list[int]] = {}
-        for rank, digest in enumerate(digests):
-            ranks.setdefault(digest, []).append(rank)
-        shown = "; ".join(f"{_name(digest)} on {_names(who)}" for digest, who in ranks.items())
-        raise RuntimeError(
-            f"The ranks hold different plans for {what}: {shown}. Every rank must see the same"
-            " document lengths, seed and data settings: check that all nodes read the same data,"
-            " use the same software versions, and pass the same arguments."
-        )
 
-
-def _name(digest: int) -> str:
-    return f"digest {digest:016x}" if digest else "no such step"
-
-
-def _names(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
+@dataclass(eq=False, repr=False)
 class Step:
-    """The open micro-batches of one step on one rank.
+    """One step on one rank: its open micro-batches, the cached keys of slices, and its loss.
 
-    Args:
-        model: the rank's stages.
-        pipeline: where the rank stands.
-        groups: what the model's forward communicates over.
-        batch: this rank's part of the step.
-        messages: to and from the other stages.
-        denominator: what the summed loss of all ranks is divided by, in tokens.
-        stopwatch: times every action, if given.
-        activations: counts what is held after every action, if given.
+    Arguments are as for :class:`Executor` and its ``run``. A stopwatch times every action, and the
+    activations that are held after it are counted, where the two are given.
 
     Attributes:
         loss: sum of this rank's token losses, 0-dim, in at least float32.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        pipeline: Pipeline,
-        groups: ProcessGroups,
-        batch: StepBatch,
-        messages: Messages,
-        denominator: int,
-        stopwatch: Stopwatch | None,
-        activations: ActivationCount | None,
-    ) -> None:
-        self.model = model
-        self.pipeline = pipeline
-        self.groups = groups
-        self.batch = batch
-        self.messages = messages
+    model: nn.Module
+    pipeline: Pipeline
+    groups: ProcessGroups
+    batch: StepBatch
+    messages: Messages
+    denominator: int
+    stopwatch: Stopwatch | None
+    activations: ActivationCount | None
+
+    def __post_init__(self) -> None:
         self.cache = KeyValueCache()
-        self.denominator = denominator
-        self.stopwatch = stopwatch
-        self.activations = activations
-        self.last_stage = len(pipeline.stages) - 1
-        wide = torch.float64 if pipeline.dtype == torch.float64 else torch.float32
-        self.loss = torch.zeros((), dtype=wide, device=pipeline.device)
-        # What a stage was given and what it made of it, until its backward.
+        self.last_stage = len(self.pipeline.stages) - 1
+        wide = torch.float64 if self.pipeline.dtype == torch.float64 else torch.float32
+        self.loss = torch.zeros((), dtype=wide, device=self.pipeline.device)
+        # The hidden state that a stage was given and what it made of it, until its backward.
         self.boundaries: dict[Action, tuple[Tensor | None, Tensor]] = {}
 
     def run(self, action: Action) -> None:
@@ -239,7 +189,8 @@ class Step:
         else:
             self._backward(action)
         if self.activations is not None:
-            # What a backward leaves for others: sent gradients, those of earlier slices' keys.
+            # What a backward leaves for other micro-batches and ranks: the gradients of earlier
+            # slices' keys, and those that have been sent.
             self.activations.add([*self.messages.held, *self.cache.gradients])
             self.activations.sample()
 
@@ -282,7 +233,7 @@ class Step:
         return nullcontext() if self.stopwatch is None else self.stopwatch.action(action)
 
     def _shape(self, micro_batch: MicroBatchTensors) -> tuple[int, int]:
-        return micro_batch.rows // self.pipeline.at.mesh.tensor, self.pipeline.hidden_size
+        return micro_batch.rows // self.pipeline.rank.mesh.tensor, self.pipeline.hidden_size
 
     def _send(
         self, action: Action, stage: int, tensor: Tensor, micro_batch: MicroBatchTensors
@@ -295,3 +246,32 @@ class Step:
 
     def _receive(self, action: Action, stage: int, micro_batch: MicroBatchTensors) -> Tensor:
         return self.messages.receive(action, stage, self._shape(micro_batch))
+
+
+def check_digests(digests: list[int], what: str) -> None:
+    """Compare the digests of all ranks' plans for ``what``, in rank order.
+
+    Raises:
+        RuntimeError: naming the ranks and digests, if they differ.
+    """
+    if len(set(digests)) == 1:
+        return
+    ranks: dict[int, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        ranks.setdefault(digest, []).append(rank)
+    shown = "; ".join(f"{_name(digest)} on {_names(who)}" for digest, who in ranks.items())
+    raise RuntimeError(
+        f"The ranks hold different plans for {what}: {shown}. Every rank must see the same"
+        " document lengths, seed and data settings: check that all nodes read the same data,"
+        " use the same software versions, and pass the same arguments."
+    )
+
+
+def _name(digest: int) -> str:
+    return f"digest {digest:016x}" if digest else "no such step"
+
+
+def _names(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

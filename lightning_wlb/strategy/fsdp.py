@@ -1,15 +1,10 @@
-"""FSDP2 over a step of many micro-batches: unshard once, accumulate, reduce once.
+"""FSDP2 over a step of many micro-batches: gather once, accumulate, reduce once.
 
 ``fully_shard`` by itself reduces after every backward and takes the mean over its ranks. A step
-here runs a plan's worth of forwards and backwards in an order that FSDP does not know, divides
-the loss by the *global* number of target tokens, and must end with the *sum* of all ranks'
-gradients, also where a rank has no micro-batch at all. So:
-
-* :func:`shard` wraps every layer and the root, and makes every reduction a plain sum;
-* :func:`begin_step` gathers the parameters and turns reduction off;
-* :func:`finish_step` reduces what has accumulated and sets the sharded ``.grad``;
-* :func:`reshard` frees the gathered parameters after an evaluation step, or the next forward
-  would silently use the weights from before the optimizer step.
+here runs many forwards and backwards in an order that FSDP does not know, divides the loss by the
+*global* number of target tokens, and must end with the *sum* of all ranks' gradients, also where a
+rank has no micro-batch at all. So :func:`shard` makes every reduction a plain sum,
+:func:`begin_step` turns reduction off, and :func:`finish_step` makes the only one.
 
 :func:`finish_step` goes through private functions, as torch's own pipelining does
 (``PipelineStage.perform_reduce_grad``): autograd fires FSDP's reduction only inside a backward,
@@ -59,7 +54,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 def begin_step(model: nn.Module) -> None:
     """Gather all parameters and let gradients accumulate unreduced until :func:`finish_step`.
 
-    What a step that was broken off has left behind is dropped.
+    Gradients that a step has left which did not finish are dropped.
     """
     root = _root_state(model)
     # Forced, so that a rank that runs no forward joins the same collectives.
@@ -88,13 +83,16 @@ def finish_step(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in _parameters(root):
             _fill(parameter)
-        for group in _groups(root):
-            group.post_backward()
+        for parameters in _parameter_groups(root):
+            parameters.post_backward()
         root._root_post_backward_final_callback()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters without touching gradients."""
+    """Free the gathered parameters without touching gradients, after an evaluation step.
+
+    The next forward would silently use the weights from before the optimizer step.
+    """
     for module in fsdp_modules(model):
         module.reshard()
 
@@ -104,7 +102,7 @@ def _root_state(model: nn.Module) -> Any:
     return model._get_fsdp_state()
 
 
-def _groups(root: Any) -> Iterator[Any]:
+def _parameter_groups(root: Any) -> Iterator[Any]:
     """FSDP's units of communication: torch 2.13 has a list for each state, torch 2.11 one."""
     for state in root._state_ctx.all_states:
         if hasattr(state, "_fsdp_param_groups"):
@@ -114,7 +112,9 @@ def _groups(root: Any) -> Iterator[Any]:
 
 
 def _parameters(root: Any) -> Iterator[Any]:
-    return (parameter for group in _groups(root) for parameter in group.fsdp_params)
+    return (
+        parameter for parameters in _parameter_groups(root) for parameter in parameters.fsdp_params
+    )
 
 
 def _fill(parameter: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,66 +21,49 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.strategy.checks import check_process_group
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
-from lightning_wlb.strategy.process_groups import Communicators, communicators
+from lightning_wlb.strategy.process_groups import MeshGroups, mesh_groups
 
 
 class MeshStrategy(ParallelStrategy):
     """Launches one process per device and gives them a four-axis mesh.
 
     Args:
-        data_parallel_size: replicas.
-        pipeline_parallel_size: ranks of a pipeline.
-        context_parallel_size: ranks that share a micro-batch's tokens.
-        tensor_parallel_size: ranks that share each weight.
+        sizes: of the axes, in mesh order.
         virtual_stages: stages of each pipeline rank.
         process_group_backend: None for the device's own.
         timeout: how long a collective may wait for a rank.
 
     Raises:
-        MisconfigurationException: for a value that is none of these.
+        MisconfigurationException: for a size, a backend or a timeout that is none.
     """
 
     def __init__(
         self,
-        data_parallel_size: Size,
-        pipeline_parallel_size: Size,
-        context_parallel_size: Size,
-        tensor_parallel_size: Size,
+        sizes: Sequence[Size],
         virtual_stages: int,
         process_group_backend: str | None,
         timeout: timedelta | None,
     ) -> None:
         super().__init__()
-        self._asked = checked_sizes(
-            data_parallel_size,
-            pipeline_parallel_size,
-            context_parallel_size,
-            tensor_parallel_size,
-        )
+        self._asked = checked_sizes(*sizes)
         self._virtual_stages = virtual_stages
         check_process_group(process_group_backend, timeout)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._rank: Rank | None = None
-        self._communicators: Communicators | None = None
+        self._mesh_groups: MeshGroups | None = None
         self.num_nodes = 1
 
     @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh with axes ``data``, ``pipeline``, ``context``, ``tensor``."""
-        return self.communicators.mesh
-
-    @property
-    def communicators(self) -> Communicators:
-        """What the ranks talk over."""
-        if self._communicators is None:
+    def mesh_groups(self) -> MeshGroups:
+        """The process groups of this rank, and the DeviceMesh with those of the axes."""
+        if self._mesh_groups is None:
             raise RuntimeError("The device mesh exists once the processes have been launched.")
-        return self._communicators
+        return self._mesh_groups
 
     @property
     def mesh(self) -> Mesh:
@@ -127,7 +111,7 @@ class MeshStrategy(ParallelStrategy):
         utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        """Initialise the process group, and the mesh with its communicators."""
+        """Initialise the default process group, and the mesh with its process groups."""
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -148,7 +132,7 @@ class MeshStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        self._communicators = communicators(self._rank, self.root_device, self._timeout)
+        self._mesh_groups = mesh_groups(self._rank, self.root_device, self._timeout)
         rank_zero_info(f"WLBStrategy: mesh {mesh}")
 
     def barrier(self, name: str | None = None) -> None:

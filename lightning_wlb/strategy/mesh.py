@@ -1,13 +1,13 @@
-"""The mesh of a run: sizes asked for become a :class:`~lightning_wlb.mesh.Mesh`, and a DeviceMesh.
+"""From the sizes asked for to a :class:`~lightning_wlb.mesh.Mesh`, and from that to a DeviceMesh.
 
-See :mod:`lightning_wlb.mesh` for the order of the ranks.
+:mod:`lightning_wlb.mesh` says how ranks are ordered.
 """
 
 from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import AXES, Mesh
 
 Size = int | Literal["auto"]
@@ -27,19 +26,18 @@ def checked_sizes(*sizes: Size) -> tuple[Size, ...]:
     Raises:
         MisconfigurationException: for anything but ``"auto"`` and whole numbers of at least 1.
     """
-    return tuple(
-        size if isinstance(size, str) and size == "auto" else _whole_size(axis, size)
-        for axis, size in zip(AXES, sizes, strict=True)
-    )
-
-
-def _whole_size(axis: str, size: Any) -> int:
-    try:
-        return whole(f"{axis}_parallel_size", size, 1)
-    except ValueError:
-        raise MisconfigurationException(
-            f'{axis}_parallel_size={size!r} is not a size: give a whole number >= 1 or "auto".'
-        ) from None
+    checked: list[Size] = []
+    for axis, size in zip(AXES, sizes, strict=True):
+        name = f"{axis}_parallel_size"
+        try:
+            checked.append(
+                "auto" if isinstance(size, str) and size == "auto" else whole(name, size, 1)
+            )
+        except ValueError:
+            raise MisconfigurationException(
+                f'{name}={size!r} is not a size: give a whole number >= 1 or "auto".'
+            ) from None
+    return tuple(checked)
 
 
 def resolve_mesh(
@@ -82,12 +80,9 @@ def resolve_mesh(
 
 
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """The four-axis DeviceMesh; collective over all ranks.
+    """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks.
 
-    Args:
-        mesh: its sizes.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        timeout: how long an operation on any of its axes may wait; None: torch's default.
+    Operations on any of its axes may wait for the timeout; None means torch's default.
     """
     made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
     flat = data_context(made)
@@ -103,15 +98,6 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
     return mesh["data", "context"]._flatten("data_context")
-
-
-def process_groups(mesh: DeviceMesh) -> ProcessGroups:
-    """What a model's forward communicates over on this rank, without groups over replicas."""
-    context, tensor = mesh["context"], mesh["tensor"]
-    return ProcessGroups(
-        context=context.get_group() if context.size() > 1 else None,
-        tensor=tensor.get_group() if tensor.size() > 1 else None,
-    )
 
 
 def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:

@@ -35,7 +35,7 @@ def parallelize(
     dtype: torch.dtype,
     policy: MixedPrecisionPolicy,
 ) -> list[Tie]:
-    """Turn the whole model, on the meta device or real, into this rank's share of it, in place.
+    """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
     Args:
         model: has ``embed``, ``layers`` (a ModuleDict keyed by global layer number), ``head``,
@@ -101,11 +101,7 @@ def _units(model: nn.Module, ties: list[Tie]) -> list[nn.Module]:
 
 
 def _refuse_empty_buffers(model: nn.Module) -> None:
-    """Nothing fills a buffer that was made on the meta device: it would hold what memory holds.
-
-    Raises:
-        ValueError: naming the buffers.
-    """
+    """Raise ValueError for buffers that were made on the meta device: nothing fills them."""
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise ValueError(

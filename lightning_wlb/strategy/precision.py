@@ -1,7 +1,7 @@
 """Precision without autocast: FSDP2's policy says in which dtype a step computes and reduces.
 
 ==============  ================  ============  ==========  =========
-precision       parameters (rest) compute       gradients   reduction
+precision       parameters        compute       gradients   reduction
 ==============  ================  ============  ==========  =========
 ``32-true``     float32           float32       float32     float32
 ``64-true``     float64           float64       float64     float64
@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 class WLBPrecision(Precision):
-    """Lightning's precision plugin for :class:`~lightning_wlb.WLBStrategy`.
+    """Lightning's precision plugin for :class:`.WLBStrategy`.
 
     Made by the strategy from the Trainer's ``precision``; there is no need to pass it.
 
@@ -67,7 +67,7 @@ class WLBPrecision(Precision):
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
-        """Make new parameters in the dtype in which they are initialised."""
+        """Make new tensors, and a module's parameters, in the dtype of initialisation."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.initial_dtype)
         try:
@@ -75,11 +75,7 @@ class WLBPrecision(Precision):
         finally:
             torch.set_default_dtype(before)
 
-    @contextmanager
-    def module_init_context(self) -> Iterator[None]:
-        """Make the module's parameters in the dtype in which they are initialised."""
-        with self.tensor_init_context():
-            yield
+    module_init_context = tensor_init_context
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale all gradients so that their norm over all ranks is at most ``clip_val``."""

@@ -1,4 +1,4 @@
-"""Signals that end a run: noted when they come, agreed on at a step's end, and heeded by all ranks.
+"""Signals that end a run: noted when they come, agreed on at a step's end, and obeyed by all ranks.
 
 Lightning acts inside the handler: on Slurm's signal before the time limit it saves, on SIGTERM it
 broadcasts. Both are collectives, and the other ranks are at another place of the step, so that the
@@ -6,19 +6,18 @@ run hangs until it is killed, with nothing saved. Here the handler only sets a f
 with the loss in the exchange that ends every step. Then all ranks, in the same place,
 
 * on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
-  auto-requeue, while fitting, after a validation that it falls into) let Lightning save
-  ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and requeue the job, and end the run. The requeued
-  job goes on from there by itself;
+  auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
+  requeue the job, and end the run. The requeued job resumes from there by itself. A signal that
+  comes during a validation waits for the next training step;
 * on SIGTERM end the run, as Lightning does between batches.
 
-While ``trainer.validate`` or ``trainer.test`` runs, the requeue signal is only reported. There is
-nothing to save, a requeued evaluation would begin anew before the same limit, and this one may be
-through before it. SIGTERM ends it.
+Outside of fit the requeue signal is only reported: an evaluation has nothing to save, and requeued
+it would begin anew before the same limit. SIGTERM ends it.
 
 The end is Lightning's ``SIGTERMException``: the process exits with code 0 unless it is caught.
 
-Cost: nothing; the exchange takes place anyway. A signal is heeded after at most one step and what
-is between two, so Slurm must send it a validation's, a step's and a save's time ahead
+Cost: nothing; the exchange takes place anyway. A signal is obeyed after at most one step and what
+is between two, so Slurm must send it early enough for a validation, a step and a save
 (``--signal=SIGUSR1@300``).
 """
 
@@ -38,50 +37,47 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_wlb.strategy.executor import Executor
 
 REQUEUE, STOP = 1, 2
-"""Bits of :attr:`Executor.notice`."""
+"""Bits of ``Executor.notice``."""
 
 
 class EndOnSignal(pl.Callback):
     """Takes the Trainer's handlers over from Lightning. ``WLBStrategy`` adds it."""
 
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen. Lightning has set its handlers just before."""
-        _listen(trainer)
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen, where there was no sanity check."""
+        """Listen: Lightning has set its own handlers before. Listening again changes nothing."""
         _listen(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen, where this is not within fit."""
-        _listen(trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen."""
-        _listen(trainer)
+    on_sanity_check_start = on_validation_start = on_test_start = on_train_start
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Heed what the ranks have agreed on; every other callback has seen the step.
+        """Do what the ranks have agreed on; every other callback has seen the step.
 
         Raises:
             SIGTERMException: on every rank, when it has saved.
         """
         if _executor(trainer).noticed & REQUEUE:
-            # Before any validation that is due: there is not much time.
+            # This comes before any validation that is due: there is not much time.
             rank_zero_info("WLBStrategy: the requeue signal has come. Saving, requeueing, ending.")
             trainer._signal_connector._slurm_sigusr_handler_fn(_requeue_signal(trainer), None)  # type: ignore[arg-type]
             raise SIGTERMException
         _end_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Let Lightning's loop end, on all ranks at this batch."""
-        _report_requeue(trainer)
+        """Let Lightning's loop end, on all ranks at this batch; report a requeue signal once.
+
+        Within fit the next training step obeys that signal. A fit that follows in the same script
+        does not know of it.
+        """
+        executor = _executor(trainer)
+        if trainer.state.fn != TrainerFn.FITTING and executor.noticed & REQUEUE:
+            executor.notice &= ~REQUEUE
+            rank_zero_info(
+                "WLBStrategy: the requeue signal has come. An evaluation has nothing to save: it"
+                " goes on, and is not requeued."
+            )
         _end_if_asked(trainer)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Let Lightning's loop end, on all ranks at this batch."""
-        _report_requeue(trainer)
-        _end_if_asked(trainer)
+    on_test_batch_end = on_validation_batch_end
 
 
 def _executor(trainer: pl.Trainer) -> Executor:
@@ -94,20 +90,6 @@ def _end_if_asked(trainer: pl.Trainer) -> None:
         trainer._signal_connector.received_sigterm = True
 
 
-def _report_requeue(trainer: pl.Trainer) -> None:
-    """Say, once, that an evaluation goes on; within fit the next training step heeds the signal.
-
-    A fit that follows in the same script does not know of it.
-    """
-    executor = _executor(trainer)
-    if trainer.state.fn != TrainerFn.FITTING and executor.noticed & REQUEUE:
-        executor.notice &= ~REQUEUE
-        rank_zero_info(
-            "WLBStrategy: the requeue signal has come. An evaluation has nothing to save: it goes"
-            " on, and is not requeued."
-        )
-
-
 def _requeue_signal(trainer: pl.Trainer) -> signal.Signals | None:
     """Under Slurm, the signal at which to requeue; None where it is not to."""
     environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -117,7 +99,7 @@ def _requeue_signal(trainer: pl.Trainer) -> signal.Signals | None:
 
 
 def _listen(trainer: pl.Trainer) -> None:
-    """Set handlers that note signals; Lightning puts back the user's own at the run's end."""
+    """Set handlers that note signals; Lightning restores the user's own at the run's end."""
     if threading.current_thread() is not threading.main_thread():
         return  # Lightning has set none there either
     originals = trainer._signal_connector._original_handlers

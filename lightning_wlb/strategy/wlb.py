@@ -8,7 +8,7 @@ A thin Lightning adapter. What it adds to a Trainer:
   calls training_step, zero_grad, backward, clip, step in this order;
 * gradients are clipped by their norm over all ranks; checkpoints are written by all ranks.
 
-Not for modules that are not a :class:`~lightning_wlb.LanguageModule`, nor for manual
+Not for modules that are not a :class:`.LanguageModule`, nor for manual
 optimisation: both are refused at set-up.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -43,7 +41,7 @@ from lightning_wlb.strategy.checks import checked_model, checked_module, local_p
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import Tie, add_tied_gradients, clip_gradients
 from lightning_wlb.strategy.launch import MeshStrategy
-from lightning_wlb.strategy.mesh import Size, process_groups
+from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
@@ -53,9 +51,9 @@ from lightning_wlb.strategy.signals import EndOnSignal
 class WLBStrategy(MeshStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
-    The product of the four sizes is the number of devices over all nodes. Each is a whole number
-    or ``"auto"``; the first ``"auto"``, in the order of the arguments, takes the devices that the
-    other sizes leave, any further one is 1. ``strategy="wlb"`` is data parallel.
+    The product of the four sizes is the number of devices over all nodes. The first ``"auto"``, in
+    the order of the arguments, takes the devices that the other sizes leave; any further one is 1.
+    ``strategy="wlb"`` is data parallel.
 
     Args:
         data_parallel_size: replicas that train on different documents. FSDP2 shards over them.
@@ -69,8 +67,8 @@ class WLBStrategy(MeshStrategy):
         timeout: how long a collective may wait for a rank.
 
     Raises:
-        MisconfigurationException: if a size is none, or (when it runs) the sizes do not fit the
-            number of devices.
+        MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
+            runs) the sizes do not fit the number of devices.
         ValueError: if the schedule is unknown or cannot run so many stages per rank.
     """
 
@@ -95,10 +93,12 @@ class WLBStrategy(MeshStrategy):
         virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
         check_stages(schedule, virtual_pipeline_size)  # whether the two go together
         super().__init__(
-            data_parallel_size,
-            pipeline_parallel_size,
-            context_parallel_size,
-            tensor_parallel_size,
+            (
+                data_parallel_size,
+                pipeline_parallel_size,
+                context_parallel_size,
+                tensor_parallel_size,
+            ),
             virtual_pipeline_size,
             process_group_backend,
             timeout,
@@ -118,7 +118,7 @@ class WLBStrategy(MeshStrategy):
 
     @property
     def precision_plugin(self) -> WLBPrecision:
-        """Always a :class:`WLBPrecision`, made from the Trainer's ``precision``."""
+        """Always a :class:`.WLBPrecision`, made from the Trainer's ``precision``."""
         plugin = self._precision_plugin
         return plugin if isinstance(plugin, WLBPrecision) else WLBPrecision()
 
@@ -143,6 +143,7 @@ class WLBStrategy(MeshStrategy):
         elif previous is not self:
             self._adopt(previous)
         module.executor = self._run_step
+        self.precision_plugin.clip = self._clip
         self._loss = None
         assert self.executor is not None
         self.executor.notice = self.executor.noticed = 0
@@ -166,7 +167,7 @@ class WLBStrategy(MeshStrategy):
                 f" {asked}. Save a checkpoint with the earlier Trainer, and give a new module and"
                 " ckpt_path=... to this one."
             )
-        if self.communicators is not previous.communicators:
+        if self.mesh_groups is not previous.mesh_groups:
             raise MisconfigurationException(
                 "The process group with which an earlier Trainer has split the module was"
                 " destroyed. Give a new module and ckpt_path=... to this one, or leave the process"
@@ -174,7 +175,6 @@ class WLBStrategy(MeshStrategy):
             )
         self._ties = previous._ties
         self.executor = previous.executor
-        self.precision_plugin.clip = previous.precision_plugin.clip
 
     def _split_for(self) -> str:
         return (
@@ -192,7 +192,7 @@ class WLBStrategy(MeshStrategy):
         precision = self.precision_plugin
         self._ties = parallelize(
             model,
-            self.device_mesh,
+            self.mesh_groups.mesh,
             stages,
             initialise=module.init_weights,
             device=self.root_device,
@@ -202,24 +202,17 @@ class WLBStrategy(MeshStrategy):
         self.executor = Executor(
             model,
             Pipeline(
-                at=self.rank,
+                rank=self.rank,
                 stages=tuple(stages),
                 schedule=self.schedule,
-                groups=self.communicators.channels,
+                groups=self.mesh_groups.channels,
                 hidden_size=shape.dim,
                 dtype=precision.compute_dtype,
                 device=self.root_device,
             ),
-            process_groups(self.device_mesh),
-            self.communicators.merged,
+            self.mesh_groups,
         )
-        precision.clip = partial(self._clip, model)
         model.parallelized_by = self  # type: ignore[assignment]
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make the optimizers over this rank's shards."""
-        self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
 
     def model_to_device(self) -> None:
         """Nothing to do: parameters are made on their device."""
@@ -262,33 +255,26 @@ class WLBStrategy(MeshStrategy):
         self.precision_plugin.pre_backward(closure_loss, module)
         fsdp.finish_step(self.executor.model)
         add_tied_gradients(
-            self.executor.model,
-            self._ties,
-            self._tied_peer(),
-            self.device_mesh["pipeline"].get_group() if self.mesh.pipeline > 1 else None,
+            self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
         )
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _tied_peer(self) -> int | None:
         """The rank with the same shard of the tied weight on the pipeline's other end."""
-        at = self.rank
-        if not self._ties or at.first_stage == at.last_stage:
+        rank = self.rank
+        if not self._ties or rank.first_stage == rank.last_stage:
             return None
-        return at.group("pipeline")[-1 if at.first_stage else 0]
+        return rank.group("pipeline")[-1 if rank.first_stage else 0]
 
-    def _clip(
-        self, model: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float
-    ) -> Tensor:
-        elsewhere: list[nn.Parameter] = []
-        if self.mesh.pipeline > 1:
-            named = dict(model.named_parameters())
-            elsewhere = [named[tie.head] for tie in self._ties if tie.head in named]
-        return clip_gradients(
-            parameters,
-            max_norm,
-            self.device_mesh["pipeline"].get_group() if self.mesh.pipeline > 1 else None,
-            counted_elsewhere=elsewhere,
-        )
+    def _tied_copies(self) -> list[Tie]:
+        """The ties whose head is here and whose embedding is on another stage."""
+        return self._ties if self.rank.last_stage and not self.rank.first_stage else []
+
+    def _clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        assert self.executor is not None
+        model = self.executor.model
+        copies = [model.get_parameter(tie.head) for tie in self._tied_copies()]
+        return clip_gradients(parameters, max_norm, self.mesh_groups.pipeline, copies)
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
@@ -343,7 +329,7 @@ class WLBStrategy(MeshStrategy):
         checkpoints.save(
             local_path(self.broadcast(filepath)),
             self.lightning_module,
-            [] if weights_only else self._plain_optimizers(),
+            [] if weights_only else self.optimizers,
             checkpoint,
             self._renamed(),
         )
@@ -359,22 +345,14 @@ class WLBStrategy(MeshStrategy):
         return checkpoints.load(
             local_path(self.broadcast(checkpoint_path)),
             module,
-            self._plain_optimizers() if fitting else [],
+            self.optimizers if fitting else [],
             self._renamed(),
             weights_only,
         )
 
-    def _plain_optimizers(self) -> list[Optimizer]:
-        return [
-            optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-            for optimizer in self.optimizers
-        ]
-
     def _renamed(self) -> dict[str, str]:
         """A tied head on a stage of its own goes by the embedding's name in checkpoints."""
-        if self.rank.first_stage or not self.rank.last_stage:
-            return {}
-        return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self._ties}
+        return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self._tied_copies()}
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:

@@ -100,8 +100,8 @@ def test_flash_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -
     _, kernel = VarlenAttention("flash")._kernels["cuda"]
     *inputs, _ = random_inputs([(3, 5)], 4, 2)
     metadata = metadata_of([(3, 5)])
-    out = kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, None)
-    kernel(*inputs, metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5, 0.25, 4)
+    out = kernel(*inputs, metadata, 0.25, None)
+    kernel(*inputs, metadata, 0.25, 4)
     assert torch.equal(out, inputs[0])
     plain = {
         "cu_seqlens_q": metadata.cu_seqlens_q,
@@ -140,9 +140,9 @@ def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -
     *inputs, _ = random_inputs([(3, 5)], 4, 2)
     metadata = metadata_of([(3, 5)])
     lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5)
-    kernel(*inputs, *lengths, None, None)
-    kernel(*inputs, *lengths, None, 4)
-    kernel(inputs[0][:, :2], *inputs[1:], *lengths, 0.5, None)
+    kernel(*inputs, metadata, None, None)
+    kernel(*inputs, metadata, None, 4)
+    kernel(inputs[0][:, :2], *inputs[1:], metadata, 0.5, None)
     grouped = {"enable_gqa": True} if "enable_gqa" in signature.parameters else {}
     assert calls == [
         (lengths, {"scale": None, "window_size": (-1, 0), **grouped}),
@@ -187,8 +187,7 @@ def test_torchs_own_operator_takes_the_call_forward_and_backward(
 
     q, k, v = tensor(10, 4, 64), tensor(20, kv_heads, 64), tensor(20, kv_heads, 64)
     metadata = metadata_of([(4, 8), (6, 12)], "meta")
-    lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 6, 12)
-    out = load_torch()(q, k, v, *lengths, None, sliding_window)
+    out = load_torch()(q, k, v, metadata, None, sliding_window)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [each.shape for each in gradients] == [each.shape for each in (q, k, v)]

@@ -65,10 +65,10 @@ def kept_keys(rank: int, recomputed: bool) -> list[bool]:
         lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD
     )
     kept = [not torch.UntypedStorage._expired(each) for each in storages]
-    gather = context_parallel._all_gather
-    context_parallel._all_gather = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
+    gather = context_parallel.all_gather_into
+    context_parallel.all_gather_into = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
     out.sum().backward()
-    context_parallel._all_gather = gather
+    context_parallel.all_gather_into = gather
     # Keys travel before attention is timed.
     assert events == ["start", "stop"] + ["gather"] * (not recomputed) + ["start", "stop"]
     return kept
@@ -108,7 +108,7 @@ def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> 
 
         def call(*arguments: Any, **named: Any) -> Any:
             assert named["async_op"]
-            events.append(name.strip("_"))
+            events.append(name)
             return Work(collective(*arguments, **named))
 
         return mock.patch.object(holder, name, call)
@@ -127,8 +127,8 @@ def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> 
 
     hidden, k, v = (torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3))
     with (
-        logged(context_parallel, "_all_gather"),
-        logged(context_parallel, "_reduce_scatter"),
+        logged(context_parallel, "all_gather_into"),
+        logged(context_parallel, "reduce_scatter_into"),
         logged(dist, "all_to_all_single"),
     ):
         out = context_parallel_attention(
@@ -147,7 +147,7 @@ def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> 
 
 # (lengths, sharding, what is posted in forward and in backward)
 EXCHANGES: list[tuple[list[int], str, tuple[str, str] | None]] = [
-    ([64, 40], "per_document", ("all_gather", "reduce_scatter")),
+    ([64, 40], "per_document", ("all_gather_into", "reduce_scatter_into")),
     ([64, 40], "per_sequence", ("all_to_all_single", "all_to_all_single")),
     ([128] * 4, "hybrid", None),  # every piece whole on a rank
 ]
@@ -165,12 +165,12 @@ def test_projections_run_while_keys_travel() -> None:
     wanted = []
     for _, _, posted in EXCHANGES:
         for recomputed in (False, True):
-            forward, backward, again = ["queries"], ["queries"], ["output"]
+            forward, backward, refetch = ["queries"], ["queries"], ["output"]
             if posted is not None:
                 forward, backward = ([post, "queries", "wait"] for post in posted)
                 if not recomputed:
-                    again = [posted[0], "output", "wait"]
-            wanted.append([*forward, "output", "|", *again, *backward])
+                    refetch = [posted[0], "output", "wait"]
+            wanted.append([*forward, "output", "|", *refetch, *backward])
     assert run_ranks(orders, 2) == [wanted] * 2
 
 

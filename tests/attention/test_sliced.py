@@ -18,7 +18,7 @@ from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.plan import Slice
 from lightning_wlb.sharding import layout
-from lightning_wlb.sharding.slices import SlicedReplica
+from lightning_wlb.sharding.slices import Run, SlicedReplica
 
 
 class Seen(VarlenAttention):
@@ -52,7 +52,9 @@ def test_a_first_slice_copies_nothing_and_the_cache_holds_its_keys_themselves() 
     assert first.slices is not None
     cache = first.slices.cache
     assert cache is not None
-    assert cache.bytes == k.nbytes + v.nbytes
+    held = cache.read(0, Run(0, 0, 3))
+    assert [x.data_ptr() for x in held] == [k.data_ptr(), v.data_ptr()]
+    assert (len(cache), cache.gradients) == (1, [])
     own_q, own_k, own_v = (torch.randn(2, 2, 8, requires_grad=True) for _ in range(3))
     out = sliced_attention(own_q, own_k, own_v, second, attention, None)
     for read, earlier, own in zip(attention.last, (k, v), (own_k, own_v), strict=True):

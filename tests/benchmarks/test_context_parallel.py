@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,9 +67,8 @@ def test_the_gpu_benchmark_runs_through_on_a_cpu(
         return float(clock["calls"])
 
     def library(q, k, v, **arguments):
-        return cpu_attention(q, k, v, *(arguments[name] for name in names), None, None), None
+        return cpu_attention(q, k, v, SimpleNamespace(**arguments), None, None), None
 
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     monkeypatch.setattr(context_parallel_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(context_parallel_gpu, "DTYPE", torch.float32)
     monkeypatch.setattr(context_parallel_gpu, "LENGTHS", (16, 64))

@@ -19,8 +19,8 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from lightning_wlb.callbacks import ImbalanceMonitor
-from lightning_wlb.callbacks.monitor import summary_table
 from lightning_wlb.callbacks.records import LEVELS
+from lightning_wlb.callbacks.table import summary_table
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.config import TransformerConfig

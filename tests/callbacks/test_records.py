@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lightning_wlb.callbacks.records import Records, StepRecord
+from lightning_wlb.callbacks.imbalance import Level
+from lightning_wlb.callbacks.records import COLUMNS, Records, StepRecord
 
 
 def record(
@@ -20,9 +21,10 @@ def record(
     context: tuple[float, float] = (1.0, 1.0),
     predicted: float = math.nan,
 ) -> StepRecord:
+    levels = [pipeline, (3.0, 2.0), context, (5.0, 4.0), (1.0, 1.0), *[(predicted, 1.0)] * 3]
     return StepRecord(
-        tokens, tokens - 10, *delay, drain, tokens * 1e6, seconds, wait, *pipeline,
-        3.0, 2.0, *context, 5.0, 4.0, 1.0, 1.0, predicted, *(predicted, 1.0) * 3,
+        tokens, tokens - 10, *delay, drain, tokens * 1e6, seconds, wait, predicted,
+        tuple(Level(*level) for level in levels),
     )  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def test_columns_are_the_fields_over_steps():
     for tokens in (1, 2, 3):
         records.add(record(tokens=tokens))
     columns = records.columns()
-    assert tuple(columns) == StepRecord._fields
+    assert tuple(columns) == COLUMNS
     np.testing.assert_array_equal(columns["tokens"], [1, 2, 3])
     np.testing.assert_array_equal(columns["pipeline_peak"], [2, 2, 2])
 

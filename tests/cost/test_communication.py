@@ -18,23 +18,23 @@ PROFILE = replace(
 
 
 def test_inner_axes_stay_in_the_node_and_outer_ones_cross() -> None:
-    links = Communication(PROFILE, Mesh(data=2, pipeline=2, context=2, tensor=4))
-    assert links.tensor == links.context == NODE
+    made = Communication(PROFILE, Mesh(data=2, pipeline=2, context=2, tensor=4))
+    assert made.links["tensor"] == made.links["context"] == NODE
     # One rank of each data × context pair per node: two of context, and two nodes.
-    assert links.data == Link(5000.0, 20e9)
-    assert links.pipeline == (NETWORK, NETWORK)
+    assert made.links["data"] == Link(5000.0, 20e9)
+    assert made.pipeline == (NETWORK, NETWORK)
 
 
 def test_a_stage_boundary_may_lie_inside_a_node() -> None:
-    links = Communication(PROFILE, Mesh(pipeline=4, tensor=4))
-    assert links.pipeline == (NODE, NETWORK, NODE, NETWORK)
+    made = Communication(PROFILE, Mesh(pipeline=4, tensor=4))
+    assert made.pipeline == (NODE, NETWORK, NODE, NETWORK)
 
 
 def test_a_group_over_nodes_drives_one_adapter_for_each_of_its_ranks_there() -> None:
-    assert Communication(PROFILE, Mesh(tensor=16)).tensor == Link(5000.0, 80e9)
+    assert Communication(PROFILE, Mesh(tensor=16)).links["tensor"] == Link(5000.0, 80e9)
     fast = replace(PROFILE, links={"node": NODE, "network": Link(5000.0, 50e9)})
-    assert Communication(fast, Mesh(tensor=16)).tensor == Link(5000.0, 100e9)  # the node's
-    assert Communication(PROFILE, Mesh(context=4, tensor=8)).context == NETWORK
+    assert Communication(fast, Mesh(tensor=16)).links["tensor"] == Link(5000.0, 100e9)  # the node's
+    assert Communication(PROFILE, Mesh(context=4, tensor=8)).links["context"] == NETWORK
 
 
 def test_a_mesh_of_several_nodes_needs_a_network() -> None:
@@ -45,16 +45,16 @@ def test_a_mesh_of_several_nodes_needs_a_network() -> None:
 
 
 def test_times_are_latency_plus_bytes_over_bandwidth() -> None:
-    links = Communication(PROFILE, Mesh(pipeline=2, tensor=4))
+    made = Communication(PROFILE, Mesh(pipeline=2, tensor=4))
     # Three steps of 1 µs and 2.5 MB at 100 GB/s.
-    assert links.collective_ns("tensor", 4, 10_000_000) == 3 * (1000 + 25_000)
-    assert links.collective_ns("tensor", 1, 10_000_000) == 0
-    assert links.collective_ns("tensor", 4, 0) == 0
-    assert links.message_ns(0, 10_000_000) == 1000 + 100_000
-    assert links.message_ns(2, 10_000_000) == links.message_ns(0, 10_000_000)
+    assert made.collective_ns("tensor", 4, 10_000_000) == 3 * (1000 + 25_000)
+    assert made.collective_ns("tensor", 1, 10_000_000) == 0
+    assert made.collective_ns("tensor", 4, 0) == 0
+    assert made.message_ns(0, 10_000_000) == 1000 + 100_000
+    assert made.message_ns(2, 10_000_000) == made.message_ns(0, 10_000_000)
 
 
 def test_setting_up_a_thousand_ranks_is_quick() -> None:
-    links = Communication(PROFILE, Mesh(data=16, pipeline=8, context=2, tensor=8))
-    assert links.data == NETWORK
-    assert np.unique(links.mesh.groups("data", "context")).size == 2048
+    made = Communication(PROFILE, Mesh(data=16, pipeline=8, context=2, tensor=8))
+    assert made.links["data"] == NETWORK
+    assert np.unique(made.mesh.groups("data", "context")).size == 2048

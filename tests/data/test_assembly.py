@@ -59,28 +59,28 @@ def everyone(mesh: Mesh) -> list[Rank]:
     return [mesh.coordinate(rank) for rank in range(0, mesh.devices, mesh.tensor)]
 
 
-def batch_of(plan: StepPlan, store: InMemoryDocuments, at: Rank) -> StepBatch:
-    return make_step_batch(plan, store, at, {"step": plan.step}, 0, False)
+def batch_of(plan: StepPlan, store: InMemoryDocuments, rank: Rank) -> StepBatch:
+    return make_step_batch(plan, store, rank, {"step": plan.step}, 0, False)
 
 
-def one_micro_batch(slices: list[Slice], at: Rank, sharding: str) -> StepPlan:
+def one_micro_batch(slices: list[Slice], rank: Rank, sharding: str) -> StepPlan:
     rows = layout(
         sharding,
         [part.tokens for part in slices],
-        at.mesh.context,
-        at.mesh.tensor,
+        rank.mesh.context,
+        rank.mesh.tensor,
     ).rows
-    group = MicroBatch(tuple(range(len(slices))), sharding, rows, (0,))
-    replica = ReplicaPlan(tuple(slices), (group,), (group,))
+    micro_batch = MicroBatch(tuple(range(len(slices))), sharding, rows, (0,))
+    replica = ReplicaPlan(tuple(slices), (micro_batch,), (micro_batch,))
     return StepPlan(0, 0, (replica,), (), 0, 1 << 20, 1, 1 << 20)
 
 
 def test_tokens_labels_and_positions_of_one_rank() -> None:
     store = store_of([3, 9], [[True, True, False], None])
-    at = Rank(Mesh(tensor=4))
+    rank = Rank(Mesh(tensor=4))
     # The whole of document 0; the middle of document 1, a piece of its own from token 2 on.
-    plan = one_micro_batch([Slice(0, 0, 0, 3), Slice(1, 2, 2, 6)], at, "per_document")
-    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    plan = one_micro_batch([Slice(0, 0, 0, 3), Slice(1, 2, 2, 6)], rank, "per_document")
+    (micro_batch,) = batch_of(plan, store, rank).micro_batches
     assert micro_batch.rows == 8
     assert micro_batch.tokens is not None
     assert micro_batch.labels is not None
@@ -96,16 +96,16 @@ def test_tokens_labels_and_positions_of_one_rank() -> None:
 
 def test_a_context_rank_gets_its_chunks() -> None:
     store = store_of([8])
-    at = Rank(Mesh(context=2), context=1)
-    plan = one_micro_batch([Slice(0, 0, 0, 8)], at, "per_document")
-    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    rank = Rank(Mesh(context=2), context=1)
+    plan = one_micro_batch([Slice(0, 0, 0, 8)], rank, "per_document")
+    (micro_batch,) = batch_of(plan, store, rank).micro_batches
     assert micro_batch.tokens is not None
     assert micro_batch.labels is not None
     assert micro_batch.tokens.tolist() == [2, 3, 4, 5]
     assert micro_batch.labels.tolist() == [3, 4, 5, 6]
     assert micro_batch.positions.tolist() == [2, 3, 4, 5]
     assert store.was_read == [2, 3, 4, 5, 6]
-    first = replace(at, context=0)
+    first = replace(rank, context=0)
     (micro_batch,) = batch_of(plan, store, first).micro_batches
     assert micro_batch.tokens is not None
     assert micro_batch.labels is not None
@@ -124,9 +124,9 @@ def test_a_context_rank_gets_its_chunks() -> None:
 )
 def test_a_stage_reads_only_what_it_needs(stages: int, stage: int, read: list[int]) -> None:
     store = store_of([8])
-    at = Rank(Mesh(pipeline=stages, context=2), pipeline=stage, context=1)
-    plan = one_micro_batch([Slice(0, 0, 0, 8)], at, "per_document")
-    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    rank = Rank(Mesh(pipeline=stages, context=2), pipeline=stage, context=1)
+    plan = one_micro_batch([Slice(0, 0, 0, 8)], rank, "per_document")
+    (micro_batch,) = batch_of(plan, store, rank).micro_batches
     assert store.was_read == read
     assert (micro_batch.tokens is not None) == (stage == 0)
     assert (micro_batch.labels is not None) == (stage == stages - 1)
@@ -135,16 +135,16 @@ def test_a_stage_reads_only_what_it_needs(stages: int, stage: int, read: list[in
 
 def test_a_rank_without_rows_and_a_micro_batch_without_tokens() -> None:
     store = store_of([1])
-    at = Rank(Mesh(context=2), context=1)
-    plan = one_micro_batch([Slice(0, 0, 0, 1)], at, "per_document")
-    (micro_batch,) = batch_of(plan, store, at).micro_batches
+    rank = Rank(Mesh(context=2), context=1)
+    plan = one_micro_batch([Slice(0, 0, 0, 1)], rank, "per_document")
+    (micro_batch,) = batch_of(plan, store, rank).micro_batches
     assert micro_batch.tokens is not None
     assert micro_batch.labels is not None
     assert (micro_batch.rows, micro_batch.attention.queries) == (1, 0)
     assert micro_batch.tokens.tolist() == [0]
     assert micro_batch.labels.tolist() == [IGNORE]
     assert store.was_read == []
-    (empty,) = batch_of(one_micro_batch([], at, "per_document"), store, at).micro_batches
+    (empty,) = batch_of(one_micro_batch([], rank, "per_document"), store, rank).micro_batches
     assert empty.rows == 0
     assert empty.positions.tolist() == []
 
@@ -177,10 +177,10 @@ def test_the_mesh_together_gets_every_token_its_target_and_its_position(
     for plan in plans_of(store, data, mesh, sharding):
         origins = {piece: piece.origin for piece in plan.pieces}
         targets = 0
-        for at in everyone(mesh):
+        for rank in everyone(mesh):
             store.was_read = []
             own: list[int] = []
-            for micro_batch in batch_of(plan, store, at).micro_batches:
+            for micro_batch in batch_of(plan, store, rank).micro_batches:
                 assert micro_batch.tokens is not None
                 assert micro_batch.labels is not None
                 assert micro_batch.rows % mesh.tensor == 0
@@ -245,8 +245,8 @@ def test_slices_go_on_where_the_one_before_stopped() -> None:
 
 def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
     store = store_of([8])
-    group = MicroBatch((0,), "per_document", 4, (0, 1))
-    replica = ReplicaPlan((Slice(0, 0, 0, 8),), (group,), (group,))
+    micro_batch = MicroBatch((0,), "per_document", 4, (0, 1))
+    replica = ReplicaPlan((Slice(0, 0, 0, 8),), (micro_batch,), (micro_batch,))
     plan = StepPlan(4, 0, (replica, replica), (), 0, 8, 1, 8)
     tokens = []
     for number in range(2):
@@ -260,10 +260,10 @@ def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
 def test_a_batch_says_which_window_it_was_made_for_where_keys_are_missing() -> None:
     """By heads every rank has all keys, and attention with any window will do."""
     store = store_of([40])
-    at = Rank(Mesh(context=2))
+    rank = Rank(Mesh(context=2))
     for sharding, window in (("per_document", 9), ("heads", None)):
-        plan = one_micro_batch([Slice(0, 0, 0, 40)], at, sharding)
-        (micro_batch,) = make_step_batch(plan, store, at, {}, 0, False, 9).micro_batches
+        plan = one_micro_batch([Slice(0, 0, 0, 40)], rank, sharding)
+        (micro_batch,) = make_step_batch(plan, store, rank, {}, 0, False, 9).micro_batches
         assert micro_batch.attention.sliding_window == window
 
 

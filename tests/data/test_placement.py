@@ -58,14 +58,14 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
             profile=profile,
         )
         stand(documents, rank=Rank(Mesh(context=4)))
-        (group,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
-        chosen.append(group.sharding)
+        (micro_batch,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
+        chosen.append(micro_batch.sharding)
         cost = reference_kernel_cost
         if profile is not None:
             cost = LatencyModel(profile, shape, Mesh(context=4)).segment_cost
         plan = next(iter(documents.train_dataloader())).plan
-        tokens = [part.tokens for part in plan.replicas[0].slices_of(group)]
-        assert group.sharding == choose(tokens, 4, 1, cost)[0]
+        tokens = [part.tokens for part in plan.replicas[0].slices_of(micro_batch)]
+        assert micro_batch.sharding == choose(tokens, 4, 1, cost)[0]
     assert chosen[0] != chosen[1]
     assert data(profile="h100").profile == h100
     with pytest.raises(ValueError, match="h1000"):

@@ -93,8 +93,8 @@ def test_resume_from_any_batch_continues_with_the_next() -> None:
 
 def test_resume_on_another_mesh_has_the_same_pieces() -> None:
     unbroken = list(dataset())
-    at = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)
-    resumed = list(dataset(state=unbroken[2].state, at=at))
+    rank = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)
+    resumed = list(dataset(state=unbroken[2].state, rank=rank))
     assert [batch.plan.pieces for batch in resumed] == [batch.plan.pieces for batch in unbroken[3:]]
     assert [batch.state for batch in resumed] == [batch.state for batch in unbroken[3:]]
     assert {len(batch.plan.replicas) for batch in resumed} == {3}
@@ -263,7 +263,7 @@ def test_a_loop_that_was_left_goes_on_and_takes_its_workers_along(workers: int) 
 def test_a_plain_loop_resumes_on_another_mesh() -> None:
     unbroken = list(dataset())
     elsewhere = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)
-    loader = StepLoader(dataset(at=elsewhere), num_workers=1)
+    loader = StepLoader(dataset(rank=elsewhere), num_workers=1)
     loader.load_state_dict({"planner": unbroken[2].state})
     assert [batch.plan.pieces for batch in loader] == [batch.plan.pieces for batch in unbroken[3:]]
 

@@ -17,8 +17,12 @@ from lightning_wlb.sharding import layout
 VOCABULARY = 24
 LENGTHS = (1, 2, 13, 7, 40, 3, 22)
 # Document 4 in two pieces; micro-batches of different length.
-GROUPS = (((4, 0, 31), (0, 0, 1)), ((2, 0, 13), (4, 31, 40), (3, 0, 7), (1, 0, 2)), ((6, 0, 22),))
-PIECES = tuple(piece for group in GROUPS for piece in group)
+MICRO_BATCHES = (
+    ((4, 0, 31), (0, 0, 1)),
+    ((2, 0, 13), (4, 31, 40), (3, 0, 7), (1, 0, 2)),
+    ((6, 0, 22),),
+)
+PIECES = tuple(piece for micro_batch in MICRO_BATCHES for piece in micro_batch)
 
 
 def documents(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -38,24 +42,24 @@ def config(**overrides: Any) -> TransformerConfig:
 
 def step_batch(
     texts: Sequence[Sequence[int]],
-    groups: Sequence[Sequence[tuple[int, int, int]]] = GROUPS,
+    micro_batches: Sequence[Sequence[tuple[int, int, int]]] = MICRO_BATCHES,
     masks: Sequence[Sequence[bool]] | None = None,
-    at: Rank | None = None,
+    rank: Rank | None = None,
     step: int = 0,
 ) -> StepBatch:
-    """One replica's step: each group of pieces is a micro-batch."""
-    at = at or Rank()
+    """One replica's step: of each micro-batch its pieces (document, origin, stop)."""
+    rank = rank or Rank()
     store = InMemoryDocuments(texts, masks, vocab_size=VOCABULARY)
     slices, forward = [], []
-    for group in groups:
+    for pieces in micro_batches:
         rows = layout(
             "per_document_contiguous",
-            [stop - origin for _, origin, stop in group],
-            at.mesh.context,
-            at.mesh.tensor,
+            [stop - origin for _, origin, stop in pieces],
+            rank.mesh.context,
+            rank.mesh.tensor,
         ).rows
-        indices = tuple(range(len(slices), len(slices) + len(group)))
-        slices += [Slice(document, origin, origin, stop) for document, origin, stop in group]
+        indices = tuple(range(len(slices), len(slices) + len(pieces)))
+        slices += [Slice(document, origin, origin, stop) for document, origin, stop in pieces]
         forward.append(MicroBatch(indices, "per_document_contiguous", rows, (0,)))
     plan = StepPlan(
         step=step,
@@ -64,7 +68,7 @@ def step_batch(
         pieces=tuple(Piece(part.document, part.origin, part.stop, step) for part in slices),
         target_tokens=sum(store.targets(part.document, part.start, part.stop) for part in slices),
         cap=64,
-        micro_batches=max(len(groups), 1),
+        micro_batches=max(len(micro_batches), 1),
         nominal_tokens=200,
     ).validate()
-    return make_step_batch(plan, store, at, {}, 0, False)
+    return make_step_batch(plan, store, rank, {}, 0, False)

@@ -13,7 +13,15 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.planning import DataSettings
-from tests.models.steps import GROUPS, PIECES, VOCABULARY, config, documents, loss_masks, step_batch
+from tests.models.steps import (
+    MICRO_BATCHES,
+    PIECES,
+    VOCABULARY,
+    config,
+    documents,
+    loss_masks,
+    step_batch,
+)
 from tests.oracle import count_targets, oracle, relative_error
 
 
@@ -148,8 +156,8 @@ def test_validation_weighs_steps_by_their_targets(tmp_path):
     texts = documents()
     tested = LanguageModule(config(), seed=3, loss_normalisation="nominal")
     tested.configure_model()
-    groups = [[GROUPS[0]], [GROUPS[1], GROUPS[2]], [[(0, 0, 1)]]]
-    batches = [step_batch(texts, group) for group in groups]
+    steps = [[MICRO_BATCHES[0]], [MICRO_BATCHES[1], MICRO_BATCHES[2]], [[(0, 0, 1)]]]
+    batches = [step_batch(texts, micro_batches) for micro_batches in steps]
     (results,) = trainer(tmp_path).validate(tested, loader(batches), verbose=False)
     loss, _ = oracle(tested.model, texts, PIECES)
     assert results["val_loss"] == pytest.approx(loss / count_targets(texts, PIECES), rel=1e-5)
@@ -170,13 +178,13 @@ def test_learning_rate_goes_by_tokens_and_resumes(tmp_path):
     first = trainer(tmp_path, max_steps=4)
     first.fit(LanguageModule(config(), **options), loader(batches))
     first.save_checkpoint(tmp_path / "a.ckpt", weights_only=False)
-    again = Recorder()
+    later = Recorder()
     resumed = LanguageModule(config(), **options)
-    trainer(tmp_path, max_steps=9, callbacks=[again]).fit(
+    trainer(tmp_path, max_steps=9, callbacks=[later]).fit(
         resumed, loader(batches), ckpt_path=tmp_path / "a.ckpt"
     )
     assert resumed.tokens_seen == 9 * 85
-    assert again.rates == recorder.rates[4:]
+    assert later.rates == recorder.rates[4:]
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two)
 

@@ -10,7 +10,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows, shard_parameters
 from lightning_wlb.models.transformer import Transformer
-from tests.models.steps import GROUPS, PIECES, config, documents, loss_masks, step_batch
+from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
 from tests.oracle import oracle, relative_error
 from tests.ranks import run_ranks
 
@@ -34,7 +34,7 @@ def _gradients(rank, context_size, tensor_size, options, checkpointing, masked, 
         model.to_empty(device="cpu")
         initialise(model, 7, lambda name: 0.3, model.tied)
     at = Mesh(context=context_size, tensor=tensor_size).coordinate(rank)
-    batch = step_batch(documents(), GROUPS, loss_masks() if masked else None, at)
+    batch = step_batch(documents(), MICRO_BATCHES, loss_masks() if masked else None, at)
     total = sum(model(micro_batch, groups=groups) for micro_batch in batch.micro_batches)
     total.backward()
     gradients = {}

@@ -7,7 +7,7 @@ from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
 from lightning_wlb.models.transformer import Transformer
-from tests.models.steps import GROUPS, PIECES, config, documents, loss_masks, step_batch
+from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
 from tests.oracle import count_targets, oracle, relative_error
 
 
@@ -83,7 +83,7 @@ def test_without_labels_logits():
 
 def test_an_empty_micro_batch_has_zero_loss_and_gradients():
     model = build()
-    (micro_batch,) = step_batch(documents(), groups=[[]]).micro_batches
+    (micro_batch,) = step_batch(documents(), micro_batches=[[]]).micro_batches
     loss = model(micro_batch)
     loss.backward()
     assert loss.item() == 0
@@ -94,8 +94,11 @@ def test_an_empty_micro_batch_has_zero_loss_and_gradients():
 def test_rows_of_one_micro_batch_do_not_depend_on_their_neighbours():
     texts = documents()
     model = build()
-    together = model(step_batch(texts, groups=[GROUPS[1]]).micro_batches[0])
-    alone = sum(model(step_batch(texts, groups=[[piece]]).micro_batches[0]) for piece in GROUPS[1])
+    together = model(step_batch(texts, micro_batches=[MICRO_BATCHES[1]]).micro_batches[0])
+    alone = sum(
+        model(step_batch(texts, micro_batches=[[piece]]).micro_batches[0])
+        for piece in MICRO_BATCHES[1]
+    )
     assert together.item() == pytest.approx(alone.item(), rel=1e-13)
 
 

@@ -20,10 +20,10 @@ def test_a_state_is_a_place_in_the_epoch(lengths, cuts) -> None:
     while not whole.exhausted:
         resumed = batches(lengths, cuts)
         resumed.load_state_dict(whole.state_dict())
-        drawn = whole.draw()
-        assert resumed.draw() == drawn
+        drawn = whole.draw(0)
+        assert resumed.draw(0) == drawn
         assert resumed.state_dict() == whole.state_dict()
         assert all(piece.tokens <= 10 for piece in drawn)
         tokens += sum(piece.tokens for piece in drawn)
-    assert whole.draw() is None
+    assert whole.draw(0) is None
     assert tokens == sum(lengths)

@@ -15,23 +15,24 @@ def test_without_large_pieces_it_deals_longest_first():
 
 def test_a_piece_above_the_capacity_is_shared_by_as_few_as_suffice():
     lengths = [150, 90] + [10] * 16  # capacity 100
-    merged = merge_pieces(pieces_of(lengths), 4, LINEAR, 1, overhead_percent=0)
+    merged = merge_pieces(pieces_of(lengths), 4, LINEAR, 1)
     assert merged.shared == [(Piece(0, 0, 150, 0), (0, 1))]
-    assert merged.loads == [105, 95, 100, 100]
-    by_four = merge_pieces(pieces_of([250] + [10] * 15), 4, LINEAR, 1, overhead_percent=0)
+    # Half of 165 each, 90 and nothing, and then sixteen times 10.
+    assert merged.loads == [102, 102, 110, 100]
+    by_four = merge_pieces(pieces_of([250] + [10] * 15), 4, LINEAR, 1)
     assert by_four.shared[0][1] == (0, 1, 2, 3)
 
 
 def test_a_smaller_share_merges_more_over_more():
     pieces = pieces_of([150, 90, *[10] * 16])
     assert merge_pieces(pieces, 4, LINEAR, 0).shared == []
-    halves = merge_pieces(pieces, 4, LINEAR, 2, overhead_percent=0).shared
+    halves = merge_pieces(pieces, 4, LINEAR, 2).shared
     assert [members for _, members in halves] == [(0, 1, 2, 3), (0, 1)]
 
 
 def test_the_overhead_counts():
-    merged = merge_pieces(pieces_of([150, 90, *[10] * 16]), 4, LINEAR, 1, overhead_percent=20)
-    assert sum(merged.loads) == 400 + 30
+    merged = merge_pieces(pieces_of([160, 80, *[10] * 16]), 4, LINEAR, 1)
+    assert sum(merged.loads) == 400 + 16
 
 
 @given(

@@ -129,8 +129,8 @@ def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
         )
         plan = planner.next_step()
         counts[name] = len(plan.replicas[0].forward)
-        for group in plan.replicas[0].forward:
-            assert group.rows == plan.replicas[0].tokens_of(group)
+        for micro_batch in plan.replicas[0].forward:
+            assert micro_batch.rows == plan.replicas[0].tokens_of(micro_batch)
     assert counts["profile"] < counts["work"]
 
 

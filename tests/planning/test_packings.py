@@ -55,9 +55,9 @@ def check_epoch(lengths, plans: list[StepPlan], data: DataSettings) -> None:
         assert plan.validate() is plan
         assert plan.tokens > 0
         for replica in plan.replicas:
-            for group in replica.forward:
-                assert group.slices
-                assert replica.tokens_of(group) <= data.token_cap
+            for micro_batch in replica.forward:
+                assert micro_batch.slices
+                assert replica.tokens_of(micro_batch) <= data.token_cap
         for piece in plan.pieces:
             assert piece.tokens <= data.context_window
             covered.setdefault(piece.document, []).append((piece.origin, piece.stop))

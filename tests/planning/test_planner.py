@@ -100,12 +100,12 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
             assert list(plan.pieces) == sorted(plan.pieces)
             assert plan.drain or not draining
             draining = plan.drain
-            groups = [group for part in plan.replicas for group in part.forward]
-            assert len(groups) >= 1
+            micro_batches = [micro_batch for part in plan.replicas for micro_batch in part.forward]
+            assert len(micro_batches) >= 1
             assert plan.micro_batches == data.micro_batches
             # Those make as many as it takes: they carry nothing, or fill the pipeline.
             if data.choice.method not in ("slim", "auto"):
-                assert len(groups) <= 2 * data.micro_batches
+                assert len(micro_batches) <= 2 * data.micro_batches
             assert len(plan.replicas) == mesh["mesh"].data
             if draining and len(plan.pieces) > 1:
                 assert plan.tokens <= data.nominal_tokens == plan.nominal_tokens
@@ -256,13 +256,16 @@ def test_rows_and_sharding_come_from_the_mesh() -> None:
     mesh = Mesh(data=2, context=2, tensor=4)
     planner = Planner([9, 13, 30, 2], DataSettings(30, 2), work, mesh, sharding="per_document")
     plan = planner.next_step()
-    groups = [(part, group) for part in plan.replicas for group in part.forward]
-    assert groups
-    for part, group in groups:
-        lengths = [piece.tokens for piece in part.slices_of(group)]
-        assert group.rows == layout("per_document", lengths, 2 * len(group.replicas), 4).rows
-        assert group.rows % 4 == 0
-        assert group.sharding == "per_document"
+    micro_batches = [(part, micro_batch) for part in plan.replicas for micro_batch in part.forward]
+    assert micro_batches
+    for part, micro_batch in micro_batches:
+        lengths = [piece.tokens for piece in part.slices_of(micro_batch)]
+        assert (
+            micro_batch.rows
+            == layout("per_document", lengths, 2 * len(micro_batch.replicas), 4).rows
+        )
+        assert micro_batch.rows % 4 == 0
+        assert micro_batch.sharding == "per_document"
 
 
 def test_adaptive_sharding_is_resolved_for_each_micro_batch() -> None:
@@ -278,10 +281,10 @@ def test_adaptive_sharding_is_resolved_for_each_micro_batch() -> None:
     chosen = set()
     for cost in (reference_kernel_cost, fewest_queries_in_a_segment):
         for plan in epoch(Planner(lengths, data, work, mesh, kernel_cost=cost)):
-            for group in plan.replicas[0].forward:
-                tokens = [piece.tokens for piece in plan.replicas[0].slices_of(group)]
+            for micro_batch in plan.replicas[0].forward:
+                tokens = [piece.tokens for piece in plan.replicas[0].slices_of(micro_batch)]
                 name, made = choose(tokens, 4, 2, cost)
-                assert (group.sharding, group.rows) == (name, made.rows)
+                assert (micro_batch.sharding, micro_batch.rows) == (name, made.rows)
                 chosen.add(name)
     assert len(chosen) > 1
 
@@ -292,9 +295,9 @@ def test_slices_are_not_split_by_heads() -> None:
     data = DataSettings(4096, 2, packing="slim")
     by_context = {False: set(), True: set()}
     for plan in epoch(Planner(lengths, data, work, Mesh(context=2), sharding="heads")):
-        for group in plan.replicas[0].forward:
-            slices = plan.replicas[0].slices_of(group)
-            by_context[any(part.context for part in slices)].add(group.sharding)
+        for micro_batch in plan.replicas[0].forward:
+            slices = plan.replicas[0].slices_of(micro_batch)
+            by_context[any(part.context for part in slices)].add(micro_batch.sharding)
     assert by_context[False] == {"heads"}
     assert by_context[True]
     assert "heads" not in by_context[True]

@@ -7,7 +7,7 @@ import pytest
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.judge import PipelineJudge
-from lightning_wlb.planning.replicas import unsharded
+from lightning_wlb.planning.replicas import replica_plan, unsharded
 from lightning_wlb.planning.search import FEWEST, HALVES, Candidates, Score, Way, score_of
 from lightning_wlb.planning.workloads import generator_a
 from tests.planning.test_slicing import LLAMA2_7B_LAYER
@@ -76,9 +76,10 @@ def test_what_overflows_is_taken_only_where_nothing_fits():
     assert candidates(a_step(1), limit=1).best() in EVERY
 
 
-def test_a_shared_micro_batch_comes_first():
+def test_a_shared_micro_batch_comes_first_and_those_of_others_not_at_all():
     tried = candidates([600, 500])
-    plan = tried.plan(FEWEST, 1, [([tried.packs(FEWEST)[0][0]], (0, 1))], unsharded)
-    assert [group.replicas for group in plan.forward] == [(0, 1), (1,)]
+    packs = tried.packs(FEWEST)
+    plan = replica_plan(packs, 1, unsharded, [([packs[0][0]], (0, 1)), ([packs[0][0]], (2, 3))])
+    assert [micro_batch.replicas for micro_batch in plan.forward] == [(0, 1), (1,)]
     assert Score(False, 2) < Score(True, 1)
     assert score_of([], tried.judge) == (False, 0)

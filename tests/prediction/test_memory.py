@@ -9,14 +9,14 @@ from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulate import simulate
 
 
-def replica_of(*groups: list[Slice]) -> ReplicaPlan:
+def replica_of(*micro_batches: list[Slice]) -> ReplicaPlan:
     slices, forward = [], []
-    for group in groups:
-        members = tuple(range(len(slices), len(slices) + len(group)))
+    for micro_batch in micro_batches:
+        members = tuple(range(len(slices), len(slices) + len(micro_batch)))
         forward.append(
-            MicroBatch(members, "per_sequence", sum(part.tokens for part in group), (0,))
+            MicroBatch(members, "per_sequence", sum(part.tokens for part in micro_batch), (0,))
         )
-        slices += group
+        slices += micro_batch
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 

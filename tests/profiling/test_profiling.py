@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,7 +65,7 @@ def test_its_predictions_hold_on_micro_batches_that_were_not_in_the_fit(profile:
 
 def test_the_model_gives_back_the_seconds_that_were_measured(profile: Profile) -> None:
     bench = Bench(CONFIG, torch.device("cpu"), torch.float32, COARSE)
-    times = [(1e-4, 3e-4), (5e-4, 1.1e-3), (1.9e-3, 4e-3)]
+    times = np.array([(1e-4, 3e-4), (5e-4, 1.1e-3), (1.9e-3, 4e-3)])
     stages = Stages(layer=times, head=times, overhead=ActionOverhead((1000.0, 2000.0), (1.0, 2.0)))
     bandwidth = bench.element_bytes_per_second(stages)
     layer, head = bench.tables(stages, bandwidth)
@@ -78,7 +79,7 @@ def test_the_model_gives_back_the_seconds_that_were_measured(profile: Profile) -
     model = LatencyModel(made, CONFIG.shape)
     for rows, pair in zip(COARSE.rows, times, strict=True):
         for backward in (False, True):
-            seconds = pytest.approx(pair[backward] * 1e9, rel=1e-3)
+            seconds = pytest.approx(pair[int(backward)] * 1e9, rel=1e-3)
             assert model.linear_ns(rows, backward=backward) == seconds
             assert model.head_ns(rows, backward=backward) == seconds
 

@@ -1,12 +1,12 @@
 import pytest
 
 from lightning_wlb.schedule.actions import Action, format_program
-from lightning_wlb.schedule.programs import make_program
+from lightning_wlb.schedule.programs import make_programs
 from lightning_wlb.schedule.proof import check_schedule
 
 
 def interleaved(rank, ranks, micro_batches, virtual_stages):
-    return make_program("interleaved", rank, ranks, micro_batches, virtual_stages)
+    return make_programs("interleaved", ranks, micro_batches, virtual_stages)[rank]
 
 
 def test_interleaved_of_the_textbook():
@@ -17,7 +17,7 @@ def test_interleaved_of_the_textbook():
 
 
 def test_micro_batches_that_do_not_divide_by_the_ranks():
-    """Five on two ranks: groups of three and two, so that no group is smaller than the ring."""
+    """Five on two ranks: rounds of three and two, so that no round is smaller than the ring."""
     forwards = [action for action in interleaved(1, 2, 5, 2) if action.kind == "F"]
     assert format_program(forwards) == "1F0 1F1 1F2 3F0 3F1 3F2 1F3 1F4 3F3 3F4"
 
@@ -50,13 +50,13 @@ def test_open_stage_passes_are_bounded_by_the_warm_up(micro_batches, largest):
         assert most == min(micro_batches * virtual_stages, warm_up + 1)
 
 
-def test_a_short_last_group_would_deadlock():
-    """Why the groups are as equal as possible: Megatron's order for nine on eight ranks."""
+def test_a_short_last_round_would_deadlock():
+    """Why the rounds are as equal as possible: Megatron's order for nine on eight ranks."""
 
     def megatron(rank):
-        groups = [range(8), range(8, 9)]
-        forward = [Action(s * 8 + rank, "F", m) for group in groups for s in (0, 1) for m in group]
-        backward = [Action(s * 8 + rank, "B", m) for group in groups for s in (1, 0) for m in group]
+        rounds = [range(8), range(8, 9)]
+        forward = [Action(s * 8 + rank, "F", m) for each in rounds for s in (0, 1) for m in each]
+        backward = [Action(s * 8 + rank, "B", m) for each in rounds for s in (1, 0) for m in each]
         warm_up = min(18, 2 * (7 - rank) + 8)
         steady = [
             action for pair in zip(forward[warm_up:], backward, strict=False) for action in pair

@@ -18,12 +18,12 @@ def chains(lengths):
     return backward, needs
 
 
-def replica_of(*groups):
+def replica_of(*micro_batches):
     """A replica from, for each micro-batch, the document numbers that have a slice in it."""
     slices, forward, length = [], [], {}
-    for group in groups:
+    for documents in micro_batches:
         first = len(slices)
-        for document in group:
+        for document in documents:
             start = length.get(document, 0)
             slices.append(Slice(document, 0, start, start + 1))
             length[document] = start + 1

@@ -91,7 +91,7 @@ def plan_of(quads, pairs, own):
 
 def names_of(replicas):
     return [
-        [replica.slices_of(group) if len(group.replicas) > 1 else None for group in replica.forward]
+        [replica.slices_of(each) if len(each.replicas) > 1 else None for each in replica.forward]
         for replica in replicas
     ]
 

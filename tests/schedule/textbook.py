@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.packflow import groups_of
+from lightning_wlb.schedule.packflow import rounds_of
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
@@ -34,21 +34,21 @@ def interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int =
         micro_batches: M, at least 0.
         virtual_stages: V, at least 1. With 1 the order is valid, but 1F1B opens less.
     """
-    groups = groups_of(micro_batches, ranks)
-    rounds = range(virtual_stages)
+    rounds = rounds_of(micro_batches, ranks)
+    stages = range(rank, rank + virtual_stages * ranks, ranks)
     forward = [
-        Action(round_ * ranks + rank, FORWARD, micro_batch)
-        for group in groups
+        Action(stage, FORWARD, micro_batch)
         for round_ in rounds
-        for micro_batch in group
+        for stage in stages
+        for micro_batch in round_
     ]
     backward = [
-        Action(round_ * ranks + rank, BACKWARD, micro_batch)
-        for group in groups
-        for round_ in reversed(rounds)
-        for micro_batch in group
+        Action(stage, BACKWARD, micro_batch)
+        for round_ in rounds
+        for stage in reversed(stages)
+        for micro_batch in round_
     ]
-    largest = max(len(group) for group in groups)
+    largest = max(map(len, rounds))
     warm_up = min(len(forward), 2 * (ranks - 1 - rank) + (virtual_stages - 1) * largest)
     program = forward[:warm_up]
     for action, partner in zip(forward[warm_up:], backward, strict=False):

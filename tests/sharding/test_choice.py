@@ -17,6 +17,7 @@ from lightning_wlb.sharding import (
     traffic,
     uses_all_to_all,
 )
+from tests.sharding.support import chunks_by_rank
 from tests.sharding.test_shardings import as_tuples
 
 
@@ -42,17 +43,17 @@ def test_hybrid_cuts_at_tiles_from_the_end_and_keeps_short_pieces_whole() -> Non
     lengths = [2600, 300, 300, 40, 40]
     made = layout("hybrid", lengths, 2, 1)
     assert made.rows == 1640
-    for chunks in made.chunks:
+    for chunks in chunks_by_rank(made):
         for document, start, stop in chunks:
             if document == 0:
                 # 2600 = 20 tiles and a head of 40 tokens.
                 assert start == 0 or (2600 - start) % 128 == 0
                 assert (2600 - stop) % 128 == 0
-    whole = {each.document for chunks in made.chunks for each in chunks if each.start == 0}
+    whole = {each.document for chunks in chunks_by_rank(made) for each in chunks if each.start == 0}
     assert whole >= {1, 2, 3, 4}
     assert traffic(made).sum() > 0
     # Only rows of the piece that lies on both ranks are among those that could travel.
-    for chunks in made.chunks:
+    for chunks in chunks_by_rank(made):
         rows = 0
         for document, start, stop in chunks:
             if document == 0:
@@ -78,7 +79,7 @@ def test_ptrr_deals_tiles_there_and_back() -> None:
 def test_ptrr_cuts_what_does_not_divide_in_as_many_tiles_as_ranks() -> None:
     made = layout("ptrr", [256 + 11], 2, 1)
     assert made.rows == 134
-    sizes = [sorted(each.stop - each.start for each in chunks) for chunks in made.chunks]
+    sizes = [sorted(each.stop - each.start for each in chunks) for chunks in chunks_by_rank(made)]
     assert sorted(sizes) == [[5, 128], [6, 128]]
 
 

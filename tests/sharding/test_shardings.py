@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from lightning_wlb import sharding as sharding_module
 from lightning_wlb.sharding import (
     SHARDINGS,
-    Chunk,
     Layout,
     RankIndices,
     layout,
     rank_indices,
     traffic,
 )
+from tests.sharding.support import Chunk, chunks_by_rank
 
 PER_DOCUMENT = ["per_document", "per_document_contiguous"]
 
@@ -40,7 +40,7 @@ def pairs_of(chunks: tuple[Chunk, ...]) -> int:
 
 
 def as_tuples(made: Layout) -> list[list[tuple[int, int, int]]]:
-    return [[tuple(chunk) for chunk in chunks] for chunks in made.chunks]
+    return [[tuple(chunk) for chunk in chunks] for chunks in chunks_by_rank(made)]
 
 
 def test_per_sequence_cuts_the_concatenation() -> None:
@@ -113,7 +113,7 @@ def test_every_token_once_and_every_key_where_it_is_said_to_be(
     sharding: str, lengths: list[int], ranks: int, tensor: int, window: int | None
 ) -> None:
     made = layout(sharding, lengths, ranks, tensor)
-    most = max(rows_of(chunks) for chunks in made.chunks)
+    most = max(rows_of(chunks) for chunks in chunks_by_rank(made))
     assert made.rows % tensor == 0
     assert most <= made.rows < most + tensor
 
@@ -126,7 +126,7 @@ def test_every_token_once_and_every_key_where_it_is_said_to_be(
     assert len(held) == len(set(held))
     assert set(held) == {(d, t) for d, length in enumerate(lengths) for t in range(length)}
 
-    for rank, (chunks, indices) in enumerate(zip(made.chunks, every, strict=True)):
+    for rank, (chunks, indices) in enumerate(zip(chunks_by_rank(made), every, strict=True)):
         buffer = exchanged(every, rank, made.rows)
         read = set()
         queries, keys = np.diff(indices.cu_seqlens_q), np.diff(indices.cu_seqlens_k)
@@ -183,8 +183,8 @@ def test_pieces_that_divide_are_the_same_work_on_every_rank(
     sharding: str, chunks: list[int], ranks: int
 ) -> None:
     made = layout(sharding, [2 * ranks * size for size in chunks], ranks, 1)
-    assert len({pairs_of(mine) for mine in made.chunks}) == 1
-    assert len({rows_of(mine) for mine in made.chunks}) == 1
+    assert len({pairs_of(mine) for mine in chunks_by_rank(made)}) == 1
+    assert len({rows_of(mine) for mine in chunks_by_rank(made)}) == 1
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -224,13 +224,13 @@ def test_balance_on_generator_a(sharding: str, ranks: int, window: int) -> None:
     for lengths in generator_a(window):
         assert sum(lengths) == window
         made = layout(sharding, lengths, ranks, 1)
-        rows = [rows_of(chunks) for chunks in made.chunks]
+        rows = [rows_of(chunks) for chunks in chunks_by_rank(made)]
         assert max(rows) * ranks <= 1.002 * window
         for tensor in (1, 2, 8):
             padded = -(-max(rows) // tensor) * tensor
             assert padded * ranks - window <= 0.01 * window
         assert layout(sharding, lengths, ranks, 8).rows == padded
-        pairs.append([pairs_of(chunks) for chunks in made.chunks])
+        pairs.append([pairs_of(chunks) for chunks in chunks_by_rank(made)])
     work = np.array(pairs, dtype=np.float64)
     totals = work.sum(axis=0)
     assert totals.max() <= 1.01 * totals.mean()
@@ -241,7 +241,7 @@ def test_balance_on_generator_a(sharding: str, ranks: int, window: int) -> None:
 def test_the_balance_test_would_notice_per_sequence() -> None:
     work = np.array(
         [
-            [pairs_of(chunks) for chunks in layout("per_sequence", lengths, 8, 1).chunks]
+            [pairs_of(chunks) for chunks in chunks_by_rank(layout("per_sequence", lengths, 8, 1))]
             for lengths in generator_a(131_072)
         ]
     )

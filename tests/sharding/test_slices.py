@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_wlb.prediction.executed import layout_of
 from lightning_wlb.sharding import SHARDINGS
 from lightning_wlb.sharding.slices import OWN, SlicedReplica
+from tests.sharding.support import chunks_by_rank
 from tests.strategy.random_plans import random_replica
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=4)
@@ -19,7 +20,7 @@ def tokens_on(arrangement, slices, rank):
     """(document, token) of each real row of a rank."""
     return [
         (slices[chunk.document].document, slices[chunk.document].start + token)
-        for chunk in arrangement.chunks[rank]
+        for chunk in chunks_by_rank(arrangement)[rank]
         for token in range(chunk.start, chunk.stop)
     ]
 

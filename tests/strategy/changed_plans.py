@@ -20,27 +20,27 @@ Change = Callable[[StepPlan, Any, str], StepPlan]
 """(plan, where the rank stands, sharding) -> the same pieces in another plan."""
 
 
-def rows_of(parts: Sequence[Slice], replicas: int, at: Any, sharding: str) -> int:
+def rows_of(parts: Sequence[Slice], replicas: int, rank: Any, sharding: str) -> int:
     """Rows of each rank that such a micro-batch has."""
     lengths = [part.tokens for part in parts]
-    return layout(sharding, lengths, at.mesh.context * replicas, at.mesh.tensor).rows
+    return layout(sharding, lengths, rank.mesh.context * replicas, rank.mesh.tensor).rows
 
 
 def replica_of(
-    groups: Sequence[tuple[Sequence[Slice], tuple[int, ...]]], at: Any, sharding: str
+    groups: Sequence[tuple[Sequence[Slice], tuple[int, ...]]], rank: Any, sharding: str
 ) -> ReplicaPlan:
     """A symmetric replica from the slices of each micro-batch and the replicas that share it."""
     slices: list[Slice] = []
     forward = []
     for parts, owners in groups:
         members = tuple(range(len(slices), len(slices) + len(parts)))
-        rows = rows_of(parts, len(owners), at, sharding)
+        rows = rows_of(parts, len(owners), rank, sharding)
         forward.append(MicroBatch(members, sharding, rows, owners))
         slices += parts
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
 
-def sliced(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+def sliced(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     """The same pieces, cut at random and spread over more micro-batches, in legal order.
 
     The longest piece of a replica is in every micro-batch, with a first slice of one token.
@@ -62,11 +62,13 @@ def sliced(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
             for index in range(count):
                 part = Slice(whole.document, whole.origin, edges[index], edges[index + 1])
                 groups[first + index].append(part)
-        replicas.append(replica_of([(group, (number,)) for group in groups if group], at, sharding))
+        replicas.append(
+            replica_of([(parts, (number,)) for parts in groups if parts], rank, sharding)
+        )
     return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
 
 
-def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+def merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     """The same pieces, the longest of each aligned pair or four of replicas shared by them."""
     count = len(plan.replicas) if plan.step % 2 else 2
     replicas: list[ReplicaPlan] = []
@@ -77,34 +79,34 @@ def merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
         shared = [max(pieces, key=lambda part: part.tokens)] if pieces else []
         for number, replica in zip(names, members, strict=True):
             groups: list[tuple[list[Slice], tuple[int, ...]]] = [(shared, names)] if shared else []
-            for group in replica.forward:
-                rest = [part for part in replica.slices_of(group) if part not in shared]
+            for micro_batch in replica.forward:
+                rest = [part for part in replica.slices_of(micro_batch) if part not in shared]
                 groups += [(rest, (number,))] if rest else []
-            replicas.append(replica_of(groups, at, sharding))
+            replicas.append(replica_of(groups, rank, sharding))
     return replace(plan, replicas=tuple(replicas)).validate()
 
 
-def sliced_and_merged(plan: StepPlan, at: Any, sharding: str) -> StepPlan:
+def sliced_and_merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     """As :func:`merged`, with every piece cut in up to three consecutive micro-batches."""
     generator = random.Random(plan.step)
-    plan = merged(plan, at, sharding)
+    plan = merged(plan, rank, sharding)
     cuts: dict[Slice, list[Slice]] = {}
     replicas = []
     for number, replica in enumerate(plan.replicas):
         groups: list[tuple[list[Slice], tuple[int, ...]]] = []
         # Own micro-batches are only cut where the replica is odd, so that warm-ups differ.
-        for group in replica.forward:
-            (*rest, last) = replica.slices_of(group)
+        for micro_batch in replica.forward:
+            (*rest, last) = replica.slices_of(micro_batch)
             parts = [[*rest, last]]
-            if (len(group.replicas) > 1 or number % 2) and last.tokens >= 3:
+            if (len(micro_batch.replicas) > 1 or number % 2) and last.tokens >= 3:
                 if last not in cuts:
                     at_token = sorted(generator.sample(range(last.start + 1, last.stop), 2))
                     edges = [last.start, *at_token, last.stop]
                     cuts[last] = [last._replace(start=a, stop=b) for a, b in pairwise(edges)]
                 first, *others = cuts[last]
                 parts = [[*rest, first], *([other] for other in others)]
-            groups += [(each, group.replicas) for each in parts]
-        replicas.append(replica_of(groups, at, sharding))
+            groups += [(each, micro_batch.replicas) for each in parts]
+        replicas.append(replica_of(groups, rank, sharding))
     return replace(plan, replicas=tuple(replicas)).validate()
 
 
@@ -112,7 +114,7 @@ def regrouped(plan: StepPlan) -> StepPlan:
     """The same forward, with backward micro-batches of other slices; shared ones stay first."""
     replicas = []
     for replica in plan.replicas:
-        owners = {index: group.replicas for group in replica.forward for index in group.slices}
+        owners = {index: each.replicas for each in replica.forward for index in each.slices}
         backward: list[MicroBatch] = []
         for shared in sorted(set(owners.values()), key=lambda names: -len(names)):
             # Backwards in the legal order of single slices, cut anywhere; all sharers agree.
@@ -122,7 +124,7 @@ def regrouped(plan: StepPlan) -> StepPlan:
                 for index in range(len(replica.slices))
                 if owners[index] == shared
             ]
-            order = [group.slices[0] for group in symmetric_backward(replica.slices, singles)]
+            order = [each.slices[0] for each in symmetric_backward(replica.slices, singles)]
             cuts = sorted(generator.sample(range(len(order) + 1), min(3, len(order))))
             backward += [
                 MicroBatch(tuple(order[a:b]), "", 0, shared)
@@ -161,7 +163,7 @@ class ChangingDataset(StepDataset):
 
     def planner(self) -> Any:
         return ChangingPlanner(
-            super().planner(), lambda plan: self.change(plan, self.at, self.sharding)
+            super().planner(), lambda plan: self.change(plan, self.rank, self.sharding)
         )
 
 

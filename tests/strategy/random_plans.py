@@ -47,12 +47,14 @@ def random_replica(
         cuts = draw.sample(range(1, tokens), draw.randint(0, min(tokens - 1, 5)))
         edges = [0, *sorted(cuts), tokens]
         # Neighbouring slices may fall in the same micro-batch, as they do in a refinement.
-        homes = sorted(draw.randrange(count) for _ in edges[1:])
-        for start, stop, home in zip(edges[:-1], edges[1:], homes, strict=True):
-            packs[home].append(Slice(document, 0, start, stop))
+        chosen = sorted(draw.randrange(count) for _ in edges[1:])
+        for start, stop, number in zip(edges[:-1], edges[1:], chosen, strict=True):
+            packs[number].append(Slice(document, 0, start, stop))
     slices = [part for pack in packs for part in pack]
     numbers = {part: number for number, part in enumerate(slices)}
-    forward = [group([numbers[part] for part in pack], slices, sharding) for pack in packs if pack]
+    forward = [
+        micro_batch([numbers[part] for part in pack], slices, sharding) for pack in packs if pack
+    ]
     if kind == "symmetric":
         return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
     # Any order in which every piece runs from its end.
@@ -65,11 +67,13 @@ def random_replica(
         order.append(draw.choice([stack for stack in waiting if stack]).pop())
     cuts = sorted(draw.sample(range(1, len(order)), draw.randint(0, min(len(order) - 1, 5))))
     edges = [0, *cuts, len(order)]
-    backward = [group(order[start:stop], slices, sharding) for start, stop in pairwise(edges)]
+    backward = [micro_batch(order[start:stop], slices, sharding) for start, stop in pairwise(edges)]
     return ReplicaPlan(tuple(slices), tuple(forward), tuple(backward))
 
 
-def group(members: Sequence[int], slices: Sequence[Slice], sharding: str = SHARDING) -> MicroBatch:
+def micro_batch(
+    members: Sequence[int], slices: Sequence[Slice], sharding: str = SHARDING
+) -> MicroBatch:
     """A micro-batch of one replica without context and tensor parallelism."""
     rows = layout(sharding, [slices[index].tokens for index in members], 1, 1).rows
     return MicroBatch(tuple(members), sharding, rows, (0,))
@@ -124,7 +128,7 @@ def run_step(
     layers = len(model.layers)
     bounds = [layers * stage // stages for stage in range(stages + 1)]
     pipeline = Pipeline(
-        at=Rank(Mesh(virtual_stages=stages)),
+        rank=Rank(Mesh(virtual_stages=stages)),
         stages=tuple(range(a, b) for a, b in pairwise(bounds)),
         schedule="interleaved" if stages > 1 else "1f1b",
         groups={},

@@ -154,16 +154,16 @@ def loads_of(plan: StepPlan) -> list[float]:
     work = Work.of(config(CASE.tied).shape)
     return [
         sum(
-            work.total(part.tokens, part.context) / len(group.replicas)
-            for group in replica.forward
-            for part in replica.slices_of(group)
+            work.total(part.tokens, part.context) / len(each.replicas)
+            for each in replica.forward
+            for part in replica.slices_of(each)
         )
         for replica in plan.replicas
     ]
 
 
 def is_shared(plan: StepPlan) -> bool:
-    return any(len(group.replicas) > 1 for group in plan.replicas[0].forward)
+    return any(len(each.replicas) > 1 for each in plan.replicas[0].forward)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -5,7 +5,7 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_wlb.strategy import executor, messages
-from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.executor import check_digests
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.schedule.textbook import one_f_one_b
@@ -60,12 +60,17 @@ def test_measured_actions_are_those_of_the_schedule():
 
 def held(rank: int, counts: tuple[int, ...]) -> list[int]:
     """Most sends that a rank held at once in a step, for steps of so many micro-batches."""
-    made: list[messages.Messages] = []
+    made = []
 
     class Recorded(messages.Messages):
         def __init__(self, *args) -> None:
             super().__init__(*args)
+            self.most_held = 0
             made.append(self)
+
+        def send(self, *args) -> None:
+            super().send(*args)
+            self.most_held = max(self.most_held, len(self.held))
 
     executor.Messages = Recorded
     most = []
@@ -120,10 +125,9 @@ def test_ranks_with_different_plans_all_raise_and_name_the_digests(mesh, options
 
 
 def test_ranks_are_grouped_by_digest():
-    check = Executor._check_digests
-    check(None, [7, 7, 7], "step 3")
+    check_digests([7, 7, 7], "step 3")
     with pytest.raises(RuntimeError) as error:
-        check(None, [7] * 12 + [8], "step 3")
+        check_digests([7] * 12 + [8], "step 3")
     assert (
         "for step 3: digest 0000000000000007 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;"
         " digest 0000000000000008 on rank 12."

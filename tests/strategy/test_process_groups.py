@@ -1,6 +1,7 @@
-"""Communicators: made once in a process, and connected before a step uses them."""
+"""Process groups: made once in a process, by few calls of each rank, and connected before use."""
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -8,9 +9,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import _world as process_groups
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_wlb.mesh import Mesh
-from lightning_wlb.strategy.process_groups import communicators
+from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.strategy.process_groups import (
+    MergedGroups,
+    mesh_groups,
+    own_group,
+    pipeline_groups,
+)
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import free_port, run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
@@ -37,7 +45,7 @@ def several_trainers(rank: int) -> dict[str, int]:
     run("test", "test", model)
     run("another model", "fit", module(TIED))
     patient = run("patient", "fit", model, timeout=timedelta(seconds=77))
-    groups = [patient.device_mesh["data"].get_group(), *patient.communicators.channels.values()]
+    groups = [patient.mesh_groups.mesh["data"].get_group(), *patient.mesh_groups.channels.values()]
     for group in groups:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     run("another mesh", "fit", module(CASE), (2, 1, 1, 1))
@@ -64,7 +72,7 @@ def after_the_process_group(rank: int) -> None:
     trainer(WLBStrategy(), 1, max_steps=1).fit(module(CASE), data(CASE))
 
 
-def test_communicators_end_with_the_process_group():
+def test_process_groups_end_with_the_process_group():
     run_ranks(after_the_process_group, 1, process_group=False)
 
 
@@ -90,16 +98,16 @@ class Log:
 
 
 def connections(rank: int, ring: bool) -> tuple[list[str], dict]:
-    """What a rank of three calls when communicators are made."""
+    """What a rank of three calls when process groups are made."""
     with pytest.MonkeyPatch.context() as patch:
         log = Log(patch)
-        at = Mesh(pipeline=3, virtual_stages=2 if ring else 1).coordinate(rank)
-        made = communicators(at, torch.device("cpu"), None)
-        again = communicators(at, torch.device("cpu"), None)
+        place = Mesh(pipeline=3, virtual_stages=2 if ring else 1).coordinate(rank)
+        made = mesh_groups(place, torch.device("cpu"), None)
+        again = mesh_groups(place, torch.device("cpu"), None)
     assert made is again
     assert log.calls[0][:2] == ("all_reduce", made.mesh["pipeline"].get_group())
     messages = {
-        channel: [(name, peer) for name, at, peer in log.calls if at is group]
+        channel: [(name, peer) for name, used, peer in log.calls if used is group]
         for channel, group in made.channels.items()
     }
     assert sum(map(len, messages.values())) == len(log.calls) - 1
@@ -133,10 +141,82 @@ def tied_ends(rank: int) -> list[str]:
         log = Log(patch)
         strategy = WLBStrategy(2, 2)
         trainer(strategy, 4, max_steps=1, gradient_clip_val=None).fit(module(TIED), data(TIED))
-    axis = strategy.device_mesh["pipeline"].get_group()
+    axis = strategy.mesh_groups.mesh["pipeline"].get_group()
     return [name for name, group, _ in log.calls if group is axis]
 
 
 def test_a_pipeline_has_met_in_a_collective_before_two_of_it_swap_tied_gradients():
     for calls in run_ranks(tied_ends, 4, process_group=False):
         assert calls == ["all_reduce", "batch_isend_irecv", "batch_isend_irecv"]
+
+
+# 1,024 ranks, on torch's fake backend.
+MESH = Mesh(data=32, pipeline=8, context=2, tensor=2)
+RANK = Rank(MESH, data=21, pipeline=7)  # global rank 700
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The ranks of every process group that this rank makes."""
+    made = []
+    original = dist.new_group
+
+    def new_group(ranks, *args, **kwargs):
+        made.append(list(ranks))
+        return original(ranks, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK.index, world_size=MESH.devices)
+    yield made
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_rank_makes_one_process_group_for_each_channel(calls, ring):
+    mesh = replace(MESH, virtual_stages=2 if ring else 1)
+    groups = pipeline_groups(replace(RANK, mesh=mesh), None)
+    mine = [MESH.rank_of(21, place, 0, 0) for place in range(8)]
+    assert calls == [mine] * (4 if ring else 2)
+    assert len({id(group) for group in groups.values()}) == len(calls)
+    for group in groups.values():
+        assert dist.get_process_group_ranks(group) == mine
+
+
+def plan_shared_by(*sizes: int) -> StepPlan:
+    """Replica 0 shares micro-batches with so many; nobody else's matter here."""
+    groups = tuple(MicroBatch((n,), "hybrid", 1, tuple(range(s))) for n, s in enumerate(sizes))
+    slices = tuple(Slice(number, 0, 0, 1) for number in range(len(sizes)))
+    return StepPlan(0, 0, (ReplicaPlan(slices, groups, groups),), (), 0, 1, 1, 1)
+
+
+def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
+    merged = MergedGroups(RANK, None)
+    groups = merged.prepare(plan_shared_by(4, 2))
+    assert sorted(groups) == [2, 4]
+    pair, four = (
+        [
+            MESH.rank_of(data, 7, context, 0)
+            for data in range(first, first + count)
+            for context in range(2)
+        ]
+        for first, count in ((20, 2), (20, 4))
+    )
+    assert calls == [pair, four]
+    assert merged.prepare(plan_shared_by(2, 4, 2)) == groups
+    assert len(calls) == 2
+
+
+def sums(rank: int) -> list[int]:
+    """What rank + 1 adds up to over its pair, over its half, and where it is in no set."""
+    results = []
+    for sets in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1]]):
+        group = own_group(sets, rank, None)
+        value = torch.tensor([rank + 1])
+        if group is not None:
+            dist.all_reduce(value, group=group)
+        results.append(int(value))
+    return results
+
+
+def test_members_talk_to_each_other_only():
+    assert run_ranks(sums, 4) == [[3, 4, 3], [3, 6, 3], [7, 4, 3], [7, 6, 4]]

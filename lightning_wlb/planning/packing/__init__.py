@@ -1,9 +1,9 @@
 """Packing methods: one file each, and one line here that registers it.
 
 A packing method says how the documents of an epoch are cut into pieces, which of them may wait,
-how the pieces of a step are grouped into micro-batches, and how these are dealt to replicas
-(:class:`~lightning_wlb.planning.packing.base.Packer`). Options of its own are the fields of its
-``Packer.Options``, a dataclass.
+how the pieces of a step become micro-batches, and how these are dealt to replicas
+(:class:`~lightning_wlb.planning.packing.base.Packer`). Its own options are the fields of its
+dataclass ``Packer.Options``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PACKINGS: dict[str, type[Packer]] = {
     "slim": SlimPacker,
     "auto": AutoPacker,
 }
+"""Packing methods by name."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,7 @@ class PackingChoice:
 
     @staticmethod
     def of(given: str | Mapping[str, Any] | PackingChoice) -> PackingChoice:
-        """What a user asks for.
-
-        Args:
-            given: a method's name, or ``{"method": name, option: value, ...}``.
+        """The choice from a method's name, or from ``{"method": name, option: value, ...}``.
 
         Raises:
             ValueError: an unknown method, or an option that it has not or that is out of range;
@@ -59,17 +57,13 @@ class PackingChoice:
         """
         if isinstance(given, PackingChoice):
             return given
-        if isinstance(given, Mapping):
-            options = dict(given)
-            if "method" not in options:
-                raise ValueError(
-                    f"packing={options!r} names no method. Write it as in"
-                    " {'method': 'wlb', 'queues': 3}, or give the name alone: 'wlb'."
-                )
-            method = options.pop("method")
-        else:
-            method, options = given, {}
-        choice("packing", method, PACKINGS)
+        options = dict(given) if isinstance(given, Mapping) else {"method": given}
+        if "method" not in options:
+            raise ValueError(
+                f"packing={options!r} names no method. Write it as in"
+                " {'method': 'wlb', 'queues': 3}, or give the name alone: 'wlb'."
+            )
+        method = choice("packing", options.pop("method"), PACKINGS)
         made = PACKINGS[method].Options
         known = [field.name for field in fields(made)]
         for name in options:
@@ -77,8 +71,3 @@ class PackingChoice:
                 takes = f"It takes {', '.join(known)}." if known else "It takes none."
                 raise ValueError(f"packing {method!r} has no option {name!r}. {takes}")
         return PackingChoice(method, made(**options))
-
-    @property
-    def packer(self) -> type[Packer]:
-        """The method."""
-        return PACKINGS[self.method]

@@ -3,13 +3,12 @@
 A :class:`Packer` lives as long as a run and holds the pieces that wait between steps. Its work is
 split in two, because a run may move to another mesh and must see the same data:
 
-* :meth:`Packer.next_step` decides which pieces enter a step (and, for methods that group before
-  the mesh is known, how they are grouped). It knows the :class:`Rules` only;
-* :meth:`Packer.replicas` decides which replica runs them, in which micro-batches and in which
-  order. It knows the mesh, and may ignore the groups. Methods that keep pieces whole say so in
-  :meth:`Packer.arrange`.
+* :meth:`Packer.next_step` decides which pieces enter a step and, for methods that keep pieces
+  whole, which of them form a micro-batch. It knows the :class:`Rules` only.
+* :meth:`Packer.replicas` decides which replica runs what, and in which order. It knows the mesh.
+  Methods that slice pieces form their micro-batches only here.
 
-The pieces that wait are the whole state, with the few integers that a method adds.
+The state of a method is the pieces that wait, with the few integers that it adds.
 
 Cost: that of the method; the base adds a sort of the waiting pieces in drain steps only.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,21 +26,25 @@ from numpy.typing import NDArray
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
+from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.outlier_queues import oldest_first
-from lightning_wlb.planning.replicas import Shard, replica_plan, whole
+from lightning_wlb.planning.replicas import (
+    Deal,
+    Shard,
+    deal_micro_batches,
+    heaviest_first,
+    replica_plan,
+    whole,
+)
 
-Groups = list[list[Piece]]
-"""Pieces by micro-batch."""
+MicroBatches = list[list[Piece]]
+"""The pieces of each micro-batch."""
 
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Options of one packing method; a method with any has a dataclass of its own.
-
-    Raises:
-        ValueError: an option out of range, with the remedy.
-    """
+    """Options of one packing method; those out of range raise ValueError, with the remedy."""
 
     decide_data: ClassVar[tuple[str, ...]] = ()
     """Options that change which pieces enter a step: a run resumes with the same ones only."""
@@ -76,49 +79,33 @@ class Rules:
     work: Work
     options: Any
 
-    @property
-    def nominal_tokens(self) -> int:
-        """Tokens of a global batch, N·C."""
-        return self.micro_batches * self.window
-
 
 class Placement(NamedTuple):
-    """What the pieces of a step are arranged for.
-
-    Attributes:
-        mesh: the ranks.
-        shard: how a micro-batch is laid out on its context-parallel ranks.
-        judge: what methods that try several plans choose by; None: exact work, see there.
-        slices: whether the pipeline's schedule runs slices of pieces.
-    """
+    """What the pieces of a step are arranged for."""
 
     mesh: Mesh
     shard: Shard
     judge: Judge | None = None
+    """What methods that try several plans choose by; None: simulations of exact work."""
     slices: bool = True
-
-
-class Arrivals(Protocol):
-    """The global batches of an epoch, in the order of the sampler."""
-
-    def draw(self) -> list[Piece] | None:
-        """The pieces of the next global batch, which now have arrived; None after the last."""
+    """Whether the pipeline's schedule runs slices of pieces."""
 
 
 class Released(NamedTuple):
     """What enters a step.
 
     Attributes:
-        groups: pieces by micro-batch, some possibly empty; none or all empty: the epoch is over.
+        micro_batches: some may be empty; if there are none or all are empty, the epoch is over.
+            A method that slices pieces has all of them in one.
         drain: whether the step empties what waits after the epoch's last arrival.
     """
 
-    groups: Groups
+    micro_batches: MicroBatches
     drain: bool
 
 
 class Packer:
-    """One packing method over a run. This one lets everything enter at once, and cannot group.
+    """One packing method over a run; a subclass defines :meth:`.Packer.pack`.
 
     Args:
         rules: what the method is told.
@@ -127,21 +114,19 @@ class Packer:
     Options: ClassVar[type[PackingOptions]] = PackingOptions
     """Dataclass of the method's own options."""
     cuts_stream: ClassVar[bool] = False
-    """Whether the concatenated documents are cut at every C tokens, so that a global batch has
-    exactly N windows. Else documents stay whole up to C."""
+    """Whether a global batch is the next N·C tokens of the documents, cut every C; see arrivals."""
     cap_percent: ClassVar[int] = 150
     """The cap where the user gives none, in percent of C."""
+    deal: ClassVar[Deal] = heaviest_first
+    """How whole micro-batches are dealt to the replicas."""
     max_age: int = sys.maxsize
     """Steps after which a carried piece opens further micro-batches rather than wait again."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.carried: list[Piece] = []  # did not fit their step; the first to enter the next
-
-    @property
-    def thresholds(self) -> tuple[int, ...]:
+        self.thresholds: tuple[int, ...] = ()
         """Least tokens of a piece of each outlier queue; empty where there are none."""
-        return ()
 
     @property
     def held(self) -> list[Piece]:
@@ -152,65 +137,61 @@ class Packer:
         """Start an epoch, in which nothing waits."""
         self.carried = []
 
-    def next_step(self, arrivals: Arrivals, step: int) -> Released:
+    def next_step(self, arrivals: GlobalBatches, step: int) -> Released:
         """What enters optimiser step ``step``."""
-        while (batch := arrivals.draw()) is not None:
+        while (batch := arrivals.draw(step)) is not None:
             admitted = self.carried + self.admit(batch, step)
             if admitted:
                 self.carried = []
-                return Released(self._group(admitted, step, self.rules.micro_batches), False)
-        admitted, self.carried = oldest_first(self.empty(), self.rules.nominal_tokens)
-        return Released(self._group(admitted, step, self.rules.micro_batches), True)
-
-    def admit(self, batch: list[Piece], step: int) -> list[Piece]:
-        """Let a global batch arrive; the pieces of it, and of those that wait, that may enter."""
-        return batch
-
-    def empty(self) -> list[Piece]:
-        """Give up everything that waits, after the epoch's last arrival."""
+                return Released(self._pack_in_time(admitted, step, self.rules.micro_batches), False)
         held = self.held
         self.reset()
-        return held
+        bins = self.rules.micro_batches
+        admitted, self.carried = oldest_first(held, bins * self.rules.window)
+        return Released(self._pack_in_time(admitted, step, bins), True)
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+    def admit(self, batch: list[Piece], step: int) -> list[Piece]:
+        """Let a global batch arrive; what may enter of it, and of the pieces that wait."""
+        return batch
+
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit."""
         raise NotImplementedError
 
-    def replicas(self, groups: Groups, place: Placement) -> list[ReplicaPlan]:
-        """The plan of each replica; of :meth:`arrange` unless the method slices pieces."""
+    def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
+        """The plan of each replica. This one deals the micro-batches as they are, see ``deal``."""
+        dealt = deal_micro_batches(
+            micro_batches, place.mesh.data, self.rules.work.total, type(self).deal
+        )
         return [
-            replica_plan([[whole(piece) for piece in group] for group in own], number, place.shard)
-            for number, own in enumerate(self.arrange(groups, place.mesh))
+            replica_plan([list(map(whole, pieces)) for pieces in own], number, place.shard)
+            for number, own in enumerate(dealt)
         ]
 
-    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
-        """For each replica its micro-batches, none empty, in the order in which they run."""
-        raise NotImplementedError
-
     def state_dict(self) -> dict[str, Any]:
-        """What waits, in plain types."""
+        """The pieces that wait, in plain types."""
         return {"carried": as_lists(self.carried)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         self.carried = as_pieces(state["carried"])
 
-    def _group(self, pieces: list[Piece], step: int, bins: int) -> Groups:
-        """Group, and open up to twice as many micro-batches for pieces that may wait no longer.
+    def _pack_in_time(self, pieces: list[Piece], step: int, bins: int) -> MicroBatches:
+        """Pack, in up to twice as many micro-batches for pieces that may wait no longer.
 
-        Pieces just above half a cap fill micro-batches half: a run of them would be carried
-        faster than it is packed, for ever. A micro-batch that a carried piece does not fit is
-        filled at least half, so with 2·N of them a step takes as many tokens as arrive.
+        Pieces just above half a cap fill micro-batches half: a run of them would be carried faster
+        than it is packed. With 2·N micro-batches, each filled at least half where a piece is
+        carried, a step takes as many tokens as arrive.
         """
         if not pieces:
             return []
         most = 2 * bins
-        groups, carried = self.group(pieces, bins)
+        micro_batches, carried = self.pack(pieces, bins)
         while bins < most and any(step - piece.arrival >= self.max_age for piece in carried):
             bins += 1
-            groups, carried = self.group(pieces, bins)
+            micro_batches, carried = self.pack(pieces, bins)
         self.carried = carried + self.carried
-        return groups
+        return micro_batches
 
 
 def check_fits(pieces: Sequence[Piece], cap: int) -> None:

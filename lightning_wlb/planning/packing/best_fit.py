@@ -17,49 +17,43 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.longest_first import longest_first
-from lightning_wlb.planning.packing.base import Groups, Packer, check_fits
-from lightning_wlb.planning.replicas import deal_micro_batches, round_robin
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, check_fits
+from lightning_wlb.planning.replicas import Deal, round_robin
 
 
 class BestFitPacker(Packer):
     """Best-fit-decreasing of each global batch, without delay."""
 
     cap_percent: ClassVar[int] = 100
+    deal: ClassVar[Deal] = round_robin
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """As few micro-batches as best-fit finds; those beyond 2·N are carried."""
-        groups = pack(pieces, self.rules.cap)
+        packed = pack_best_fit(pieces, self.rules.cap)
         most = 2 * self.rules.micro_batches
-        return groups[:most], [piece for group in groups[most:] for piece in group]
-
-    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
-        """One micro-batch to each replica in turn."""
-        return deal_micro_batches(groups, mesh.data, self.rules.work.total, round_robin)
+        return packed[:most], [piece for left in packed[most:] for piece in left]
 
 
-def pack(pieces: Sequence[Piece], cap: int) -> Groups:
-    """Pieces in as many micro-batches of at most ``cap`` tokens as it takes.
+def pack_best_fit(pieces: Sequence[Piece], cap: int) -> MicroBatches:
+    """Pieces in as many micro-batches of at most ``cap`` tokens as it takes, as they were opened.
 
-    Returns:
-        The groups in the order in which they were opened. Equal lengths go by (document, origin),
-        equally full micro-batches by number.
+    Equal lengths go by (document, origin), equally full micro-batches by number.
 
     Raises:
         ValueError: a piece is longer than ``cap``.
     """
     check_fits(pieces, cap)
-    groups: Groups = []
+    micro_batches: MicroBatches = []
     rooms: list[tuple[int, int]] = []  # (tokens left, micro-batch), ascending
     for piece in longest_first(pieces):
         at = bisect_left(rooms, (piece.tokens, -1))
         if at == len(rooms):
-            groups.append([piece])
-            insort(rooms, (cap - piece.tokens, len(groups) - 1))
+            micro_batches.append([piece])
+            insort(rooms, (cap - piece.tokens, len(micro_batches) - 1))
         else:
             room, index = rooms.pop(at)
-            groups[index].append(piece)
+            micro_batches[index].append(piece)
             insort(rooms, (room - piece.tokens, index))
-    return groups
+    return micro_batches

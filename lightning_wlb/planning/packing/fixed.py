@@ -1,21 +1,19 @@
 """Packing several global batches together, and fixed-length greedy packing (WLB-LLM §3.2, §4.1).
 
 W global batches arrive at once and are packed into W·N micro-batches. These are sorted by work
-and cut into W steps of N, so that micro-batches of like work run in the same step; otherwise a
-single heavy one would still set the pace of its step. Balance improves with W because unlike
-documents are moved apart, and so does the distance over which documents change places: the price
-is randomness, which the paper's Figure 6 shows in the loss. A piece arrives at the step at which
-its window opens, so its delay is its place in the window, (W - 1)/2 steps on average.
+and cut into W steps of N, so that micro-batches of like work run in the same step. Balance improves
+with W because unlike documents are moved apart. The price is randomness, as documents change places
+over a longer distance: the paper's Figure 6 shows it in the loss. A piece arrives at the step at
+which its window opens, so its delay is its place in the window, (W - 1)/2 steps on average.
 
-``fixed_greedy``: documents are concatenated and cut at every C tokens; then the attention work of
-micro-batches of at most C tokens, the sum of d², is balanced: pieces go in descending length to the
-micro-batch with the least attention that has room. A few short pieces at the end fit nowhere whole,
-because the micro-batches together have no room to spare; they are cut to fill the gaps, so that no
-padding is needed and nothing is carried. Equal tokens leave nothing to set against a long document
-but other long documents: at W = 1 the imbalance degree hardly improves (1.40 of 1.43 on Generator
-A). It is here for comparison; choose it only where micro-batches must have equal lengths.
+``fixed_greedy`` cuts the stream of documents at every C tokens and balances the attention work, the
+sum of d², of micro-batches of at most C tokens: pieces go in descending length to the micro-batch
+with the least attention that has room. The last short pieces fit nowhere whole, because there is no
+room to spare; they are cut to fill the gaps, so that nothing is padded or carried. Under equal
+tokens only other long documents balance a long one, so at W = 1 the balance hardly improves. The
+method is here for comparison; choose it only where micro-batches must have equal lengths.
 
-Cost: O(P·(log P + W·N)) for P pieces, once every W steps; the other steps are read off.
+Cost: O(P·(log P + W·N)) for P pieces, once every W steps; the other steps were packed with it.
 """
 
 from __future__ import annotations
@@ -25,12 +23,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
+from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.longest_first import longest_first
 from lightning_wlb.planning.packing.base import (
-    Arrivals,
-    Groups,
+    MicroBatches,
     Packer,
     PackingOptions,
     Released,
@@ -38,7 +35,6 @@ from lightning_wlb.planning.packing.base import (
     as_lists,
     as_pieces,
 )
-from lightning_wlb.planning.replicas import deal_micro_batches, heaviest_first
 
 
 @dataclass(frozen=True)
@@ -58,63 +54,56 @@ class WindowedOptions(PackingOptions):
 
 
 class WindowedPacker(Packer):
-    """Groups W global batches at a time with the subclass's :meth:`group`."""
+    """Packs W global batches at a time with the subclass's :meth:`.Packer.pack`."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
-        self._ready: list[Groups] = []  # steps packed and not yet run
+        self._ready: list[MicroBatches] = []  # steps packed and not yet run
 
     @property
     def held(self) -> list[Piece]:
         """Pieces of the steps to come, then carried ones."""
-        return [
-            *(piece for step in self._ready for group in step for piece in group),
-            *self.carried,
-        ]
+        ready = [piece for step in self._ready for pieces in step for piece in pieces]
+        return ready + self.carried
 
     def reset(self) -> None:
         """Start an epoch, in which nothing is packed yet."""
         super().reset()
         self._ready = []
 
-    def next_step(self, arrivals: Arrivals, step: int) -> Released:
+    def next_step(self, arrivals: GlobalBatches, step: int) -> Released:
         """The next step of the window, or the first of the next window."""
         most: int = self.rules.options.packing_window
         while not self._ready:
-            pieces, batches = [], 0
-            while batches < most and (batch := arrivals.draw()) is not None:
+            pieces, batches = list(self.carried), 0
+            while batches < most and (batch := arrivals.draw(step)) is not None:
                 pieces += batch
                 batches += 1
             if not batches:
                 return super().next_step(arrivals, step)
-            pieces = self.carried + pieces
             self.carried = []
-            groups = self._group(pieces, step, batches * self.rules.micro_batches)
-            self._ready = self._steps(groups, batches)
+            micro_batches = self._pack_in_time(pieces, step, batches * self.rules.micro_batches)
+            self._ready = self._steps(micro_batches, batches)
         return Released(self._ready.pop(0), False)
-
-    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
-        """Whole micro-batches, by descending work, to the replica with the least so far."""
-        return deal_micro_batches(groups, mesh.data, self.rules.work.total, heaviest_first)
 
     def state_dict(self) -> dict[str, Any]:
         """Carried pieces, and the steps that are packed but not yet run."""
-        ready = [[as_lists(group) for group in step] for step in self._ready]
+        ready = [list(map(as_lists, step)) for step in self._ready]
         return {**super().state_dict(), "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         super().load_state_dict(state)
-        self._ready = [[as_pieces(group) for group in step] for step in state["ready"]]
+        self._ready = [list(map(as_pieces, step)) for step in state["ready"]]
 
-    def _steps(self, groups: Groups, batches: int) -> list[Groups]:
+    def _steps(self, micro_batches: MicroBatches, batches: int) -> list[MicroBatches]:
         """Micro-batches of like work together, at most ``batches`` steps, none empty."""
         work = self.rules.work.total
         filled = sorted(
-            (group for group in groups if group),
-            key=lambda group: (-sum(work(piece.tokens) for piece in group), min(group)),
+            filter(None, micro_batches),
+            key=lambda pieces: (-sum(work(piece.tokens) for piece in pieces), min(pieces)),
         )
-        size = max(-(-len(groups) // batches), 1)
+        size = max(-(-len(micro_batches) // batches), 1)
         return [filled[first : first + size] for first in range(0, len(filled), size)]
 
 
@@ -125,24 +114,24 @@ class FixedGreedyPacker(WindowedPacker):
     cuts_stream: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """Micro-batches of at most C tokens; nothing is carried."""
         return pack_greedily(pieces, bins, self.rules.window), []
 
 
-def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> Groups:
+def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
     """Pieces in ``bins`` micro-batches of at most ``window`` tokens with like attention work.
 
     Args:
         pieces: at most ``bins`` times ``window`` tokens together, each at most ``window``.
         bins: number of micro-batches.
-        window: C, tokens of a micro-batch.
+        window: C, most tokens of a micro-batch.
 
     Returns:
-        The groups. Equal lengths go by (document, origin), equal micro-batches by number; a piece
-        that fits nowhere whole is cut, first for the micro-batch with the most room.
+        Equal lengths go by (document, origin), equal micro-batches by number; a piece that fits
+        nowhere whole is cut, first for the micro-batch with the most room.
     """
-    groups: Groups = [[] for _ in range(bins)]
+    micro_batches: MicroBatches = [[] for _ in range(bins)]
     attention = [0] * bins
     room = [window] * bins
     for piece in longest_first(pieces):
@@ -152,10 +141,10 @@ def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> Groups:
         else:
             parts = _cut(piece, room)
         for index, part in parts:
-            groups[index].append(part)
+            micro_batches[index].append(part)
             attention[index] += part.tokens**2
             room[index] -= part.tokens
-    return groups
+    return micro_batches
 
 
 def _cut(piece: Piece, room: Sequence[int]) -> list[tuple[int, Piece]]:

@@ -3,19 +3,19 @@
 Binary x_ij puts piece i into micro-batch j; the largest weight of a micro-batch is minimised under
 a bound on its tokens. The solver gets a limit on branch-and-bound nodes and one thread, never a
 limit on time, so that every rank of a run, and the run that resumes it, get the same answer. It
-starts from a greedy answer, which stands where the solver finds nothing better. Both methods pack
-W global batches together (:mod:`.fixed`).
+starts from a known packing, and a greedy answer stands where it finds nothing better. Both methods
+pack W global batches together (:mod:`.fixed`).
 
-* ``fixed_ilp`` (Equation 1, "Fixed-Len Solver"): the attention work, the sum of d², of the heaviest
-  micro-batch of C tokens. Every micro-batch is exactly full, so whole pieces fit only in few ways;
-  the stream's own cuts are one, from which the solver starts. The answer of ``fixed_greedy``, which
-  may cut pieces, stands where it is better.
-* ``varlen_ilp`` (Equation 2): the work, forward and backward, of the heaviest micro-batch under the
-  token cap. It starts from the greedy answer of ``wlb`` without queues, which also stands where
-  pieces do not all fit and some have to be carried.
+* ``fixed_ilp`` (Equation 1, "Fixed-Len Solver") minimises the attention work, the sum of d², of the
+  heaviest micro-batch of C tokens. Every micro-batch is exactly full, so whole pieces fit only in
+  few ways; the stream's own cuts are one, from which the solver starts. The greedy answer is that
+  of ``fixed_greedy``, which may cut pieces.
+* ``varlen_ilp`` (Equation 2) minimises the work, forward and backward, of the heaviest micro-batch
+  under the token cap. It starts from the greedy answer, that of ``wlb`` without queues, which also
+  stands where pieces do not all fit and some have to be carried.
 
-The optimum itself is known to be hard to prove: the gap is reported against the bound max(largest
-weight, mean weight of a micro-batch).
+The optimum is hard to prove, so the gap is reported against a bound: max(largest weight, mean
+weight of a micro-batch).
 
 Cost: seconds to minutes for a window of a few global batches. Not for training: it shows how far
 the greedy methods are from the optimum.
@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -35,7 +35,7 @@ import pulp
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.longest_first import deal_capped
-from lightning_wlb.planning.packing.base import Groups, PackingOptions, Rules, check_fits
+from lightning_wlb.planning.packing.base import MicroBatches, PackingOptions, Rules, check_fits
 from lightning_wlb.planning.packing.fixed import WindowedOptions, WindowedPacker, pack_greedily
 
 log = logging.getLogger(__name__)
@@ -84,19 +84,35 @@ class _IlpPacker(WindowedPacker):
         require(rules.options.solver)
 
     def _solved(
-        self, pieces: list[Piece], problem: Problem, start: list[int], greedy: Groups, heaviest: int
-    ) -> Groups:
-        """The solver's packing if it is lighter than the greedy one, of weight ``heaviest``."""
+        self,
+        pieces: list[Piece],
+        weight: Callable[[int], int],
+        limit: int,
+        start: list[int],
+        greedy: MicroBatches,
+    ) -> MicroBatches:
+        """The solver's packing if its heaviest micro-batch is lighter than that of ``greedy``.
+
+        Args:
+            pieces: what to pack.
+            weight: of a piece from its tokens.
+            limit: most tokens of a micro-batch.
+            start: the micro-batch of each piece in the packing that the solver starts from.
+            greedy: the greedy packing.
+        """
         options: IlpOptions = self.rules.options
+        lengths = [piece.tokens for piece in pieces]
+        problem = Problem(list(map(weight, lengths)), lengths, len(greedy), limit)
+        heaviest = max(sum(weight(piece.tokens) for piece in packed) for packed in greedy)
         answer = solve(problem, options.solver, options.solver_nodes, start)
         found = None if answer is None else heaviest_of(problem, answer)
         report(type(self).__name__, problem, found, heaviest)
         if answer is None or found is None or found >= heaviest:
             return greedy
-        groups: Groups = [[] for _ in range(problem.bins)]
+        micro_batches: MicroBatches = [[] for _ in greedy]
         for piece, index in zip(pieces, answer, strict=True):
-            groups[index].append(piece)
-        return groups
+            micro_batches[index].append(piece)
+        return micro_batches
 
 
 class FixedIlpPacker(_IlpPacker):
@@ -105,38 +121,29 @@ class FixedIlpPacker(_IlpPacker):
     cuts_stream: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """Micro-batches of at most C tokens; nothing is carried."""
         window = self.rules.window
         greedy = pack_greedily(pieces, bins, window)
-        heaviest = max(sum(piece.tokens**2 for piece in group) for group in greedy)
-        problem = Problem(
-            [piece.tokens**2 for piece in pieces], [piece.tokens for piece in pieces], bins, window
-        )
         start, taken = [], 0
         for piece in pieces:
             start.append(taken // window)
             taken += piece.tokens
-        return self._solved(pieces, problem, start, greedy, heaviest), []
+        return self._solved(pieces, lambda tokens: tokens**2, window, start, greedy), []
 
 
 class VarlenIlpPacker(_IlpPacker):
     """Equation 2 over the windows of W global batches."""
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """Micro-batches of at most the cap; carried is what the greedy answer carries."""
         cap, work = self.rules.cap, self.rules.work.total
         check_fits(pieces, cap)
         greedy, carried = deal_capped(pieces, bins, cap, work)
         if carried:
             return greedy, carried
-        heaviest = max(sum(work(piece.tokens) for piece in group) for group in greedy)
-        home = {piece: index for index, group in enumerate(greedy) for piece in group}
-        problem = Problem(
-            [work(piece.tokens) for piece in pieces], [piece.tokens for piece in pieces], bins, cap
-        )
-        start = [home[piece] for piece in pieces]
-        return self._solved(pieces, problem, start, greedy, heaviest), []
+        place = {piece: index for index, packed in enumerate(greedy) for piece in packed}
+        return self._solved(pieces, work, cap, [place[piece] for piece in pieces], greedy), []
 
 
 @dataclass(frozen=True)
@@ -144,8 +151,8 @@ class Problem:
     """Pieces to put into equal bins.
 
     Args:
-        weights: to balance, at least 0.
-        sizes: tokens.
+        weights: of the pieces, which the bins are to have equal sums of; at least 0.
+        sizes: tokens of the pieces.
         bins: how many.
         limit: most tokens of a bin.
     """
@@ -157,16 +164,12 @@ class Problem:
 
     @property
     def bound(self) -> int:
-        """No packing has a lighter heaviest bin."""
+        """A bound that no packing's heaviest bin is below."""
         return max(max(self.weights, default=0), -(-sum(self.weights) // self.bins))
 
 
 def require(solver: str) -> None:
-    """Check that a solver can be called.
-
-    Raises:
-        ModuleNotFoundError: naming the missing package and how to install it.
-    """
+    """Raise ModuleNotFoundError if a solver's package is missing, with how to install it."""
     if solver == "highs" and importlib.util.find_spec("highspy") is None:
         raise ModuleNotFoundError(
             "solver='highs' needs highspy, which is not installed. Install it with"
@@ -203,12 +206,10 @@ def solve(
         model += pulp.lpSum(chosen[i][j] * (problem.weights[i] / unit) for i in items) <= heaviest
         model += pulp.lpSum(chosen[i][j] * problem.sizes[i] for i in items) <= problem.limit
     if start is not None:
-        loads = [0] * problem.bins
         for i in items:
-            loads[start[i]] += problem.weights[i]
             for j in bins:
                 chosen[i][j].setInitialValue(int(start[i] == j))
-        heaviest.setInitialValue(max(loads) / unit)
+        heaviest.setInitialValue(heaviest_of(problem, start) / unit)
     # PuLP's HiGHS has read the values, but knows no name for the status "node limit reached".
     with contextlib.suppress(KeyError):
         model.solve(_command(solver, nodes, start is not None))
@@ -219,18 +220,20 @@ def solve(
         if abs(max(values) - 1) > 1e-4 or abs(sum(values) - 1) > 1e-4:
             return None
         answer.append(values.index(max(values)))
-    filled = [0] * problem.bins
-    for i in items:
-        filled[answer[i]] += problem.sizes[i]
-    return answer if max(filled, default=0) <= problem.limit else None
+    fits = _largest_sum(problem.sizes, answer, problem.bins) <= problem.limit
+    return answer if fits else None
 
 
 def heaviest_of(problem: Problem, answer: Sequence[int]) -> int:
     """Weight of the heaviest bin of a packing."""
-    loads = [0] * problem.bins
-    for weight, index in zip(problem.weights, answer, strict=True):
-        loads[index] += weight
-    return max(loads)
+    return _largest_sum(problem.weights, answer, problem.bins)
+
+
+def _largest_sum(values: Sequence[int], answer: Sequence[int], bins: int) -> int:
+    sums = [0] * bins
+    for value, index in zip(values, answer, strict=True):
+        sums[index] += value
+    return max(sums)
 
 
 def report(method: str, problem: Problem, found: int | None, greedy: int) -> None:

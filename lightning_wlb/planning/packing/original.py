@@ -6,7 +6,7 @@ much as a window of short ones. It is the baseline of WLB-LLM ("Plain-4D") and t
 documents that are all short against the window.
 
 The global batches cut the stream (:func:`~lightning_wlb.planning.arrivals.cut_stream`), so that a
-piece never crosses a window; :func:`pack` only gathers the pieces of each window.
+piece never crosses a window; :func:`pack_windows` only gathers the pieces of each window.
 
 Cost: linear in the number of pieces.
 """
@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.packing.base import Groups, Packer
-from lightning_wlb.planning.replicas import deal_micro_batches, round_robin
+from lightning_wlb.planning.packing.base import MicroBatches, Packer
+from lightning_wlb.planning.replicas import Deal, round_robin
 
 
 class OriginalPacker(Packer):
@@ -27,33 +26,27 @@ class OriginalPacker(Packer):
 
     cuts_stream: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
+    deal: ClassVar[Deal] = round_robin
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
-        """The windows that the sampler cut."""
-        return pack(pieces, bins, self.rules.window), []
-
-    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
-        """One micro-batch to each replica in turn, in the order of the stream."""
-        return deal_micro_batches(groups, mesh.data, self.rules.work.total, round_robin)
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
+        """A micro-batch for each window; nothing is carried."""
+        return pack_windows(pieces, bins, self.rules.window), []
 
 
-def pack(pieces: Sequence[Piece], bins: int, window: int) -> Groups:
-    """Gather pieces, in the order given, into windows.
+def pack_windows(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
+    """Gather pieces, in the order given, into ``bins`` windows, the last ones possibly empty.
 
     Args:
-        pieces: pieces cut at multiples of ``window`` tokens of their concatenation.
-        bins: number of micro-batches, N.
+        pieces: cut at multiples of ``window`` tokens of their concatenation.
+        bins: micro-batches, N.
         window: tokens of a window, C.
-
-    Returns:
-        ``bins`` groups, the last ones empty at an epoch's end.
     """
-    groups: Groups = [[] for _ in range(bins)]
+    micro_batches: MicroBatches = [[] for _ in range(bins)]
     taken = 0
     for piece in pieces:
         number, start = divmod(taken, window)
         assert number < bins, "more tokens than windows: too much was drawn"
         assert start + piece.tokens <= window, "a piece crosses a window: the stream was not cut"
-        groups[number].append(piece)
+        micro_batches[number].append(piece)
         taken += piece.tokens
-    return groups
+    return micro_batches

@@ -3,13 +3,12 @@
 Nothing waits: every global batch is a step. Its pieces are dealt to the replicas by work, and each
 replica's are cut into MicroPacks (:mod:`~lightning_wlb.planning.slicing`), ``micro_packs`` times N
 over all replicas. A piece with more work than a replica's capacity is shared by several
-(:mod:`~lightning_wlb.planning.dp_merge`). On Generator A with four pipeline stages and N = 4 the
-simulated step is as long as 1.19 times its work (1.76 for ``wlb``, 2.04 for ``original``), without
-delay.
+(:mod:`~lightning_wlb.planning.dp_merge`). On pipelines its simulated steps are much shorter than
+those of ``wlb`` and ``original`` (``benchmarks/results/packing.md``).
 
-With ``asymmetric=True`` the packs of the backward pass are cut apart from those of the forward pass
-(:mod:`~lightning_wlb.planning.asymmetric`). It is SlimPack's idea and never was faster in the
-simulations of this project: without computing anything twice such a plan runs in many small units.
+With ``asymmetric=True`` the MicroPacks of the backward pass are cut apart from those of the forward
+pass (:mod:`~lightning_wlb.planning.asymmetric`). This is an idea of SlimPack's that never was
+faster in the simulations of this project, because such a plan runs in many small units.
 
 The price of slices: keys and values of cut pieces are kept until their last slice has run backward,
 and micro-batches are smaller, which a device may run less efficiently.
@@ -26,7 +25,7 @@ from lightning_wlb.arguments import flag, whole
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
 from lightning_wlb.planning.dp_merge import merge_pieces, own_work, slice_shared
-from lightning_wlb.planning.packing.base import Groups, Packer, PackingOptions, Placement
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, PackingOptions, Placement
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
 
@@ -56,16 +55,16 @@ class SlimPacker(Packer):
     Options: ClassVar[type[PackingOptions]] = SlimOptions
     cap_percent: ClassVar[int] = 100
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
-        """All of them: there are no micro-batches before the mesh is known."""
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
+        """All pieces in one: there are no micro-batches before the mesh is known."""
         return [pieces], []
 
-    def replicas(self, groups: Groups, place: Placement) -> list[ReplicaPlan]:
+    def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """Pieces dealt to replicas by work, and the MicroPacks of each."""
         rules, mesh, work = self.rules, place.mesh, self.rules.work
         options: SlimOptions = rules.options
-        pieces = [piece for group in groups for piece in group]
-        # A piece above a replica's capacity is shared, unless the schedule cannot run that.
+        (pieces,) = micro_batches
+        # Virtual stages and asymmetric plans cannot run shared pieces.
         shares = mesh.virtual_stages == 1 and not options.asymmetric
         merged = merge_pieces(pieces, mesh.data, work.total, int(shares))
         packs = options.micro_packs * rules.micro_batches
@@ -82,10 +81,7 @@ class SlimPacker(Packer):
         shared = slice_shared(merged, packs, rules.cap, work.total)
         return [
             replica_plan(
-                slice_pieces(own, count, rules.cap, work.total),
-                number,
-                place.shard,
-                [each for each in shared if number in each[1]],
+                slice_pieces(own, count, rules.cap, work.total), number, place.shard, shared
             )
             for number, (own, count) in enumerate(zip(merged.own, counts, strict=True))
         ]

@@ -1,18 +1,17 @@
 """WLB-LLM's variable-length packing by work, with outlier queues (Algorithm 1).
 
 Long pieces wait in the outlier queues (:mod:`~lightning_wlb.planning.outlier_queues`) until there
-is one for each micro-batch; the others, and what the queues let through, are packed by work under
-the cap (:func:`~lightning_wlb.planning.longest_first.deal_capped`). What does not fit is carried to
-the next step.
+is one for each micro-batch. They and the others are packed by work under the cap
+(:func:`~lightning_wlb.planning.longest_first.deal_capped`); what does not fit is carried to the
+next step.
 
 Departures from the listing as printed (docs/design.md, "Where we left the papers"): a piece may
 fill a micro-batch exactly, the carried pieces are those of this step only, and ages are bounded: a
-queue lets a piece through that has waited ``max_age`` steps (rare on Generator A, where most wait
-less than 10).
+queue lets a piece through that has waited ``max_age`` steps, which is rare.
 
-Cost: O(P·log P + P·log N) for P pieces in N micro-batches; 0.6 ms for 300 pieces. Not for a cap
-of C: without room above the window it can not add short documents beside long ones, and the
-carried list grows until the epoch's drain.
+Cost: O(P·log P + P·log N) for P pieces in N micro-batches, below a millisecond. Not for a cap of C:
+without room above the window it cannot add short documents beside long ones, and the carried list
+grows until the epoch's drain.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_wlb.arguments import whole, wholes
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.longest_first import deal_capped
 from lightning_wlb.planning.outlier_queues import (
@@ -31,7 +29,7 @@ from lightning_wlb.planning.outlier_queues import (
     thresholds_from_lengths,
 )
 from lightning_wlb.planning.packing.base import (
-    Groups,
+    MicroBatches,
     Packer,
     PackingOptions,
     Rules,
@@ -39,7 +37,6 @@ from lightning_wlb.planning.packing.base import (
     as_pieces,
     check_fits,
 )
-from lightning_wlb.planning.replicas import deal_micro_batches, heaviest_first
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class WlbOptions(PackingOptions):
 
 
 class WlbPacker(Packer):
-    """Outlier queues before the greedy, heaviest-first dealing of micro-batches after it."""
+    """Outlier queues before the greedy packing, heaviest-first dealing of micro-batches after."""
 
     Options: ClassVar[type[PackingOptions]] = WlbOptions
 
@@ -83,17 +80,12 @@ class WlbPacker(Packer):
         options: WlbOptions = rules.options
         self.max_age = options.max_age
         if options.thresholds is None:
-            self._thresholds = thresholds_from_lengths(
+            self.thresholds = thresholds_from_lengths(
                 rules.lengths, rules.window, options.queues, rules.work.total
             )
         else:
-            self._thresholds = options.thresholds
-        self._queues: list[list[Piece]] = [[] for _ in self._thresholds]
-
-    @property
-    def thresholds(self) -> tuple[int, ...]:
-        """Least tokens of a piece of each outlier queue."""
-        return self._thresholds
+            self.thresholds = options.thresholds
+        self._queues: list[list[Piece]] = [[] for _ in self.thresholds]
 
     @property
     def held(self) -> list[Piece]:
@@ -103,22 +95,18 @@ class WlbPacker(Packer):
     def reset(self) -> None:
         """Start an epoch with empty queues."""
         super().reset()
-        self._queues = [[] for _ in self._thresholds]
+        self._queues = [[] for _ in self.thresholds]
 
     def admit(self, batch: list[Piece], step: int) -> list[Piece]:
-        """What the queues let through."""
-        released, queues = release(batch, self._queues, self._thresholds, self.rules.micro_batches)
+        """The pieces that do not wait, and those that the queues let through."""
+        released, queues = release(batch, self._queues, self.thresholds, self.rules.micro_batches)
         late, self._queues = overdue(queues, step - self.max_age)
         return released + late
 
-    def group(self, pieces: list[Piece], bins: int) -> tuple[Groups, list[Piece]]:
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """Algorithm 1, lines 16-28."""
         check_fits(pieces, self.rules.cap)
         return deal_capped(pieces, bins, self.rules.cap, self.rules.work.total)
-
-    def arrange(self, groups: Groups, mesh: Mesh) -> list[Groups]:
-        """Whole micro-batches, by descending work, to the replica with the least so far."""
-        return deal_micro_batches(groups, mesh.data, self.rules.work.total, heaviest_first)
 
     def state_dict(self) -> dict[str, Any]:
         """Carried pieces and queues."""

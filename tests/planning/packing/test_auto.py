@@ -54,8 +54,8 @@ def test_a_sliding_window_makes_long_pieces_cheaper():
         plan = planner.next_step()
         (replica,) = plan.replicas
         loads = [
-            sum(work.total(part.tokens, part.context) for part in replica.slices_of(group))
-            for group in replica.forward
+            sum(work.total(part.tokens, part.context) for part in replica.slices_of(micro_batch))
+            for micro_batch in replica.forward
         ]
         assert sum(loads) == sum(work.total(piece.tokens) for piece in plan.pieces)
         if packing == "slim":
@@ -73,7 +73,9 @@ def test_no_slices_and_few_micro_batches_without_a_pipeline():
 def test_a_piece_above_the_capacity_is_shared_where_that_is_faster():
     lengths = [WINDOW, *[2000] * 200]
     for auto, _ in plans(1, lengths, data=4, pipeline=2):
-        shared = [group for group in auto.replicas[0].forward if len(group.replicas) > 1]
+        shared = [
+            micro_batch for micro_batch in auto.replicas[0].forward if len(micro_batch.replicas) > 1
+        ]
         assert shared
         mean = sum(TOTAL(piece.tokens) for piece in auto.pieces) / 4
         assert TOTAL(WINDOW) > mean
@@ -94,7 +96,7 @@ def test_a_schedule_without_slices_gets_whole_pieces_of_its_own():
         plan, other = without.next_step(), with_slices.next_step()
         assert plan.pieces == other.pieces
         for number, replica in enumerate(plan.replicas):
-            assert {group.replicas for group in replica.forward} == {(number,)}
+            assert {micro_batch.replicas for micro_batch in replica.forward} == {(number,)}
             assert not any(part.context for part in replica.slices)
             fewest = -(-sum(part.tokens for part in replica.slices) // WINDOW)
             counts.append(len(replica.forward) - fewest)
@@ -112,7 +114,7 @@ def test_whole_pieces_that_pack_badly_take_as_many_micro_batches_as_they_need(st
         schedule="gpipe",
     )
     (replica,) = planner.next_step().replicas
-    assert [len(group.slices) for group in replica.forward] == [1] * len(replica.slices)
+    assert [len(micro_batch.slices) for micro_batch in replica.forward] == [1] * len(replica.slices)
     assert len(replica.slices) == 10
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing import best_fit
+from lightning_wlb.planning.packing.best_fit import pack_best_fit
 from lightning_wlb.planning.packing.fixed import pack_greedily
 
 
@@ -19,8 +19,8 @@ def pieces_of(lengths) -> list[Piece]:
     return [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
 
 
-def tokens_of(groups) -> list[list[int]]:
-    return [[piece.tokens for piece in group] for group in groups]
+def tokens_of(micro_batches) -> list[list[int]]:
+    return [[piece.tokens for piece in micro_batch] for micro_batch in micro_batches]
 
 
 # Forward and backward of d tokens: d·(d + 20).
@@ -30,8 +30,8 @@ work = WORK.total
 
 def test_greedy_balances_squares_and_cuts_what_is_left() -> None:
     # 8 | 6 -> 64, 36; 5 fits neither 2 nor 4... room 2 and 4: 5 is cut into 4 and 1.
-    groups = pack_greedily(pieces_of([5, 8, 6]), 2, 10)
-    assert groups == [
+    micro_batches = pack_greedily(pieces_of([5, 8, 6]), 2, 10)
+    assert micro_batches == [
         [Piece(1, 0, 8, 0), Piece(0, 4, 5, 0)],
         [Piece(2, 0, 6, 0), Piece(0, 0, 4, 0)],
     ]
@@ -42,10 +42,10 @@ def test_greedy_balances_squares_and_cuts_what_is_left() -> None:
 @given(lengths=st.lists(st.integers(1, 20), max_size=40), spare=st.integers(0, 3))
 def test_greedy_loses_nothing_and_fills_exactly(lengths, spare) -> None:
     bins = -(-sum(lengths) // 20) + spare
-    groups = pack_greedily(pieces_of(lengths), bins, 20)
-    assert len(groups) == bins
-    assert all(sum(tokens) <= 20 for tokens in tokens_of(groups))
-    parts = sorted(piece for group in groups for piece in group)
+    micro_batches = pack_greedily(pieces_of(lengths), bins, 20)
+    assert len(micro_batches) == bins
+    assert all(sum(tokens) <= 20 for tokens in tokens_of(micro_batches))
+    parts = sorted(piece for micro_batch in micro_batches for piece in micro_batch)
     for number, length in enumerate(lengths):
         own = [piece for piece in parts if piece.document == number]
         assert own[0].origin == 0
@@ -62,7 +62,7 @@ def test_windows_run_like_micro_batches_together() -> None:
     planner = Planner(lengths, data, WORK)
     first, second = planner.next_step(), planner.next_step()
     loads = [
-        sorted(sum(work(part.tokens) for part in replica.slices_of(group)) for group in
+        sorted(sum(work(part.tokens) for part in replica.slices_of(micro_batch)) for micro_batch in
                replica.forward)
         for plan in (first, second)
         for replica in plan.replicas
@@ -85,18 +85,22 @@ def test_a_window_that_the_epoch_cuts_short() -> None:
 
 def test_best_fit_by_hand() -> None:
     # 7; 6; 4 into 6's; 3 into 7's; 3 opens; 2 into 3's.
-    assert tokens_of(best_fit.pack(pieces_of([3, 7, 2, 6, 4, 3]), 10)) == [[7, 3], [6, 4], [3, 2]]
+    assert tokens_of(pack_best_fit(pieces_of([3, 7, 2, 6, 4, 3]), 10)) == [[7, 3], [6, 4], [3, 2]]
     with pytest.raises(ValueError, match="11 tokens, more than the cap of 10"):
-        best_fit.pack(pieces_of([11]), 10)
+        pack_best_fit(pieces_of([11]), 10)
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=40))
 def test_best_fit_is_the_definition(lengths) -> None:
-    groups: list[list[int]] = []
+    micro_batches: list[list[int]] = []
     for tokens in sorted(lengths, reverse=True):
-        fitting = [index for index in range(len(groups)) if sum(groups[index]) + tokens <= 20]
+        fitting = [
+            index for index in range(len(micro_batches)) if sum(micro_batches[index]) + tokens <= 20
+        ]
         if fitting:
-            groups[max(fitting, key=lambda index: (sum(groups[index]), -index))].append(tokens)
+            micro_batches[
+                max(fitting, key=lambda index: (sum(micro_batches[index]), -index))
+            ].append(tokens)
         else:
-            groups.append([tokens])
-    assert tokens_of(best_fit.pack(pieces_of(lengths), 20)) == groups
+            micro_batches.append([tokens])
+    assert tokens_of(pack_best_fit(pieces_of(lengths), 20)) == micro_batches

@@ -57,9 +57,9 @@ def test_programs_are_at_least_as_good_as_greed_and_say_the_gap(method, heaviest
         plan = Planner(lengths, data, WORK).next_step()
     assert "above the optimum" in caplog.text
     loads = [
-        sum(work(part.tokens) for part in replica.slices_of(group))
+        sum(work(part.tokens) for part in replica.slices_of(micro_batch))
         for replica in plan.replicas
-        for group in replica.forward
+        for micro_batch in replica.forward
     ]
     # Of 462. Whole pieces: 4+3+3 | 4+2+2+2 = 234 | 228. Greed cuts a piece of two: 4+3+2+1 twice.
     assert max(loads) == heaviest

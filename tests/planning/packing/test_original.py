@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.arrivals import cut_stream
-from lightning_wlb.planning.packing.original import pack
+from lightning_wlb.planning.packing.original import pack_windows
 
 
 def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:
@@ -24,7 +24,7 @@ def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:
 
 def test_pieces_gather_in_their_windows() -> None:
     pieces = [Piece(0, 0, 4, 0), Piece(1, 0, 6, 0), Piece(1, 6, 16, 0), Piece(2, 0, 3, 0)]
-    assert pack(pieces, 4, 10) == [pieces[:2], pieces[2:3], pieces[3:], []]
+    assert pack_windows(pieces, 4, 10) == [pieces[:2], pieces[2:3], pieces[3:], []]
 
 
 @given(
@@ -45,8 +45,8 @@ def test_steps_hold_exactly_n_windows_until_the_end(lengths, window, bins) -> No
             assert covered[document] == start
             covered[document] = stop
         pieces = [Piece(*part, 0) for part in cut]
-        groups = pack(pieces, bins, window)
-        sizes = [sum(piece.tokens for piece in group) for group in groups]
+        micro_batches = pack_windows(pieces, bins, window)
+        sizes = [sum(piece.tokens for piece in micro_batch) for micro_batch in micro_batches]
         taken = min(left, bins * window)
         full, rest = divmod(taken, window)
         assert sizes == ([window] * full + [rest] + [0] * bins)[:bins]

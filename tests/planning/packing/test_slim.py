@@ -21,9 +21,9 @@ def loads(plan):
         [
             sum(
                 LLAMA2_7B_LAYER.total(part.tokens, part.context)
-                for part in replica.slices_of(group)
+                for part in replica.slices_of(micro_batch)
             )
-            for group in replica.forward
+            for micro_batch in replica.forward
         ]
         for replica in plan.replicas
     ]
@@ -60,10 +60,10 @@ def test_a_piece_above_the_capacity_is_shared_in_slices():
     plan = above_the_capacity()
     assert [len(replica.forward) for replica in plan.replicas] == [4, 4]
     for replica in plan.replicas:
-        shared = [group for group in replica.forward if group.replicas == (0, 1)]
+        shared = [micro_batch for micro_batch in replica.forward if micro_batch.replicas == (0, 1)]
         assert list(replica.forward[: len(shared)]) == shared
         assert sum(map(replica.tokens_of, shared)) == WINDOW
-        own = [group for group in replica.forward if len(group.replicas) == 1]
+        own = [micro_batch for micro_batch in replica.forward if len(micro_batch.replicas) == 1]
         assert sum(map(replica.tokens_of, own)) == 60_000
 
 
@@ -80,16 +80,16 @@ def test_asymmetric_packs_balance_each_pass_and_share_nothing():
     (plan,) = plans(1, replicas=2, asymmetric=True)
     assert plan.pieces == symmetric.pieces
     for number, replica in enumerate(plan.replicas):
-        assert {group.replicas for group in replica.forward} == {(number,)}
-        assert {group.slices for group in replica.forward} != {
-            group.slices for group in replica.backward
+        assert {micro_batch.replicas for micro_batch in replica.forward} == {(number,)}
+        assert {micro_batch.slices for micro_batch in replica.forward} != {
+            micro_batch.slices for micro_batch in replica.backward
         }
-        for groups, work in (
+        for micro_batches, work in (
             (replica.forward, LLAMA2_7B_LAYER.forward),
             (replica.backward, LLAMA2_7B_LAYER.backward),
         ):
             own = [
-                sum(work(part.tokens, part.context) for part in replica.slices_of(group))
-                for group in groups
+                sum(work(part.tokens, part.context) for part in replica.slices_of(micro_batch))
+                for micro_batch in micro_batches
             ]
             assert max(own) * len(own) < 1.02 * sum(own)

@@ -21,31 +21,31 @@ def pieces_of(lengths) -> list[Piece]:
     return [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
 
 
-def tokens_of(groups) -> list[list[int]]:
-    return [[piece.tokens for piece in group] for group in groups]
+def tokens_of(micro_batches) -> list[list[int]]:
+    return [[piece.tokens for piece in micro_batch] for micro_batch in micro_batches]
 
 
 def test_hand_worked_case() -> None:
     # Work of 50, 30, 20, 10: 3500, 1500, 800, 300. After 50 | 30 30 20: 3500 | 3800. The first 10
     # goes to 3500, the second to the lower number of 3800 | 3800, the third to 3800 beside 4100.
-    groups, carried = deal_capped(pieces_of([10, 50, 30, 10, 20, 30, 10]), 2, 100, quadratic)
-    assert tokens_of(groups) == [[50, 10, 10], [30, 30, 20, 10]]
+    micro_batches, carried = deal_capped(pieces_of([10, 50, 30, 10, 20, 30, 10]), 2, 100, quadratic)
+    assert tokens_of(micro_batches) == [[50, 10, 10], [30, 30, 20, 10]]
     assert carried == []
 
 
 def test_full_bin_of_least_work_gives_way_to_the_shortest() -> None:
     # Work of 40 is 2400, of three 14s 1428 in 42 tokens: a 6 goes there first, then beside the 40.
-    groups, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 45, quadratic)
-    assert tokens_of(groups) == [[40], [14, 14, 14]]
+    micro_batches, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 45, quadratic)
+    assert tokens_of(micro_batches) == [[40], [14, 14, 14]]
     assert [piece.document for piece in carried] == [4, 5]
-    groups, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 46, quadratic)
-    assert tokens_of(groups) == [[40, 6], [14, 14, 14]]
+    micro_batches, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 46, quadratic)
+    assert tokens_of(micro_batches) == [[40, 6], [14, 14, 14]]
     assert [piece.document for piece in carried] == [5]
 
 
 def test_piece_of_the_cap_is_admitted() -> None:
-    groups, carried = deal_capped(pieces_of([100, 100]), 2, 100, quadratic)
-    assert tokens_of(groups) == [[100], [100]]
+    micro_batches, carried = deal_capped(pieces_of([100, 100]), 2, 100, quadratic)
+    assert tokens_of(micro_batches) == [[100], [100]]
     assert carried == []
 
 
@@ -56,25 +56,25 @@ def test_piece_above_the_cap_is_named() -> None:
 
 def listing(lengths, bins: int, cap: int) -> tuple[list[list[int]], list[int]]:
     """Lines 16-28 as printed, with ``<=``; numbers of the pieces."""
-    groups: list[list[int]] = [[] for _ in range(bins)]
+    micro_batches: list[list[int]] = [[] for _ in range(bins)]
     carried = []
 
-    def size(group: list[int]) -> int:
-        return sum(lengths[number] for number in group)
+    def size(micro_batch: list[int]) -> int:
+        return sum(lengths[number] for number in micro_batch)
 
-    def load(group: list[int]) -> int:
-        return sum(quadratic(lengths[number]) for number in group)
+    def load(micro_batch: list[int]) -> int:
+        return sum(quadratic(lengths[number]) for number in micro_batch)
 
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        least_work = min(groups, key=load)
-        least_tokens = min(groups, key=size)
+        least_work = min(micro_batches, key=load)
+        least_tokens = min(micro_batches, key=size)
         if size(least_work) + lengths[number] <= cap:
             least_work.append(number)
         elif size(least_tokens) + lengths[number] <= cap:
             least_tokens.append(number)
         else:
             carried.append(number)
-    return groups, carried
+    return micro_batches, carried
 
 
 @given(
@@ -86,9 +86,9 @@ def listing(lengths, bins: int, cap: int) -> tuple[list[list[int]], list[int]]:
 def test_equals_the_listing_in_any_order_of_arrival(lengths, bins, cap, order) -> None:
     pieces = pieces_of(lengths)
     order.shuffle(pieces)
-    groups, carried = deal_capped(pieces, bins, cap, quadratic)
-    expected_groups, expected_carried = listing(lengths, bins, cap)
-    assert [[piece.document for piece in group] for group in groups] == expected_groups
+    micro_batches, carried = deal_capped(pieces, bins, cap, quadratic)
+    expected, expected_carried = listing(lengths, bins, cap)
+    assert [[piece.document for piece in micro_batch] for micro_batch in micro_batches] == expected
     assert [piece.document for piece in carried] == expected_carried
 
 

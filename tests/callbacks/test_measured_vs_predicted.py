@@ -7,7 +7,7 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_wlb.callbacks import ImbalanceMonitor
-from lightning_wlb.callbacks.prediction import STEPS, parted
+from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.callbacks.test_monitor import make_data, make_module, make_trainer
@@ -27,11 +27,11 @@ def figures(step: float, pipeline: float) -> dict[str, float]:
 
 
 def test_within_a_fifth_there_is_nothing_to_say():
-    assert parted(figures(2.39, 1.3), FAST) is None
+    assert departure(figures(2.39, 1.3), FAST) is None
 
 
 def test_where_they_part_the_level_and_the_profile_are_named():
-    said = parted(figures(2.5, 1.4), FAST)
+    said = departure(figures(2.5, 1.4), FAST)
     assert "step time (s) measured 2.5, predicted 2;" in said
     assert "pipeline-level imbalance measured 1.4, predicted 1.1." in said
     assert "data-level" not in said

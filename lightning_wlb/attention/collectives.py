@@ -1,0 +1,55 @@
+"""What the ways to share rows between ranks have in common: two collectives, sums, and padding.
+
+Autograd knows nothing of the collectives: their callers pair each with its backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
+all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[rows, ...] of every rank of a group, one rank after another: [group size · rows, ...]."""
+    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    all_gather_into(out, x.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[group size · rows, ...] summed in :func:`sum_dtype`; each rank gets its own [rows, ...]."""
+    wide = x.to(sum_dtype(x.dtype)).contiguous()
+    out = wide.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    reduce_scatter_into(out, wide, group=group)
+    return out.to(x.dtype)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtype`` are summed: float32 for half types, else itself."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def summed_by_row(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
+    """Gradients of keys and values, added up by the row of a buffer that each was read from.
+
+    Both are [keys, kv_heads, head_dim], ``key_index`` is int64 [keys], and the result is [rows, 2,
+    kv_heads, head_dim] in :func:`sum_dtype`.
+    """
+    dtype = sum_dtype(grad_keys.dtype)
+    total = grad_keys.new_zeros(rows, 2, *grad_keys.shape[1:], dtype=dtype)
+    total[:, 0].index_add_(0, key_index, grad_keys.to(dtype))
+    total[:, 1].index_add_(0, key_index, grad_values.to(dtype))
+    return total
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
+    """[queries, heads, head_dim] with zeros behind it, [rows, heads, head_dim]."""
+    padding = rows - x.shape[0]
+    return F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x

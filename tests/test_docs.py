@@ -1,0 +1,105 @@
+"""What the documentation says of the code is so: a printed plan, tables of names, files.
+
+Links between its pages, and from docstrings, are checked where the site is built (``make docs``).
+"""
+
+import contextlib
+import io
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import lightning_wlb
+from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.packing.base import PackingOptions
+from lightning_wlb.sharding import ADAPTIVE, NAMES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    DOCS / "design.md",
+    DOCS / "guide.md",
+    ROOT / "benchmarks/README.md",
+]
+MADE = "site/"  # by make docs
+
+
+def test_the_plan_in_the_design_is_what_its_code_prints() -> None:
+    blocks = r"```python\n(.*?)```\n\n```text\n(.*?)```"
+    ((code, shown),) = re.findall(blocks, (DOCS / "design.md").read_text(), re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "design.md", "exec"), {})
+    assert printed.getvalue() == shown
+
+
+def test_the_guide_has_every_option_of_every_packing() -> None:
+    table = (DOCS / "guide.md").read_text().split("### Options of the packings")[1]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (.*)\|$", table, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(PACKINGS)
+    for name, cap, options in rows:
+        packer = PACKINGS[name]
+        assert float(cap) == packer.cap_percent / 100
+        known = [
+            f"{each.name}={each.default!r}".replace("'", '"') for each in fields(packer.Options)
+        ]
+        assert re.findall(r"`([^`]+)`", options) == known
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = {
+        name.rpartition(".")[2]: name
+        for name in re.findall(r"^   ~([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    }
+    public = {getattr(lightning_wlb, name) for name in lightning_wlb.__all__}
+    public |= set(PACKINGS.values())
+    public |= {packer.Options for packer in PACKINGS.values()} - {PackingOptions}
+    for item in public:
+        assert listed.get(item.__name__) == f"{item.__module__}.{item.__name__}"
+
+
+def test_the_guide_has_every_sharding() -> None:
+    section = (DOCS / "guide.md").read_text().split("### Sharding over")[1].split("###")[0]
+    rows = re.findall(r'^\| `"(\w+)"`', section, re.MULTILINE)
+    assert sorted(rows) == sorted([ADAPTIVE, *NAMES])
+
+
+def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = contracts["contracts"][0]["layers"]
+    floors = {
+        (len(layers) - place, room)
+        for place, layer in enumerate(layers)
+        for room in layer.split(" | ")
+    }
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", (DOCS / "design.md").read_text(), re.MULTILINE)
+    named = {
+        (int(floor), room) for floor, rooms in rows for room in re.findall(r"`(\w+)[/.]", rooms)
+    }
+    assert named == floors
+
+
+def mentioned(page: Path) -> Iterator[str]:
+    """Files and folders that a page names in backticks, such as ``plan/step.py``."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for word in re.findall(r"`([\w./-]+)`", text):
+        if re.fullmatch(r"\w[\w/-]*\.py|\w[\w/-]*/[\w-]+\.\w+|(\w+/)+", word):
+            yield word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    folders = [ROOT, ROOT / "lightning_wlb", page.parent]
+    folders += [path.parent for path in (ROOT / "lightning_wlb").rglob("*.py")]
+    missing = [
+        name
+        for name in mentioned(page)
+        if not name.startswith(MADE) and not any((folder / name).exists() for folder in folders)
+    ]
+    assert missing == []
