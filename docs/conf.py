@@ -55,10 +55,11 @@ napoleon_use_rtype = False  # a colon in what is returned does not make its firs
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of others, whose documentation is not here, and our aliases of types.
-    (r"py:.*", r"(argparse|collections|contextlib|datetime|multiprocessing|pathlib|types)\..*"),
-    (r"py:.*", r"(lightning|nn|numpy|rich|torch|torchdata)\..*"),
+    (r"py:.*", r"(abc|argparse|collections|contextlib|datetime|multiprocessing|pathlib|types)\..*"),
+    (r"py:.*", r"(lightning|matplotlib|nn|np|numpy|rich|torch|torchdata)\..*"),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing"),
+    (r"py:class", r"dict\[str"),  # half of a type, where a signature is split at its comma
     (r"py:class", r"lightning_wlb\..*\._\w+"),
 ]
 

@@ -1,40 +1,24 @@
 """The examples run: each with as few steps as show that it does."""
 
 import io
+import json
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.demo_picture import main, ratios, read
-from lightning_wlb.callbacks.records import Records
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, config, data, trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SUMMARY = {
-    "imbalance_pipeline_aggregate": 1.5,
-    "imbalance_pipeline_p99": 2.0,
-    "imbalance_data_aggregate": 1.25,
-    "imbalance_data_p99": 1.75,
-    "seconds_per_million_tokens": 60.0,
-    "seconds_per_million_tokens_median": 50.0,
-    "tflops_per_device": 0.02,
-    "tflops_per_device_median": 0.025,
-    "seconds_per_step": 1.5,
-    "loader_wait_seconds": 0.002,
-    "tokens_per_step": 24_576.3,
-    "delay_mean": 0.5,
-    "delay_max": 4.0,
-    "timed_steps": 45,
-}
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,61 +74,171 @@ def test_the_slurm_script_is_bash():
     subprocess.run(["bash", "-n", str(EXAMPLES / "train.sbatch")], check=True)
 
 
-def test_the_demo_compares_with_its_last_run():
-    demo = runpy.run_path(str(EXAMPLES / "train_stdlib.py"))
-    faster = {
-        **SUMMARY, "seconds_per_million_tokens": 40.0, "tflops_per_device_median": 0.05,
-    }  # fmt: skip
-    table = demo["comparison"]([SUMMARY, SUMMARY, faster], ["original", "best_fit", "auto"])
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table)
-    rows = [
-        [cell.strip() for cell in line[1:-1].split("│")]
-        for line in console.export_text().split("\n")
+def demo() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "train_stdlib.py"))
+
+
+def test_the_demo_runs_its_packings_in_turns(tmp_path):
+    done = run(
+        tmp_path, str(EXAMPLES / "train_stdlib.py"), "--rounds=2", "--steps=1",
+        "--context-window=256", "--details",
+    )  # fmt: skip
+    figures = json.loads((tmp_path / "runs/figures.json").read_text())
+    rounds = figures["rounds"]
+    assert list(rounds) == ["original", "best_fit", "auto"]
+    # Two turns of a step a round, each of two windows; the others take whole documents.
+    assert [each["tokens"] for each in rounds["original"]] == [4 * 256] * 2
+    assert [each["tokens"] for each in rounds["best_fit"]] == [
+        each["tokens"] for each in rounds["auto"]
     ]
-    assert ["µs per token", "60.00", "60.00", "40.00", "1.500", "1.500"] in rows
-    # Per model FLOP: the reciprocal of the rate, so that below and above 1 mean the same.
-    assert ["s per model TFLOP", "50.00", "50.00", "50.00", "1.000", "1.000"] in rows
-    assert ["median step", "40.00", "40.00", "20.00", "2.000", "2.000"] in rows
-    assert ["ms wait for loader", "2.0", "2.0", "2.0", "", ""] in rows
-    assert ["tokens per step", "24,576", "24,576", "24,576", "", ""] in rows
-    # Every figure of it is one that the monitor has.
-    assert SUMMARY.keys() < Records(devices=1).summary().keys()
-
-
-def write_metrics(folder: Path, seconds: list[float], tokens: list[int], tflops: list[float]):
-    folder.mkdir(parents=True)
-    lines = ["step,val_loss,wlb/imbalance_data,wlb/step_seconds,wlb/tokens,wlb/tflops_per_device"]
-    lines += [
-        f"{step},,1.5,{time},{count},{rate}"
-        for step, (time, count, rate) in enumerate(zip(seconds, tokens, tflops, strict=True))
-    ]
-    lines.append("9,3.0,,,,")  # a line of validation
-    (folder / "metrics.csv").write_text("\n".join(lines))
-
-
-def test_the_picture_of_the_demo(tmp_path, capsys):
-    write_metrics(tmp_path / "original/version_9", [99], [1], [1])
-    write_metrics(tmp_path / "original/version_10", [9, 9, 2, 4], [1, 1, 10, 20], [1, 1, 3, 1.5])
-    write_metrics(tmp_path / "best_fit/version_0", [9, 9, 3, 3], [1, 1, 10, 10], [1, 1, 4, 4])
-    write_metrics(tmp_path / "auto/version_0", [9, 9, 1, 2], [1, 1, 10, 10], [1, 1, 4, 4])
-    before, after = (read(tmp_path / name) for name in ("original", "auto"))
-    np.testing.assert_array_equal(before["step_seconds"], [2, 4])
-    # 6 s for 30 tokens and 12 TFLOP, against 3 s for 20 tokens and 12 TFLOP; steps of 0.2 and 0.2
-    # against 0.1 and 0.2 s per token, and of 1/3 and 2/3 against 1/4 s per TFLOP.
-    assert ratios(before, after) == pytest.approx(
-        {
-            "time per token": 0.2 / 0.15,
-            "time per model FLOP": 2.0,
-            "time per token, median step": 0.2 / 0.15,
-            "time per model FLOP, median step": 2.0,
-        }
+    assert all(2 * 256 < each["tokens"] < 8 * 256 for each in rounds["auto"])
+    assert all(0 <= each["waiting"] < 1 for of in rounds.values() for each in of)
+    # They learn.
+    assert all(of[1]["train_loss"] < of[0]["train_loss"] < 7 for of in rounds.values())
+    # What is printed is what the figures say, and nothing else.
+    flat = " ".join(done.stdout.split())
+    assert "Medians of 2 rounds" in flat
+    assert all(sentence in flat for sentence in demo()["sentences"](rounds))
+    assert (
+        len(re.findall(r"^round +[12] \.{6}  original [\d.]+  best_fit ", done.stdout, re.M)) == 2
     )
-    picture = tmp_path / "images/gain.png"
-    main(["--runs", str(tmp_path), "--output", str(picture)])
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    printed = capsys.readouterr().out
-    assert "time per token, original / auto: 1.333" in printed
-    assert "time per token, best_fit / auto: 2.000" in printed
-    with pytest.raises(SystemExit, match=r"elsewhere.original holds no version_"):
-        main(["--runs", str(tmp_path / "elsewhere")])
+    assert "| loss" in flat.replace("│", "|")
+    assert "available" not in done.stdout + done.stderr
+    assert "Trainer" not in done.stdout + done.stderr
+
+
+TURNS = """
+import argparse, runpy
+demo = runpy.run_path({demo!r})
+
+def losses(folder, turns):
+    options = argparse.Namespace(seed=3, devices=1, context_window=256, output=folder)
+    contestant = demo["Contestant"]("auto", options)
+    steps = [step for turn in turns for step in contestant.train(turn)]
+    return [(step["train_loss"], step["tokens"]) for step in steps]
+
+unbroken, in_turns = losses("a", [4]), losses("b", [1, 2, 1])
+assert len(unbroken) == 4 and unbroken == in_turns, (unbroken, in_turns)
+"""
+
+
+def test_a_turn_of_the_demo_goes_on_where_the_last_one_stopped(tmp_path):
+    script = tmp_path / "turns.py"
+    script.write_text(TURNS.format(demo=str(EXAMPLES / "train_stdlib.py")))
+    run(tmp_path, str(script))
+
+
+STEP = {
+    "imbalance_pipeline": 1.5,
+    "imbalance_data": 1.25,
+    "imbalance_data_planned": 1.125,
+    "step_seconds": 2.0,
+    "loader_wait_seconds": 0.25,
+    "delay_mean": 0.5,
+    "train_loss": 6.0,
+    "tokens": 1000.0,
+    "tflops_per_device": 0.5,
+    "crowded_seconds": 0.5,
+}
+
+
+def test_a_round_of_the_demo_is_the_sum_of_its_steps():
+    other = {
+        **STEP, "imbalance_data": 2.0, "step_seconds": 6.0, "tokens": 3000.0,
+        "tflops_per_device": 0.25, "crowded_seconds": 1.5, "train_loss": 5.0,
+    }  # fmt: skip
+    assert demo()["measured"]([STEP, other]) == {
+        "imbalance_pipeline": 1.5,
+        "imbalance_data": 1.625,
+        "imbalance_data_planned": 1.125,
+        "step_seconds": 4.0,
+        "loader_wait_seconds": 0.25,
+        "delay_mean": 0.5,
+        "train_loss": 5.5,
+        "tokens": 4000.0,
+        "microseconds_per_token": 2000.0,  # 8 s
+        "seconds_per_tflop": 3.2,  # 1 + 1.5 TFLOP
+        "waiting": (0.4 + 3.0) / 8,  # a fifth of 2 s, half of 6 s
+        "crowded": 0.25,
+    }
+
+
+def a_round(per_token: float, per_tflop: float, waiting: float, crowded: float = 0.0):
+    return {
+        "microseconds_per_token": per_token,
+        "seconds_per_tflop": per_tflop,
+        "waiting": waiting,
+        "crowded": crowded,
+    }
+
+
+def test_the_demo_divides_round_by_round():
+    functions = demo()
+    # A machine that slows down to a third between rounds does not show.
+    assert functions["ratio"]([4, 9, 3], [2, 6, 3]) == (1.5, 1.0, 2.0, 2)
+    with pytest.raises(ValueError, match="shorter"):
+        functions["ratio"]([1, 2], [1])
+    rounds = {
+        "original": [a_round(50, 30, 0.2), a_round(150, 90, 0.3)],
+        "auto": [a_round(40, 20, 0.1), a_round(200, 90, 0.0)],
+    }
+    assert functions["compared"](rounds) == {
+        "original": {"per_token": (1.0, 0.75, 1.25, 1), "per_flop": (1.25, 1.0, 1.5, 1)}
+    }
+    assert functions["middle"](rounds["original"], "waiting") == 0.25
+
+
+def test_the_demos_short_table_and_sentences():
+    functions = demo()
+    rounds = {
+        "original": [a_round(48, 22, 0.2), a_round(54, 24, 0.22), a_round(57, 33, 0.24)],
+        "best_fit": [a_round(75, 30, 0.25), a_round(120, 48, 0.25), a_round(60, 24, 0.25)],
+        "auto": [a_round(50, 20, 0.02), a_round(60, 24, 0.03), a_round(60, 24, 0.04)],
+    }
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(functions["short_table"](rounds))
+    lines = [re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines()]
+    assert lines[2:] == [
+        ["original", "54.0 µs", "22%", "0.95 (0.90 to 0.96)", "1.10 (1.00 to 1.38)"],
+        ["best_fit", "75.0 µs", "25%", "1.50 (1.00 to 2.00)", "1.50 (1.00 to 2.00)"],
+        ["auto", "60.0 µs", "3%", "1", "1"],
+    ]
+    assert functions["sentences"](rounds) == [
+        "original took 0.95 times as long per token as auto and 1.10 times for equal work: auto was"
+        " slower per token, and ahead in 0 of 3 rounds.",
+        "best_fit took 1.50 times as long per token as auto: auto was faster per token, and ahead"
+        " in 2 of 3 rounds.",
+        "Waiting for the busiest process took 22% with original, 25% with best_fit and 3% with auto"
+        " of the time.",
+    ]
+
+
+def test_the_demo_says_when_it_was_not_alone_and_when_packings_are_equally_fast():
+    rounds = {
+        "original": [a_round(50.1, 20, 0.2, 0.3)],
+        "auto": [a_round(50, 20, 0.1, 0.2)],
+    }
+    assert demo()["sentences"](rounds) == [
+        "original took 1.00 times as long per token as auto: auto was as fast per token, and ahead"
+        " in 1 of 1 rounds.",
+        "Waiting for the busiest process took 20% with original and 10% with auto of the time.",
+        "Other programs were using these cores: a process was without one for 25% of its time. On"
+        " an idle machine the times may compare differently.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--packing", "auto"], "two or more different methods"),
+        (["--packing", "auto", "auto"], "two or more different methods"),
+        (["--steps", "0"], "at least 1"),
+        (["--rounds", "0"], "at least 1"),
+    ],
+)
+def test_the_demo_refuses(arguments, problem, monkeypatch, capsys):
+    parse = demo()["parse"]
+    monkeypatch.setattr(sys, "argv", ["train_stdlib.py", *arguments])
+    with pytest.raises(SystemExit):
+        parse()
+    assert problem in capsys.readouterr().err

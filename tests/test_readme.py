@@ -1,17 +1,27 @@
 """The README's code runs when it is pasted into a file."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+from benchmarks.demo import caption
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def example() -> str:
     """The only block of Python in the README."""
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     return block
+
+
+def test_the_demos_figures_are_those_of_its_kept_runs():
+    """``python -m benchmarks.demo`` prints what must stand there."""
+    result = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
+    assert caption(result) in " ".join(README.read_text().split())
 
 
 def test_it_is_ten_lines_or_so():

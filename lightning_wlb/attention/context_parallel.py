@@ -69,9 +69,6 @@ def context_parallel_attention(
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
 
-    Returns:
-        What ``project`` returns.
-
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
     """

@@ -82,10 +82,7 @@ def _segments(metadata: AttentionMetadata) -> Iterator[_Segment]:
 def _blocks(
     first_query: int, queries: int, first_key: int, before: int, sliding_window: int
 ) -> Iterator[_Segment]:
-    """The segment in blocks, so short that each query sees a key in front of its block if any is.
-
-    The mask then never hides all keys in front of a block from one of its queries.
-    """
+    """The segment in blocks, so short that no query's mask hides all keys in front of its block."""
     size = min(max(sliding_window - 1, 1), BLOCK)
     if before + queries <= sliding_window:
         size = queries

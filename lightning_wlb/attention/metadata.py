@@ -49,8 +49,8 @@ class AttentionMetadata:
     """Attention segments of one rank's rows of a micro-batch; nobody changes it.
 
     The fields from ``cu_seqlens_q`` to ``head_rows`` are those of
-    :class:`~lightning_wlb.sharding.RankIndices`, as tensors. ``send_index`` is None where no
-    all-to-all is used. ``key_index`` points for slices into what all ranks put together, and is
+    :class:`~lightning_wlb.sharding.indices.RankIndices`, as tensors. ``send_index`` is None where
+    no all-to-all is used. ``key_index`` points for slices into what all ranks put together, and is
     None without context parallelism, where the keys are the local rows, or the ``runs`` of slices.
 
     Args:

@@ -1,4 +1,4 @@
-"""Whether a run goes as the cost model predicted: the warning of :class:`ImbalanceMonitor`.
+"""Whether a run goes as the cost model predicted: the warning of :class:`.ImbalanceMonitor`.
 
 The prediction itself is made in :mod:`lightning_wlb.prediction`. With a device profile, the monitor
 predicts every step's plan and keeps the predicted step time and imbalance next to the measured

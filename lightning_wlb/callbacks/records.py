@@ -89,7 +89,7 @@ class Records:
         return rates
 
     def summary(self) -> dict[str, float]:
-        """The run in plain numbers, as :meth:`ImbalanceMonitor.summary` describes them."""
+        """The run in plain numbers, as :meth:`.ImbalanceMonitor.summary` describes them."""
         every = self.columns()
         timed = {name: column[self.warm_up_steps :] for name, column in every.items()}
         drain = every["drain"] > 0

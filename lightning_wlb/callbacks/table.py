@@ -1,4 +1,4 @@
-"""The table that :class:`ImbalanceMonitor` prints at the end of fit."""
+"""The table that :class:`.ImbalanceMonitor` prints at the end of fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def summary_table(summary: dict[str, float], mesh: str) -> Table:
-    """A run's :meth:`ImbalanceMonitor.summary` as a table.
+    """A run's :meth:`.ImbalanceMonitor.summary` as a table.
 
     Args:
         summary: of the run; figures that are not a number are left out or shown as a dash.

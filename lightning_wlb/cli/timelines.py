@@ -1,7 +1,7 @@
 """The timeline of a step as a trace for Perfetto or chrome://tracing, and as a picture.
 
-Both take any number of timelines by name, predicted (:class:`Simulation`) or measured (the
-:class:`Timing` list of each rank), and put them on one time axis, so that prediction and
+Both take any number of timelines by name, predicted (:class:`.Simulation`) or measured (the
+:class:`.Timing` list of each rank), and put them on one time axis, so that prediction and
 measurement compare action by action. Ranks measured on their own clocks are aligned at the start of
 the step (see :func:`~lightning_wlb.schedule.timeline.spans_of`).
 

@@ -53,7 +53,7 @@ class LatencyModel:
             feed-forward half (``"selective"``), or everything (``"full"``).
 
     Raises:
-        ValueError: a profile for a dtype that is not in :data:`DTYPE_BYTES`, a mesh that spans
+        ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
             nodes under a profile without network, a tensor-parallel size that does not divide the
             model, or an unknown ``activation_checkpointing``.
     """

@@ -59,7 +59,7 @@ global batches together plan several steps at once and then none for a while."""
 class StepDataset(IterableDataset[StepBatch]):
     """The step batches of one rank: each iteration is one epoch, or the rest of one.
 
-    Every batch that is yielded moves :attr:`state`, so that the next iteration continues where the
+    Every batch that is yielded moves ``state``, so that the next iteration continues where the
     last one ended or was left. :meth:`for_model` makes a dataset from what a user has.
 
     Args:
@@ -125,7 +125,7 @@ class StepDataset(IterableDataset[StepBatch]):
         return cls(store, data, Work.of(shape), rank, sharding, schedule, predictor=predictor)
 
     def planner(self) -> Planner:
-        """A planner that stands at :attr:`state`."""
+        """A planner that stands at ``state``."""
         predictor = self.predictor
         planner = Planner(
             self.store.lengths,

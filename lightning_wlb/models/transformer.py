@@ -160,13 +160,10 @@ class Transformer(nn.Module):
             q: [rows, heads, head_dim], or a function that computes it.
             k: [rows, kv_heads, head_dim].
             v: [rows, kv_heads, head_dim].
-            project: a function of attention's output, [rows, heads, head_dim], called once; in
-                backward keys travel while its own backward runs.
+            project: a function of attention's output, [rows, heads, head_dim], called once, whose
+                result is returned; in backward keys travel while its own backward runs.
             metadata: of the micro-batch, for the layer.
             groups: as of :meth:`forward`.
-
-        Returns:
-            What ``project`` returns.
         """
         queries = q if callable(q) else lambda: q
         kernel, group = self.attention_kernel, groups.of_rows(metadata.replicas)

@@ -1,6 +1,6 @@
 """The plan of one optimiser step: which tokens run when, on which replica, in which micro-batch.
 
-A planner writes a :class:`StepPlan`; the data loader turns it into tensors, a schedule turns it
+A planner writes a :class:`.StepPlan`; the data loader turns it into tensors, a schedule turns it
 into actions, the simulator predicts it and the executor runs it. A plan holds plain integers and
 strings only, is the same on every rank, and can be printed, validated, compared by digest and
 sent through JSON.

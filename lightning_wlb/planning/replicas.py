@@ -33,9 +33,9 @@ def round_robin(works: Sequence[int], replicas: int) -> list[list[int]]:
 
 
 def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deal micro-batches by descending work, each to the replica with the least; :data:`.Deal`.
+    """Deal micro-batches by descending work, each to the replica with the least work so far.
 
-    Equal micro-batches go by index, equal replicas by number.
+    Equal micro-batches go by index, equal replicas by number. See :data:`.Deal`.
     """
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     order = sorted(range(len(works)), key=lambda index: (-works[index], index))

@@ -44,7 +44,7 @@ class Simulation:
     def __init__(
         self, run: _Run, constant: Sequence[int], compute_ns: int, synchronisation_ns: int
     ) -> None:
-        """Made by :func:`simulate_replicas`."""
+        """Made by :func:`.simulate_replicas`."""
         self._graph, self._begin, self._end, self._opened, self._freed = run[:5]
         self._constant = constant
         self.compute_ns = compute_ns
@@ -123,7 +123,7 @@ def simulate(
     constant_bytes: Sequence[int] | None = None,
     synchronisation_ns: int = 0,
 ) -> Simulation:
-    """:func:`simulate_replicas` of a single pipeline, with functions of the action alone."""
+    """:func:`.simulate_replicas` of a single pipeline, with functions of the action alone."""
 
     def of_replica(function: Callable[[Action], int]) -> _Function:
         return lambda replica, action: function(action)

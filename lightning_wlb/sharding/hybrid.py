@@ -72,8 +72,10 @@ class _Long:
         return self.head + TILE * first, self.head + TILE * last
 
     def cost(self, first: int, last: int) -> int:
-        """Cost of a segment of tiles [first, last)."""
-        return _segment_cost(TILE * (last - first), self.head + TILE * last)
+        """:func:`_segment_cost` of tiles [first, last), in fewer operations."""
+        count = last - first
+        read = count * (1 - (-self.head // TILE)) + (first + last - 1) * count // 2
+        return UNITS * OVERHEAD * count + (UNITS + (count == 1)) * read
 
 
 @dataclass(slots=True)

@@ -142,11 +142,7 @@ def _merged(table: Integers, lengths: Integers) -> Integers:
 
 
 def _ordered(table: Integers, documents: int, ranks: int) -> tuple[Integers, Integers, int, int]:
-    """Put each rank's chunks of pieces that lie on several ranks first.
-
-    Returns:
-        The table, where each rank's chunks begin, and the most rows of a rank: all, and shared.
-    """
+    """The table with pieces on several ranks first; and a layout's first, rows and shared."""
     rank, document, start, stop = table.T
     # The last assignment to an element stands, so these are the highest and the lowest rank.
     highest, lowest = np.zeros((2, documents), dtype=np.int64)

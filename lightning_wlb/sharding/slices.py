@@ -20,7 +20,7 @@ slices is n/2 times the piece.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -34,6 +34,8 @@ from lightning_wlb.sharding.layout import Layout
 
 OWN = -1
 """In place of a micro-batch's index: the one that the indices are of."""
+
+_NONE = np.empty(0, dtype=np.int64)
 
 _Part = tuple[int, int]
 """A slice: the index of its micro-batch, and its own index there."""
@@ -109,52 +111,58 @@ class SlicedReplica:
         layout, slices = self._layouts[micro_batch], self._members[micro_batch]
         own = rank_indices(layout, rank)
         before = [self._before(each) for each in slices]
-        # Tokens that are read: those of earlier micro-batches, each slice once, then the own ones.
         earlier = [part for parts in before for part in parts if part[0] != micro_batch]
         tokens = {part: self._seen(part, slices) for part in dict.fromkeys(earlier)}
-        source, owner, row = np.concatenate([np.empty((0, 3), np.int64), *tokens.values()]).T
-        counts = np.bincount(owner, minlength=layout.ranks)
-        stride = int(counts.max()) + layout.rows
-        place = np.empty(len(owner), dtype=np.int64)
-        for number, count in enumerate(counts.tolist()):
-            place[owner == number] = number * stride + np.arange(count)
-        places = dict(zip(tokens, _split(place, map(len, tokens.values())), strict=True))
-        for index, (_, owners, rows) in enumerate(each.T for each in self._tokens(micro_batch)):
-            places[micro_batch, index] = owners * stride + counts[owners] + rows
-
+        places, stride = self._places(micro_batch, tokens)
         keys = []
         for _, index, start, stop in layout.table[layout.chunks_of(rank)].tolist():
             seen = [places[part] for part in before[index]]
             seen.append(places[micro_batch, index][:stop])
             first = None if self._reach is None else start - stop - self._reach
             keys.append(np.concatenate(seen)[first:])
-        cu_seqlens_k = offsets(np.array(list(map(len, keys)), dtype=np.int64))
-        key_index = np.concatenate([np.empty(0, np.int64), *keys])
-
-        mine = owner == rank
-        put_source = np.concatenate((source[mine], np.full(layout.rows, OWN)))
-        put_row = np.concatenate((row[mine], np.arange(layout.rows)))
+        key_index = np.concatenate([_NONE, *keys])
+        held = [row[owner == rank] for owner, row in tokens.values()]
+        sources = [*(part[0] for part in tokens), OWN]
+        source = np.repeat(sources, [*map(len, held), layout.rows])
+        row = np.concatenate([*held, np.arange(layout.rows)])
         alone = layout.ranks == 1
-        if alone:
-            put_source, put_row = put_source[key_index], put_row[key_index]
         contexts = np.array([each.context for each in slices], dtype=np.int64)
         return SlicedIndices(
             own=replace(
                 own,
-                cu_seqlens_k=cu_seqlens_k.astype(np.int32),
+                cu_seqlens_k=offsets(np.array([*map(len, keys)], dtype=np.int64)).astype(np.int32),
                 max_seqlen_k=max(map(len, keys), default=0),
                 key_index=key_index,
                 # All rows are gathered, whatever whole pieces would send.
                 gathered=0,
-                send_index=np.empty(0, np.int64),
+                send_index=_NONE,
                 send_counts=(),
                 receive_counts=(),
             ),
             positions=own.offset + contexts[own.document],
-            runs=_runs(put_source, put_row),
+            runs=_runs(source[key_index], row[key_index]) if alone else _runs(source, row),
             rows=len(key_index) if alone else stride,
             keeps=any(self._slices_of_piece(each)[-1][0] > each.start for each in slices),
         )
+
+    def _places(
+        self, micro_batch: int, tokens: Mapping[_Part, Integers]
+    ) -> tuple[dict[_Part, Integers], int]:
+        """The place of each token among the rows put together, and how many rows each rank puts.
+
+        ``tokens`` are those of earlier slices; the tokens of the micro-batch itself are added.
+        """
+        owner = np.concatenate([_NONE, *(owner for owner, _ in tokens.values())])
+        counts = np.bincount(owner, minlength=self._layouts[micro_batch].ranks)
+        stride = int(counts.max()) + self._layouts[micro_batch].rows
+        place = np.empty(len(owner), dtype=np.int64)
+        for rank, count in enumerate(counts.tolist()):
+            place[owner == rank] = rank * stride + np.arange(count)
+        lengths = [each.shape[1] for each in tokens.values()]
+        places = dict(zip(tokens, _split(place, lengths), strict=True))
+        for index, (owner, row) in enumerate(self._tokens(micro_batch)):
+            places[micro_batch, index] = owner * stride + counts[owner] + row
+        return places, stride
 
     def _slices_of_piece(self, each: Slice) -> list[tuple[int, int, int]]:
         return self._pieces[each.document, each.origin]
@@ -170,26 +178,26 @@ class SlicedReplica:
             return tokens
         piece = earlier.document, earlier.origin
         first = min(each.start for each in slices if (each.document, each.origin) == piece)
-        return tokens[max(first - self._reach - earlier.start, 0) :]
+        return tokens[:, max(first - self._reach - earlier.start, 0) :]
 
     def _tokens(self, micro_batch: int) -> list[Integers]:
-        """Where the tokens of each slice are, int64 [tokens, 3]: micro-batch, rank, local row."""
+        """Where the tokens of each slice are, int64 [2, tokens]: rank and local row."""
         if micro_batch not in self._tokens_of:
             layout = self._layouts[micro_batch]
             rank, document, start, stop = layout.table.T
             lengths = np.array(layout.lengths, dtype=np.int64)
             token = ranges(offsets(lengths)[document] + start, stop - start)
-            table = np.full((len(token), 3), micro_batch)
-            table[token, 1] = np.repeat(rank, stop - start)
-            table[token, 2] = ranges(layout.row, stop - start)
+            table = np.empty((2, len(token)), dtype=np.int64)
+            table[0, token] = np.repeat(rank, stop - start)
+            table[1, token] = ranges(layout.row, stop - start)
             self._tokens_of[micro_batch] = _split(table, layout.lengths)
         return self._tokens_of[micro_batch]
 
 
 def _split(values: Integers, lengths: Iterable[int]) -> list[Integers]:
-    """Consecutive parts of an array, of given lengths."""
+    """Consecutive parts of an array along its last dimension, of given lengths."""
     bounds = pairwise(accumulate(lengths, initial=0))
-    return [values[start:stop] for start, stop in bounds]
+    return [values[..., start:stop] for start, stop in bounds]
 
 
 def _runs(micro_batch: Integers, row: Integers) -> tuple[Run, ...]:

@@ -135,6 +135,9 @@ def load(
     weights = get_model_state_dict(model, options=_OPTIONS)
     state: dict[str, Any] = {_WEIGHTS: weights}
     for index, optimizer in enumerate(optimizers):
+        # Gradients that an earlier fit of the same module has left: torch would take an optimizer
+        # beside them for one without state, and none would be read.
+        optimizer.zero_grad()
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         state[f"optimizer_{index}"] = {
             _rename(name, renamed): value for name, value in values.items()

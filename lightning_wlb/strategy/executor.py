@@ -35,7 +35,7 @@ class Executor:
     """Runs steps on one rank.
 
     Args:
-        model: the rank's stages, sharded by :func:`fsdp.shard`.
+        model: the rank's stages, sharded by :func:`.fsdp.shard`.
         pipeline: the pipeline that the rank is in.
         groups: the rank's process groups; each step passes its own to the model's forward.
     """
@@ -77,7 +77,7 @@ class Executor:
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients stay unreduced; :func:`fsdp.finish_step` reduces them. Collective over all ranks.
+        Gradients stay unreduced; :func:`.fsdp.finish_step` reduces them. Collective over all ranks.
 
         Args:
             batch: this rank's part of the step.
