@@ -12,12 +12,12 @@ with slices.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, stdlib_lengths
+from lightning_wlb.cli.forecast import plan_steps
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings, Planner
@@ -37,13 +37,11 @@ def micro_batches(corpus: str, packing: str, steps: int) -> list[tuple[Slice, ..
     )
     data = DataSettings(WINDOW, 4, packing=packing)
     planner = Planner(lengths, data, REFERENCE_WORK, Mesh(pipeline=4), sharding="per_sequence")
-    made: list[tuple[Slice, ...]] = []
-    for _ in range(steps):
-        plan = planner.next_step()
-        if plan is not None:
-            replica = plan.replicas[0]
-            made += [replica.slices_of(micro_batch) for micro_batch in replica.forward]
-    return made
+    return [
+        plan.replicas[0].slices_of(micro_batch)
+        for plan in plan_steps(planner, steps)
+        for micro_batch in plan.replicas[0].forward
+    ]
 
 
 def worth(packs: list[tuple[Slice, ...]], context: int) -> dict[str, Any]:
@@ -71,21 +69,20 @@ def worth(packs: list[tuple[Slice, ...]], context: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser("candidate_shardings", __doc__)
     parser.add_argument("--steps", type=int, default=20, help="of each corpus and packing")
     parser.add_argument("--output", type=Path, help="JSON file to write the result to")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"steps": arguments.steps, "rows": {}}
+    rows: dict[str, Any] = {}
     for corpus in ("generator_a", "stdlib"):
         for packing in ("slim", "auto", "wlb"):
             packs = micro_batches(corpus, packing, arguments.steps)
             for context in SIZES:
                 row = worth(packs, context)
                 print(corpus, packing, f"CP {context}", row, flush=True)
-                result["rows"][f"{corpus}/{packing}/{context}"] = row
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+                rows[f"{corpus}/{packing}/{context}"] = row
+    result = {"benchmark": "candidate_shardings", "steps": arguments.steps, "rows": rows}
+    report.finish(result, arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.slimpack import Method, by_replicas, measure, steps_of, stream_of
+from benchmarks.slimpack import Method, by_replicas, measure, merges, steps_of, stream_of
 from benchmarks.slimpack_tables import targets
 from benchmarks.workloads import REFERENCE_WORK
 from lightning_wlb.plan import Slice
@@ -47,3 +47,10 @@ def test_slices_beat_whole_pieces():
 def test_many_replicas_are_as_good_as_one():
     ratios = by_replicas(131_072, 8, 1, [1, 4])
     assert ratios["4"] < 1.01 * ratios["1"]
+
+
+def test_sharing_pieces_evens_replicas_out():
+    made = merges(1_048_576, 1, 1)
+    balance, times = made["balance"], made["T·DP/S"]
+    assert balance["best alpha of each step"] <= 1.13 < balance["not merged"]
+    assert times["auto"] < 0.5 * times["not merged"]
