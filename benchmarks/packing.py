@@ -127,7 +127,7 @@ def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[
             tokens = [part.tokens for part in replica.slices_of(group)]
             squares.append(sum(each**2 for each in tokens))
             longest = max(longest, *tokens)
-        if (step.number + 1) % data.choice.options.packing_window == 0:
+        if (step.number + 1) % data.packing_choice.options.packing_window == 0:
             bound = max(longest**2, sum(squares) / len(squares))
             gaps.append(max(squares) / bound - 1)
             squares, longest = [], 0

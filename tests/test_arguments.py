@@ -198,8 +198,8 @@ def test_numbers_of_numpy_are_taken_and_become_pythons() -> None:
         context_window=five, max_tokens=five, **wlb(thresholds=np.array([2, 3]))
     ).settings
     assert [type(each) for each in (settings.context_window, settings.max_tokens)] == [int, int]
-    assert settings.choice.options.thresholds == (2, 3)
-    assert type(settings.choice.options.thresholds[0]) is int
+    assert settings.packing_choice.options.thresholds == (2, 3)
+    assert type(settings.packing_choice.options.thresholds[0]) is int
     assert type(data(validation_documents=np.int32(1)).validation_documents) is int
     shape = config(dim=np.int64(64), norm_eps=np.float32(1e-6))
     assert (type(shape.dim), type(shape.norm_eps)) == (int, float)

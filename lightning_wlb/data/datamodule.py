@@ -307,7 +307,7 @@ def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) ->
     rank_zero_info(
         f"Documents: {len(lengths)} with {int(lengths.sum())} tokens (longest {lengths.max()}),"
         f" {settings.micro_batches} x {settings.context_window} tokens per step, packing"
-        f" {settings.choice.method!r}, {queues}."
+        f" {settings.packing_choice.method!r}, {queues}."
     )
     if planner.dropped_tokens:
         rank_zero_info(

@@ -220,14 +220,14 @@ class Planner:
             ).hexdigest()[:16],
             "context_window": data.context_window,
             "micro_batches": data.micro_batches,
-            "packing": data.choice.method,
+            "packing": data.packing_choice.method,
             "cap": data.token_cap,
             "thresholds": list(self._packer.thresholds),
             "long_documents": data.long_documents,
             "seed": data.seed,
             "shuffle": data.shuffle,
             "work": [total.per_token, total.per_pair, total.window],
-            **data.choice.options.fingerprint,
+            **data.packing_choice.options.fingerprint,
         }
 
 

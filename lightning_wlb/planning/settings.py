@@ -75,10 +75,10 @@ class DataSettings:
                 f"cap={self.cap} is below context_window={self.context_window}: a piece of a whole"
                 " window would fit no micro-batch. Raise the cap, or lower the context window."
             )
-        self.choice.options.check(self.context_window)
+        self.packing_choice.options.check(self.context_window)
 
     @property
-    def choice(self) -> PackingChoice:
+    def packing_choice(self) -> PackingChoice:
         """The packing method with its options."""
         assert isinstance(self.packing, PackingChoice)  # since __post_init__
         return self.packing
@@ -86,7 +86,7 @@ class DataSettings:
     @property
     def packer(self) -> type[Packer]:
         """The packing method."""
-        return PACKINGS[self.choice.method]
+        return PACKINGS[self.packing_choice.method]
 
     @property
     def token_cap(self) -> int:
@@ -108,5 +108,5 @@ class DataSettings:
             micro_batches=self.micro_batches,
             cap=self.token_cap,
             work=work,
-            options=self.choice.options,
+            options=self.packing_choice.options,
         )

@@ -356,7 +356,7 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
         args=["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}"],
     )
     assert isinstance(cli.datamodule.documents, InMemoryDocuments)
-    assert cli.datamodule.settings.choice.options.thresholds == (2, 3)
+    assert cli.datamodule.settings.packing_choice.options.thresholds == (2, 3)
     assert cli.model.steps == [0, 1]
     named = LightningCLI(
         Recorder,
@@ -369,7 +369,7 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
         ],
     )  # fmt: skip
     assert named.datamodule.documents == "stdlib"
-    assert named.datamodule.settings.choice.options.queues == 3
+    assert named.datamodule.settings.packing_choice.options.queues == 3
 
 
 class Tested(Recorder):

@@ -24,30 +24,32 @@ def test_cap_follows_the_packing() -> None:
 
 def test_the_default_packing_needs_no_more_memory_than_a_window() -> None:
     settings = DataSettings(8192, 4)
-    assert settings.choice.method == "auto"
+    assert settings.packing_choice.method == "auto"
     assert settings.token_cap == 8192
 
 
 def test_a_packing_by_name_is_its_defaults() -> None:
     for method, packer in PACKINGS.items():
-        assert DataSettings(8, 1, packing=method).choice == PackingChoice(method, packer.Options())
+        assert DataSettings(8, 1, packing=method).packing_choice == PackingChoice(
+            method, packer.Options()
+        )
         assert DataSettings(8, 1, packing={"method": method}) == DataSettings(8, 1, packing=method)
 
 
 def test_options_belong_to_their_method() -> None:
     asked = {"method": "wlb", "queues": np.int64(3), "max_age": 5}
     settings = DataSettings(8192, 4, packing=asked)
-    assert settings.choice.options == WlbOptions(queues=3, max_age=5)
-    assert settings.choice.options.fingerprint == {"max_age": 5}
-    assert type(settings.choice.options.queues) is int
+    assert settings.packing_choice.options == WlbOptions(queues=3, max_age=5)
+    assert settings.packing_choice.options.fingerprint == {"max_age": 5}
+    assert type(settings.packing_choice.options.queues) is int
     listed = DataSettings(8192, 4, packing={"method": "wlb", "thresholds": [100, 900]})
-    assert listed.choice.options.thresholds == (100, 900)
+    assert listed.packing_choice.options.thresholds == (100, 900)
     # Settings that are changed keep the options.
-    assert replace(settings, shuffle=False).choice == settings.choice
+    assert replace(settings, shuffle=False).packing_choice == settings.packing_choice
     slim = DataSettings(8192, 4, packing={"method": "slim", "asymmetric": True})
-    assert slim.choice.options == SlimOptions(micro_packs=4, asymmetric=True)
+    assert slim.packing_choice.options == SlimOptions(micro_packs=4, asymmetric=True)
     solved = DataSettings(8192, 4, packing={"method": "fixed_ilp", "solver": "highs"})
-    assert solved.choice.options == IlpOptions(solver="highs")
+    assert solved.packing_choice.options == IlpOptions(solver="highs")
 
 
 @pytest.mark.parametrize(
