@@ -233,7 +233,7 @@ class Layer(nn.Module):
             change: Tensor = self.feed_forward(self.feed_forward_norm(hidden), group)
             return hidden + change
 
-        def both(hidden: Tensor) -> Tensor:
+        def both(hidden: Tensor, freqs: Tensor) -> Tensor:
             normal = self.attention_norm(hidden)
             hidden = hidden + self.attention(normal, freqs, attend, group)
             if self.activation_checkpointing == "selective":
@@ -242,8 +242,8 @@ class Layer(nn.Module):
 
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
         if self.activation_checkpointing == "full":
-            return _recomputed(both, hidden)
-        return both(hidden)
+            return _recomputed(both, hidden, freqs)
+        return both(hidden, freqs)
 
 
 class Attention(nn.Module):
@@ -352,8 +352,8 @@ class Head(nn.Module):
         return token_loss(hidden, local(self.weight), labels, group)
 
 
-def _recomputed(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """``function(hidden)``, whose activations are not kept: backward recomputes them."""
+def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:
+    """``function(*kept)``, of which nothing else is kept: backward recomputes the activations."""
     # There is no dropout: the random state need not be kept.
-    result: Tensor = checkpoint(function, hidden, use_reentrant=False, preserve_rng_state=False)
+    result: Tensor = checkpoint(function, *kept, use_reentrant=False, preserve_rng_state=False)
     return result
