@@ -18,12 +18,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(RUN) -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-train: $(VENV)/ready  ## train a small decoder with three packings in turn, and compare (4 minutes)
+train: $(VENV)/ready  ## train a small decoder with three packings in turn, and compare (under 4 minutes)
 	@$(RUN) examples/train_stdlib.py
 
 # Two files at a time, in the order of tests/conftest.py: a test of many ranks waits much, and the
 # others are single processes.
-test: $(VENV)/ready  ## run the tests (CPU only, under 10 minutes on two cores)
+test: $(VENV)/ready  ## run the tests (CPU only, 8 minutes on two cores)
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(VENV)/ready  ## run the tests that need a CUDA device

@@ -57,7 +57,7 @@ programs_of = lru_cache(make_programs)
 
 
 def step(
-    schedule: str, replicas: int, ranks: int, micro_batches: int | None, stages_per_rank: int
+    schedule: str, replicas: int, ranks: int, micro_batches: int | None, virtual_stages: int
 ) -> int:
     """Simulate one step of unequal micro-batches; None stands for 9 to 16 of them."""
     counts = [micro_batches or 9 + replica % 8 for replica in range(replicas)]
@@ -73,7 +73,7 @@ def step(
         return sizes[action.micro_batch] * 8
 
     found = simulate_replicas(
-        [programs_of(schedule, ranks, count, stages_per_rank) for count in counts],
+        [programs_of(schedule, ranks, count, virtual_stages) for count in counts],
         duration,
         transfer,
         opened_bytes=opened,
@@ -86,8 +86,8 @@ def step(
 
 def rows(repeats: int) -> list[dict[str, Any]]:
     table = []
-    for name, schedule, replicas, ranks, micro_batches, stages_per_rank, limit in CASES:
-        shape = (schedule, replicas, ranks, micro_batches, stages_per_rank)
+    for name, schedule, replicas, ranks, micro_batches, virtual_stages, limit in CASES:
+        shape = (schedule, replicas, ranks, micro_batches, virtual_stages)
         for new in (True, False):
             wall, own = milliseconds(partial(step, *shape), repeats, new)
             cpu = statistics.median(own)
@@ -97,7 +97,7 @@ def rows(repeats: int) -> list[dict[str, Any]]:
                 "replicas": replicas,
                 "ranks": ranks,
                 "micro_batches": micro_batches or "9-16",
-                "stages_per_rank": stages_per_rank,
+                "virtual_stages": virtual_stages,
                 "cpu_ms_median": round(cpu, 2),
                 "cpu_ms_max": round(max(own), 2),
                 "wall_ms_median": round(statistics.median(wall), 2),

@@ -78,7 +78,7 @@ def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in known:
-            raise ValueError(f"{option} {name!r} is not known; choose of {', '.join(known)}.")
+            raise ValueError(f"{option} {name!r} is not known; choose from {', '.join(known)}.")
     return list(dict.fromkeys(names))
 
 

@@ -13,7 +13,7 @@ Cost: nothing for a mesh that has been made before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 
@@ -82,7 +82,8 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
     if _world is not dist.group.WORLD:
         _made.clear()
         _world = dist.group.WORLD
-    key = (rank.mesh, device.type)
+    # Virtual stages need the ring's groups, however many they are.
+    key = (replace(rank.mesh, virtual_stages=min(rank.mesh.virtual_stages, 2)), device.type)
     if key not in _made:
         mesh = device_mesh(rank.mesh, device.type, timeout)
         channels = pipeline_groups(rank, timeout)

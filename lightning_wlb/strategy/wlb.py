@@ -61,8 +61,8 @@ class WLBStrategy(MeshStrategy):
         context_parallel_size: ranks that share the tokens of each micro-batch.
         tensor_parallel_size: ranks that share each weight, with sequence parallelism.
         schedule: order of the pipeline's actions: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
-        virtual_pipeline_size: stages per pipeline rank. ``"interleaved"`` needs at least 2, which
-            is what None means there; the others run 1.
+        virtual_pipeline_size: stages per pipeline rank. None means 2 for ``"interleaved"``, which
+            with 1 is ``"1f1b"``; the others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank.
 

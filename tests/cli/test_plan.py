@@ -173,8 +173,8 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "7b,layers=many"], "'layers=many' is not a size"),
         (["--model", "dim=64"], "leaves out layers, heads"),
         (["--model", "7b,dime=64"], "no field 'dime'"),
-        (["--packing", "best"], "--packing 'best' is not known; choose of"),
-        (["--sharding", "none"], "--sharding 'none' is not known; choose of"),
+        (["--packing", "best"], "--packing 'best' is not known; choose from"),
+        (["--sharding", "none"], "--sharding 'none' is not known; choose from"),
         (
             ["--sharding", "heads", "--mesh", "1,1,5,1"],
             "over 5 context-parallel ranks, and they do",

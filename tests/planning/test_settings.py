@@ -93,3 +93,10 @@ def test_options_belong_to_their_method() -> None:
 def test_bad_data_settings(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         DataSettings(**{"context_window": 100, "micro_batches": 2, **changes})
+
+
+def test_a_choice_made_by_hand_is_checked() -> None:
+    with pytest.raises(ValueError, match="packing 'slim' takes SlimOptions, not WlbOptions"):
+        PackingChoice("slim", WlbOptions())
+    with pytest.raises(ValueError, match="packing='tetris' is not one of"):
+        PackingChoice("tetris", WlbOptions())

@@ -59,7 +59,8 @@ def replica_of(*chains, shared=(0,), number=0):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual_stages"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)]
+    ("schedule", "virtual_stages"),
+    [("1f1b", 1), ("gpipe", 1), ("interleaved", 1), ("interleaved", 2)],
 )
 def test_whole_pieces_run_the_schedule(schedule, virtual_stages):
     replicas = [replica_of(1, 1, 1)]

@@ -47,6 +47,15 @@ class PackingChoice:
     method: str
     options: PackingOptions
 
+    def __post_init__(self) -> None:
+        made = PACKINGS[choice("packing", self.method, PACKINGS)].Options
+        if type(self.options) is not made:
+            raise ValueError(
+                f"packing {self.method!r} takes {made.__name__}, not"
+                f" {type(self.options).__name__}. Give {{'method': {self.method!r}, ...}} with the"
+                " options by name."
+            )
+
     @staticmethod
     def of(given: str | Mapping[str, Any] | PackingChoice) -> PackingChoice:
         """The choice from a method's name, or from ``{"method": name, option: value, ...}``.
