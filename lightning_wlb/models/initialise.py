@@ -46,14 +46,31 @@ def initialise(
                 " by model.to_empty(device=...)."
             )
         source = (tied or {}).get(name, name)
-        full = initial_values(source, parameter.shape, seed, standard_deviation(source))
-        if isinstance(parameter, DTensor):
-            full = full.to(parameter.device, parameter.dtype)
-            mesh, placements = parameter.device_mesh, parameter.placements
-            # src_data_rank=None: each rank cuts its shard from its own copy; nothing is sent.
-            full = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        with torch.no_grad():
-            parameter.copy_(full)
+        assign(
+            parameter, initial_values(source, parameter.shape, seed, standard_deviation(source))
+        )
+
+
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Give a parameter its values; of a DTensor each rank keeps its shard, and nothing is sent.
+
+    Args:
+        parameter: plain or a DTensor, of any dtype, on any device.
+        full: the whole values, in the same shape, the same on every rank.
+    """
+    if isinstance(parameter, DTensor):
+        full = full.to(parameter.device, parameter.dtype)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        # src_data_rank=None: each rank cuts its shard from its own copy; nothing is sent.
+        full = distribute_tensor(full, mesh, placements, src_data_rank=None)
+    with torch.no_grad():
+        parameter.copy_(full)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what goes by this name in a run with that seed."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def initial_values(
@@ -62,7 +79,6 @@ def initial_values(
     """The whole initial value of one parameter, float32 on the CPU."""
     if len(shape) <= 1:
         return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.float32)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     return values.normal_(0.0, standard_deviation, generator=generator)

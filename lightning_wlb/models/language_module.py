@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_wlb.arguments import choice, number, whole
 from lightning_wlb.attention.kv_cache import KeyValueCache
@@ -32,7 +32,7 @@ from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.models.config import TransformerConfig, preset_names
-from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import StepPlan
 
@@ -71,7 +71,7 @@ class LanguageModule(L.LightningModule):
             out of range or order.
     """
 
-    model: nn.Module | None
+    model: Decoder | None
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class LanguageModule(L.LightningModule):
         if not deferred:
             self.init_weights()
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> Decoder:
         """The whole model, with parameters of any values: :meth:`init_weights` fills them.
 
         Under ``WLBStrategy`` it is called on the meta device, so that a model larger than a rank's
@@ -154,12 +154,7 @@ class LanguageModule(L.LightningModule):
         """Fill the parameters: a function of the seed and their names, on any mesh the same."""
         assert self.model is not None
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
-        initialise(
-            self.model,
-            seed,
-            getattr(self.model, "initial_deviation", lambda name: 0.02),
-            getattr(self.model, "tied", None),
-        )
+        self.model.initialise(seed)
 
     def step(self, batch: StepBatch) -> Tensor:
         """The loss of one optimiser step: token losses over :meth:`loss_denominator`.

@@ -78,6 +78,22 @@ def chunked_token_loss(
     return loss
 
 
+def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Sum over rows of the cross-entropy of logits that a model has made by code of its own.
+
+    Args:
+        logits: [rows, vocabulary]; with a group this rank's columns of it, in rank order and
+            equally many on each rank.
+        labels: as of :func:`token_loss`, like ``group`` and the result.
+        group: the tensor-parallel group. The gradient of the logits is then complete on each rank.
+
+    Cost: a gradient as large as the logits is kept until backward. Give few rows at a time
+    (:func:`chunks`), under a checkpoint.
+    """
+    loss: Tensor = _LogitsLoss.apply(logits, labels, group)
+    return loss
+
+
 def _torch_is_exact(hidden: Tensor, weight: Tensor) -> bool:
     return (
         hasattr(F, "linear_cross_entropy")
@@ -87,9 +103,52 @@ def _torch_is_exact(hidden: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _chunks(rows: int, words: int) -> list[slice]:
+def chunks(rows: int, words: int) -> list[slice]:
+    """Rows whose logits over ``words`` words exist at a time."""
     size = max(CHUNK_LOGITS // max(words, 1), MINIMUM_CHUNK_ROWS)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _terms(
+    logits: Tensor, labels: Tensor, first_word: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of each row; log of the sum of exp(logits - peak); peak, all [rows].
+
+    ``logits`` becomes exp(logits - peak), in place.
+    """
+    column, here = _column(labels, first_word, logits.shape[1])
+    peak = logits.amax(-1)
+    if group is not None:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+    logits -= peak[:, None]
+    target = logits.gather(1, column[:, None]).squeeze(1).masked_fill(~here, 0)
+    sums = torch.stack([logits.exp_().sum(-1), target])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    log_sum = sums[0].log()
+    return (log_sum - sums[1]).masked_fill(labels == IGNORE, 0), log_sum, peak
+
+
+class _LogitsLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup | None) -> Tensor:
+        group = group if group_size(group) > 1 else None
+        words = logits.shape[1]
+        first_word = 0 if group is None else dist.get_rank(group) * words
+        # A copy: it becomes the gradient.
+        slope = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        terms, log_sum, _ = _terms(slope, labels, first_word, group)
+        slope /= log_sum.exp()[:, None]
+        column, here = _column(labels, first_word, words)
+        slope.scatter_add_(1, column[:, None], -here.to(slope.dtype)[:, None])
+        slope *= (labels != IGNORE)[:, None]
+        ctx.save_for_backward(slope.to(logits.dtype))
+        return terms.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        return slope * gradient.to(slope.dtype), None, None
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
@@ -102,19 +161,10 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         first_word = 0 if group is None else dist.get_rank(group) * words
         loss = hidden.new_zeros((), dtype=wide)
         log_sums = hidden.new_empty(hidden.shape[0], dtype=wide)
-        for chunk in _chunks(hidden.shape[0], words):
+        for chunk in chunks(hidden.shape[0], words):
             logits = (hidden[chunk] @ weight.T).to(wide)
-            column, here = _column(labels[chunk], first_word, words)
-            peak = logits.amax(-1)
-            if group is not None:
-                dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-            logits -= peak[:, None]
-            target = logits.gather(1, column[:, None]).squeeze(1).masked_fill(~here, 0)
-            sums = torch.stack([logits.exp_().sum(-1), target])
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-            log_sum = sums[0].log()
-            loss += (log_sum - sums[1]).masked_fill(labels[chunk] == IGNORE, 0).sum()
+            terms, log_sum, peak = _terms(logits, labels[chunk], first_word, group)
+            loss += terms.sum()
             log_sums[chunk] = log_sum + peak
         ctx.save_for_backward(hidden, weight, labels, log_sums)
         ctx.first_word = first_word
@@ -128,7 +178,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks add up in float32 even where the weight is bfloat16.
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(hidden.shape[0], words):
+        for chunk in chunks(hidden.shape[0], words):
             slope = (hidden[chunk] @ weight.T).to(wide)
             slope -= log_sums[chunk, None]
             slope.exp_()

@@ -45,6 +45,7 @@ from lightning_wlb.attention.ulysses import head_parallel_attention
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.loss import token_loss
 from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
@@ -58,7 +59,7 @@ Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
 """:meth:`.Transformer.attend` for a given layer and given process groups."""
 
 
-class Transformer(nn.Module):
+class Transformer(Decoder):
     """A decoder, or one pipeline stage of it, whose parameters :func:`.initialise` fills.
 
     Args:
@@ -119,19 +120,7 @@ class Transformer(nn.Module):
         layers: range | None = None,
         groups: ProcessGroups = NO_GROUPS,
     ) -> Tensor:
-        """Run one stage on P rows, of which this rank's residual stream has P/TP.
-
-        Args:
-            micro_batch: its tokens are read by the embedding, its labels by the head.
-            hidden: [P/TP, dim], the output of the stage before; None in the first stage.
-            layers: global numbers of the stage's layers; all that the module holds if None.
-            groups: the process groups that share the rows and the parameters.
-
-        Returns:
-            Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
-            losses, 0-dim, float32 or wider, the same on every tensor-parallel rank. With a head
-            and no labels: logits [P, vocabulary/TP] of this rank's share of the vocabulary.
-        """
+        """Run one stage; see :meth:`.Decoder.forward`."""
         if hidden is None:
             assert self.embed is not None
             assert micro_batch.tokens is not None
@@ -195,10 +184,7 @@ class Transformer(nn.Module):
 
     @property
     def tied(self) -> dict[str, str]:
-        """Parameter name -> the name of the parameter that it equals, on any pipeline stage.
-
-        On a stage with both the two are one ``Parameter``; else the strategy keeps them equal.
-        """
+        """The output matrix and the embedding, where they are one."""
         return {"head.weight": "embed.weight"} if self.config.tied_embeddings else {}
 
     def initial_deviation(self, name: str) -> float:

@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 
 
@@ -45,7 +45,7 @@ def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> La
     return module
 
 
-def checked_model(module: LanguageModule) -> nn.Module:
+def checked_model(module: LanguageModule) -> Decoder:
     """The module's model, if it is one that can be split.
 
     Raises:
@@ -53,11 +53,12 @@ def checked_model(module: LanguageModule) -> nn.Module:
     """
     model = module.model
     missing = [name for name in ("embed", "layers", "head") if getattr(model, name, None) is None]
-    if not isinstance(model, nn.Module) or missing:
+    if not isinstance(model, Decoder) or missing:
+        without = f" without {', '.join(missing)}" if missing else ", which is no Decoder"
         raise MisconfigurationException(
-            f"{type(module).__name__}.configure_model must set self.model to a module with"
-            f" embed, layers and head, but it is {type(model).__name__} without"
-            f" {', '.join(missing)}. A subclass of lightning_wlb.Transformer has them."
+            f"{type(module).__name__}.build_model must return a whole lightning_wlb.Decoder, with"
+            f" embed, layers and head, but the model is {type(model).__name__}{without}. Derive"
+            " your model from it; lightning_wlb.Transformer is one."
         )
     outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
     if outside:

@@ -1,0 +1,100 @@
+"""What a model must offer to be trained on packed documents and split over a mesh: one base class.
+
+:class:`.Transformer` and the Hugging Face decoders are cases of :class:`Decoder`, and so is a model
+of one's own. Nothing of a model is asked for elsewhere: :class:`.LanguageModule` calls its forward
+and :meth:`~Decoder.initialise`, and :class:`.WLBStrategy` splits it by its three parts, ``tied``
+and :meth:`~Decoder.tensor_parallel_plan`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_wlb.attention.process_groups import NO_GROUPS, ProcessGroups
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.models.initialise import initialise
+
+
+class Decoder(nn.Module):
+    """A decoder on packed rows, or one pipeline stage of it.
+
+    A subclass builds the whole model; the strategy then removes what other stages own. All of its
+    parameters are in the three parts below. Rows have no batch dimension and lie in an order that
+    the sharding chooses: where a row stands in its document is in ``micro_batch.positions``, and
+    which rows see which is in ``micro_batch.attention``.
+
+    Attributes:
+        embed: the embedding; None on a stage that another one precedes.
+        layers: the decoder layers that the stage holds, keyed by their global number as a string.
+        head: the final norm and output projection; None on a stage that another one follows.
+        attention_kernel: the kernel that the layers' attention calls; a strategy that measures
+            attention sets its ``timer``.
+    """
+
+    embed: nn.Module | None
+    layers: nn.ModuleDict
+    head: nn.Module | None
+    attention_kernel: VarlenAttention
+
+    def forward(
+        self,
+        micro_batch: MicroBatchTensors,
+        hidden: Tensor | None = None,
+        layers: range | None = None,
+        groups: ProcessGroups = NO_GROUPS,
+    ) -> Tensor:
+        """Run one stage on P rows, of which this rank's residual stream has P/TP.
+
+        Attention is :func:`~lightning_wlb.attention.packed.packed_attention` with
+        ``micro_batch.attention.for_layer(number)``.
+
+        Args:
+            micro_batch: its tokens are read by the embedding, its labels by the head. A label is
+                -100 where a row has no target.
+            hidden: [P/TP, dim], the output of the stage before; None in the first stage.
+            layers: global numbers of the stage's layers; all that the module holds if None.
+            groups: the process groups that share the rows and the parameters.
+
+        Returns:
+            Without a head: hidden states [P/TP, dim]. With a head and labels: the *sum* of token
+            losses, 0-dim, float32 or wider, the same on every tensor-parallel rank. With a head
+            and no labels: logits [P, vocabulary/TP] of this rank's share of the vocabulary.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.forward")
+
+    def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
+        """Parameter-name pattern -> how parameters are split over ``size`` tensor-parallel ranks.
+
+        A replicated parameter's gradient on a rank must be the part that flows through the rank's
+        own rows, heads or words: the ranks' parts are added (:func:`.tensor_parallel.local`).
+
+        Raises:
+            ValueError: the model cannot be split.
+        """
+        raise ValueError(
+            f"tensor_parallel_size={size}: {type(self).__name__} has no tensor_parallel_plan. Write"
+            " one (docs/guide.md, 'A model of your own'), or use tensor_parallel_size=1."
+        )
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Parameter name -> the name of the parameter that it equals, on any pipeline stage.
+
+        On a stage with both the two are one ``Parameter``; else the strategy keeps them equal.
+        """
+        return {}
+
+    def initialise(self, seed: int) -> None:
+        """Fill the parameters that this rank holds; they have memory, and may be DTensors.
+
+        The values must be a function of the seed and of global parameter names only, so that they
+        are the same on any mesh. Here: :func:`.initialise.initialise` with
+        :meth:`initial_deviation`.
+        """
+        initialise(self, seed, self.initial_deviation, self.tied)
+
+    def initial_deviation(self, name: str) -> float:
+        """Standard deviation of a parameter's initial values, by its name."""
+        return 0.02

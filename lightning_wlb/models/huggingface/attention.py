@@ -1,0 +1,184 @@
+"""Attention of transformers' modules by this package's kernels.
+
+transformers looks an attention function up by the name in a model's config. :func:`attention` is
+registered under :data:`NAME`; transformers makes no mask for a name without a mask function. Which
+rows see which is in the micro-batch's metadata, which no module of theirs passes on: some drop
+unknown keywords. So the forward that is running (:class:`Running`) lies in a context variable while
+it runs, and again while backward recomputes a part of it, which autograd may do on another thread.
+
+Whatever a module asks for that the kernels do not compute is refused: a mask, dropout, attention
+that is not causal, and every keyword that is not known to leave the result as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.packed import packed_attention
+from lightning_wlb.attention.process_groups import ProcessGroups
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.data.batch import MicroBatchTensors
+
+NAME = "lightning_wlb"
+
+# What modules pass on beside the arguments of `attention` and what does not change its result.
+_HARMLESS = {
+    "cache_position",
+    "is_causal",  # True; False is refused
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_ids",  # applied to queries and keys already
+    "return_dict",
+    "use_cache",
+}
+
+
+@dataclass
+class Running:
+    """The forward of one stage on one micro-batch.
+
+    Args:
+        micro_batch: its rows.
+        groups: the process groups that share the rows and the parameters.
+        kernel: the attention kernel.
+        recomputes_layers: whether backward recomputes whole layers.
+        received: [1, rows, dim], the hidden state that the stage was given.
+        left: the hidden state behind the stage's last layer, where other stages follow.
+        attended: numbers of the layers that have called attention.
+    """
+
+    micro_batch: MicroBatchTensors
+    groups: ProcessGroups
+    kernel: VarlenAttention
+    recomputes_layers: bool
+    received: Tensor | None = None
+    left: Tensor | None = None
+    attended: set[int] = field(default_factory=set)
+
+
+_RUNNING: ContextVar[Running] = ContextVar("running")
+
+
+def running() -> Running | None:
+    """The forward that is running; None outside of one."""
+    return _RUNNING.get(None)
+
+
+@contextmanager
+def during(run: Running) -> Iterator[None]:
+    """Make ``run`` the forward that is running."""
+    token = _RUNNING.set(run)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, of which only the inputs are kept: backward runs it again.
+
+    It must be called within a forward, in whose context it runs both times. There is no dropout:
+    the random state is not kept.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = running()
+        assert run is not None
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with during(run):
+                return function(*args, **kwargs)
+
+        return checkpoint(within, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return call
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' attention modules call.
+
+    Args:
+        module: the attention module; it knows its layer as ``layer_idx``.
+        query: [1, heads, rows, head_dim].
+        key: [1, kv_heads, rows, head_dim].
+        value: [1, kv_heads, rows, value_dim], not wider than the keys.
+        attention_mask: must be None.
+        scaling: factor of the scores; 1 / sqrt(head_dim) if None.
+        dropout: must be 0.
+        sliding_window: most keys that a query sees, its own included; all if None.
+        softcap: scores are capped to softcap · tanh(score / softcap).
+        s_aux: [heads], attention sinks: one more logit in each row's softmax, without a value.
+        others: of these none may change the result.
+
+    Returns:
+        [1, rows, heads, value_dim], and None in place of attention weights.
+
+    Raises:
+        ValueError: the module asks for something that the kernels do not compute, or no decoder of
+            this package is running it.
+    """
+    run = running()
+    if run is None:
+        raise ValueError(
+            f"{type(module).__name__} was called outside of a decoder of lightning_wlb, whose"
+            f" attention implementation {NAME!r} reads the micro-batch. Load the model by"
+            " from_pretrained(...) to use it by itself."
+        )
+    if others.get("is_causal") is False:
+        raise ValueError(f"{type(module).__name__} attends without causality; decoders only.")
+    unknown = sorted(
+        name for name, given in others.items() if given is not None and name not in _HARMLESS
+    )
+    asked = [
+        *(["a mask of its own"] if attention_mask is not None else []),
+        *([f"attention dropout {dropout:g}"] if dropout else []),
+        *unknown,
+    ]
+    if asked:
+        raise ValueError(
+            f"{type(module).__name__} asks attention for {', '.join(asked)}, which the"
+            " variable-length kernels do not compute, so its documents would be trained wrongly."
+            " Set dropout to 0 in the model's config; otherwise choose another family"
+            " (docs/families.md)."
+        )
+    number: int = module.layer_idx  # type: ignore[assignment]
+    run.attended.add(number)
+    out = packed_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        None,
+        run.micro_batch.attention.for_layer(number, run.recomputes_layers),
+        run.kernel,
+        run.groups,
+        AttentionOptions(
+            scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        ),
+    )
+    return out[None], None
+
+
+AttentionInterface.register(NAME, attention)

@@ -1,0 +1,84 @@
+"""Building a Hugging Face model without memory, and its initial values as a function of names.
+
+transformers fills a whole model from one stream of random numbers. Here each module is filled by
+transformers' own rule for it, whole, on the CPU, by a generator seeded with a hash of the seed and
+the module's name; a rank keeps its shard. So every mesh begins with the same values.
+
+Cost: every rank draws the whole of each module of which it holds a shard, and needs memory for the
+largest in float32 (in a mixture of experts, all experts of a layer).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from lightning_wlb.models.initialise import assign, seed_of
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Modules made inside have parameters on the meta device, and buffers with their values."""
+    # Lightning builds under the meta device, where buffers would have no values either.
+    with torch.device("cpu"), init_empty_weights(include_buffers=False):
+        yield
+
+
+def fill(
+    modules: Iterator[tuple[str, nn.Module]],
+    rule: Callable[[nn.Module], None],
+    seed: int,
+    shape_of: Callable[[str], tuple[int, ...]],
+    name_of: Callable[[str], str],
+) -> None:
+    """Fill the parameters of modules in place.
+
+    Args:
+        modules: name and module, as ``named_modules`` gives them.
+        rule: fills the parameters of one module; transformers' ``_init_weights``.
+        seed: of the run, the same on every rank.
+        shape_of: parameter name -> the family's shape, which the rule is given.
+        name_of: parameter name -> the name under which its values are drawn.
+
+    Raises:
+        ValueError: a parameter that the rule does not fill.
+    """
+    for prefix, module in modules:
+        own = {name: each for name, each in module._parameters.items() if each is not None}
+        if not own:
+            continue
+        names = {name: f"{prefix}.{name}" for name in own}
+        twin = _twin(module, {name: shape_of(names[name]) for name in own})
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            torch.manual_seed(seed_of(seed, name_of(next(iter(names.values())))))
+            rule(twin)
+        for name, parameter in own.items():
+            values: Tensor = twin._parameters[name]  # type: ignore[assignment]
+            if values.isnan().any():
+                raise ValueError(
+                    f"{type(module).__name__} has no rule for the initial values of {names[name]}."
+                    " Start from weights: HuggingFaceModule(..., pretrained=True)."
+                )
+            assign(parameter, values.view(parameter.shape))
+
+
+def _twin(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """A copy of a module alone, its parameters whole and not a number, in float32 on the CPU."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None
+        if own is None
+        else nn.Parameter(torch.full(shapes[name], torch.nan, dtype=torch.float32, device="cpu"))
+        for name, own in module._parameters.items()
+    }
+    twin._buffers = {
+        name: None if own is None else own.detach().to("cpu", copy=True)
+        for name, own in module._buffers.items()
+    }
+    twin._modules = {}
+    return twin

@@ -1,0 +1,220 @@
+"""Tensor and sequence parallelism of a family's own modules, by hooks and local parameters.
+
+Between layers each rank holds its share of the rows. Within a *block*, a direct child of a layer
+that holds split parameters or attends, it holds all rows, and its heads or columns of them. So rows
+are gathered in front of a block, whose backward adds up the ranks' gradients. Behind it:
+
+* where the block's output is a plain sum over ranks (:func:`.styles.is_sum`), it is reduced and
+  scattered by rows;
+* else each row-wise module's output is summed on every rank, as transformers' plans mean it, what
+  follows in the block is computed whole by each rank, and the rank takes its own rows at the end.
+
+In both cases the gradient of a parameter that every rank holds is a part of a sum, on each rank
+that of its own rows or heads, which is how :func:`~.tensor_parallel.local` treats it.
+
+Parameters are DTensors at rest. While a forward runs a module reads the rank's shard of one
+(:func:`present`); otherwise the DTensor, which FSDP and the optimizer look for.
+
+Cost of the second kind: an all-reduce where one reduce-scatter would do, and the replicated part
+computed TP times. Where a family's plan gathers a projection's columns (Phi-3, OLMo 2), and in
+latent attention, every rank computes attention of all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lightning_wlb.attention.collectives import sum_dtype
+from lightning_wlb.attention.process_groups import group_rank, group_size
+from lightning_wlb.models.huggingface.attention import running
+from lightning_wlb.models.huggingface.styles import ROWWISE, Split, general, is_sum
+from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
+
+View = Callable[[Tensor], Tensor]
+
+
+def current_group() -> ProcessGroup | None:
+    """The tensor-parallel group of the forward that is running."""
+    run = running()
+    return None if run is None else run.groups.tensor
+
+
+def present(module: nn.Module, views: Mapping[str, View]) -> None:
+    """Let a module's forward read its own parameters as local shards, through a view of each.
+
+    Its class becomes a subclass of the same name, whose properties are those parameters. Outside of
+    a forward they are the parameters themselves.
+    """
+    if views:
+        module.__dict__["_views"] = dict(views)
+        module.__class__ = _presenting(type(module), tuple(sorted(views)))
+
+
+@cache
+def _presenting(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def reader(name: str) -> property:
+        def read(self: nn.Module) -> Tensor | None:
+            parameter = self._parameters[name]
+            if parameter is None or running() is None:
+                return parameter
+            shard: Tensor = self.__dict__["_views"][name](local(parameter))
+            return shard
+
+        return property(read)
+
+    members: dict[str, Any] = {name: reader(name) for name in names}
+    return type(base.__name__, (base,), members | {"__module__": base.__module__})
+
+
+def view_of(split: Split, shape: tuple[int, ...]) -> View:
+    """What a family's code reads in place of a rank's shard of a parameter of the family's shape.
+
+    On a single rank the shard is the parameter as it is held.
+    """
+
+    def view(shard: Tensor) -> Tensor:
+        group = current_group()
+        size = group_size(group)
+        if split.packed:
+            assert split.dim is not None
+            return shard.flatten(split.dim, split.dim + 1)
+        if split.once and size > 1:
+            # Every rank adds its part: outputs are summed.
+            return shard / size
+        if 0 < split.shares < size:
+            width = shape[0] // split.shares
+            first = group_rank(group) * split.shares // size * width
+            return shard[first : first + width]
+        return shard
+
+    return view
+
+
+def install(
+    layers: Mapping[str, nn.Module],
+    plan: Mapping[str, str],
+    splits: Mapping[str, Split],
+    shapes: Mapping[str, tuple[int, ...]],
+    hidden_size: int,
+) -> None:
+    """Put the hooks around the blocks of layers, which do nothing on a single rank.
+
+    Args:
+        layers: by number.
+        plan: general name -> style.
+        splits: parameter name, from ``layers.`` on -> how it is split.
+        shapes: parameter name -> the family's shape.
+        hidden_size: width of the residual stream.
+    """
+    for number, layer in layers.items():
+        for child_name, block in layer.named_children():
+            prefix = f"layers.{number}.{child_name}"
+            inside = [
+                (name, splits[name], shapes[name])
+                for name in (f"{prefix}.{own}" for own, _ in block.named_parameters())
+            ]
+            is_split = any(split.dim is not None for _, split, _ in inside)
+            attends = any(hasattr(module, "layer_idx") for module in block.modules())
+            if not is_split and not attends:
+                continue
+            block.register_forward_pre_hook(_gather, with_kwargs=True)
+            of_module = {
+                module: plan.get(general(f"{prefix}.{name}".rstrip(".")))
+                for name, module in block.named_modules()
+            }
+            for module, style in of_module.items():
+                if style == "colwise_gather_output":
+                    module.register_forward_hook(_gather_columns)
+                if style == "rowwise_split_input":
+                    module.register_forward_pre_hook(_own_columns)
+            if is_split and is_sum(hidden_size, inside):
+                block.register_forward_hook(_scatter)
+                continue
+            for module, style in of_module.items():
+                if style in ROWWISE:
+                    module.register_forward_hook(_complete)
+            block.register_forward_hook(_own_rows)
+
+
+def _gather(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """All rows of the hidden states, the first argument; [1, P/TP, dim] -> [1, P, dim]."""
+    group = current_group()
+    if group_size(group) == 1:
+        return args, kwargs
+    if args:
+        return (gather_rows(args[0][0], group)[None], *args[1:]), kwargs
+    hidden = gather_rows(kwargs["hidden_states"][0], group)[None]
+    return args, kwargs | {"hidden_states": hidden}
+
+
+def _of_output(change: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Callable[..., Any]:
+    """A forward hook that changes a module's output, or the first of several."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        group = current_group()
+        if group_size(group) == 1:
+            return out
+        if isinstance(out, tuple):
+            return (change(out[0], group), *out[1:])
+        return change(out, group)
+
+    return hook
+
+
+_scatter = _of_output(lambda out, group: scatter_rows(out[0], group)[None])
+_own_rows = _of_output(lambda out, group: out.chunk(group_size(group), 1)[group_rank(group)])
+_complete = _of_output(lambda out, group: _Complete.apply(out, group))
+_gather_columns = _of_output(lambda out, group: _GatherColumns.apply(out, group))
+
+
+def _own_columns(module: nn.Module, args: Any) -> Any:
+    group = current_group()
+    size = group_size(group)
+    return (args[0].chunk(size, -1)[group_rank(group)], *args[1:]) if size > 1 else args
+
+
+class _Complete(torch.autograd.Function):
+    """The sum over ranks, on every rank; the gradients, each a part, are summed likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _summed(gradient, ctx.group), None
+
+
+class _GatherColumns(torch.autograd.Function):
+    """[.., columns/TP] -> [.., columns] on every rank; the gradients, each a part, are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [x.new_empty(x.shape) for _ in range(group_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        whole = _summed(gradient, ctx.group)
+        return whole.chunk(group_size(ctx.group), -1)[group_rank(ctx.group)], None
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the ranks, in float32 for half types."""
+    wide = x.to(sum_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
+    dist.all_reduce(wide, group=group)
+    return wide.to(x.dtype)
+
