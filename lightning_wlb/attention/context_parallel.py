@@ -39,6 +39,7 @@ from lightning_wlb.attention.collectives import (
     reduce_scatter_into,
     summed_by_row,
 )
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.process_groups import group_size
 from lightning_wlb.attention.refetch import attend_with_refetch
@@ -53,6 +54,7 @@ def context_parallel_attention(
     metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup | None,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of the whole context-parallel group.
 
@@ -68,6 +70,7 @@ def context_parallel_attention(
         metadata: this rank's segments and key index, on the same device.
         attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
+        options: of the layer, the same on every rank of the group.
 
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
@@ -91,7 +94,7 @@ def context_parallel_attention(
     _check(q.shape[0], "q", metadata)
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
-        return attention(q[: metadata.queries], keys, values, metadata)
+        return attention(q[: metadata.queries], keys, values, metadata, options)
 
     if size == 1 or metadata.rows == 0 or metadata.recomputed or not torch.is_grad_enabled():
         return project(padded(attend(keys, values), metadata.rows))

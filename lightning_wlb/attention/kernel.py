@@ -1,15 +1,67 @@
 """What every kernel of variable-length attention is: one call with one signature.
 
-:mod:`.varlen` chooses a kernel, checks its arguments and calls it.
+:mod:`.varlen` chooses a kernel, checks its arguments and calls it. What may differ from layer to
+layer of a model is in the :class:`AttentionOptions` of each call.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from lightning_wlb.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How one layer of a model attends, beside what its queries, keys and values say.
+
+    Args:
+        scale: factor of the scores, the products of queries and keys; 1 / sqrt(head_dim) if None.
+        sliding_window: most keys that a query sees, its own included; all if None.
+        softcap: scaled scores s become softcap · tanh(s / softcap), as in Gemma 2; none if None.
+        sinks: [heads], as in gpt-oss: for each query head a learned score that takes part in
+            softmax beside those of the keys and has no value, so that the weights of the keys add
+            up to less than one. Their gradient is this rank's share: whoever owns the parameter
+            adds up those of the ranks of a context-parallel group. None without sinks.
+
+    Raises:
+        ValueError: if ``sliding_window`` is below 1, or ``softcap`` is no positive finite number.
+    """
+
+    scale: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window={self.sliding_window}: a token sees at least itself, so give at"
+                " least 1, or None for no window."
+            )
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(
+                f"softcap={self.softcap}: scores are capped at a positive finite number; give None"
+                " for no cap."
+            )
+
+    def check_sinks(self, q: Tensor) -> None:
+        """Refuse sinks that are not those of the heads of ``q``, [queries, heads, head_dim]."""
+        sinks = self.sinks
+        if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
+            raise ValueError(
+                f"sinks {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)} on"
+                f" {q.device}: there is one sink for each query head, on the same device. Under"
+                " tensor parallelism give those of this rank's heads."
+            )
+
+
+PLAIN = AttentionOptions()
+"""Every key in sight, the usual scale, no cap and no sinks."""
 
 
 class Kernel(Protocol):
@@ -25,8 +77,7 @@ class Kernel(Protocol):
         k: Tensor,
         v: Tensor,
         metadata: AttentionMetadata,
-        scale: float | None,
-        sliding_window: int | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend.
 
@@ -37,9 +88,11 @@ class Kernel(Protocol):
             v: [keys, kv_heads, head_dim].
             metadata: the segments, on the same device: ``cu_seqlens_q``, ``cu_seqlens_k`` and the
                 two maxima. ``key_index`` has been applied already.
-            scale: factor of the scores; 1 / sqrt(head_dim) if None.
-            sliding_window: most keys that a query sees, its own included; all if None.
+            options: of the layer; sinks, on the same device, get their gradient too.
 
         Returns:
             [queries, heads, head_dim] in the dtype of q.
+
+        Raises:
+            ValueError: if the kernel does not have one of the options; names one that does.
         """

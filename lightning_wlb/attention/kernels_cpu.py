@@ -7,6 +7,8 @@ and causally over the last n keys. Their results are merged by log-sum-exp,
 
     out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse),   lse = log(exp lse_1 + exp lse_2).
 
+Sinks (:mod:`.sinks`) are merged in the same way, as one more part, and their gradient is left over.
+
 With a sliding window of W keys the queries are cut into blocks of fewer than W. Each block is a
 segment that reads the W - 1 keys in front of it and its own, and only the former are masked.
 
@@ -33,7 +35,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_wlb.attention.collectives import sum_dtype
+from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
 
 BLOCK = 256
 """Most queries of a block under a sliding window; a mask has a block times a window elements."""
@@ -50,18 +54,20 @@ def cpu_attention(
     k: Tensor,
     v: Tensor,
     metadata: AttentionMetadata,
-    scale: float | None,
-    sliding_window: int | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """The CPU's :class:`.kernel.Kernel`.
 
     Raises:
         ValueError: if a segment has no query, or fewer keys than queries.
     """
-    segments = list(_segments(metadata))
+    if options.softcap is not None:
+        raise ValueError("backend 'cpu' has no softcap yet.")
+    segments, sliding_window = list(_segments(metadata)), options.sliding_window
     if sliding_window is not None:
         segments = [block for each in segments for block in _blocks(*each, sliding_window)]
-    return _attend(_dense(q), _dense(k), _dense(v), segments, scale, sliding_window)
+    inputs = _dense(q), _dense(k), _dense(v), options.sinks
+    return _attend(*inputs, segments, options.scale, sliding_window)
 
 
 def _segments(metadata: AttentionMetadata) -> Iterator[_Segment]:
@@ -128,6 +134,7 @@ class _CpuAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         segments: list[_Segment],
         scale: float | None,
         sliding_window: int | None,
@@ -135,6 +142,7 @@ class _CpuAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2], dtype=sum_dtype(q.dtype))
         queries, keys, values, outs, lses = _views(q, k, v, out, lse)
+        extra = None if sinks is None else _by_key_head(sinks.view(1, -1, 1), k.shape[1])
         for first_query, count, first_key, before in segments:
             query = queries.narrow(2, first_query, count)
             own = slice(first_key + before, first_key + before + count)
@@ -156,16 +164,18 @@ class _CpuAttention(torch.autograd.Function):
                 part = part * (part_lse - merged).exp_().unsqueeze(-1)
                 part += other * (other_lse - merged).exp_().unsqueeze(-1)
                 part_lse = merged
+            if extra is not None:
+                part, part_lse = with_sinks(part, part_lse, extra.squeeze(-1))
             outs.narrow(2, first_query, count).copy_(part)
             lses.narrow(2, first_query, count).copy_(part_lse)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.segments, ctx.scale, ctx.sliding_window = segments, scale, sliding_window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         grad_q = torch.empty_like(q)
         # Without a window a key is read in one call alone; with one in that of every block whose
         # window it is in.
@@ -208,7 +218,8 @@ class _CpuAttention(torch.autograd.Function):
                     part = whole.narrow(1, first, length)
                     total = share[0] if len(share) == 1 else share.sum(0, dtype=lse.dtype)
                     (part.copy_ if alone else part.add_)(total)
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+        grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
 
 
 _attend: Callable[..., Tensor] = _CpuAttention.apply

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.kernel import Kernel
+from lightning_wlb.attention.kernel import AttentionOptions, Kernel
 from lightning_wlb.attention.metadata import AttentionMetadata
 
 
@@ -38,10 +38,11 @@ def load_torch() -> Kernel:
         k: Tensor,
         v: Tensor,
         metadata: AttentionMetadata,
-        scale: float | None,
-        sliding_window: int | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        left = -1 if sliding_window is None else sliding_window - 1
+        if options.softcap is not None or options.sinks is not None:
+            raise ValueError("backend 'torch' has no softcap and no sinks yet.")
+        left = -1 if options.sliding_window is None else options.sliding_window - 1
         # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
         grouped: dict[str, Any] = {}
         if q.shape[1] != k.shape[1] and "enable_gqa" in known:
@@ -54,7 +55,7 @@ def load_torch() -> Kernel:
             metadata.cu_seqlens_k,
             metadata.max_seqlen_q,
             metadata.max_seqlen_k,
-            scale=scale,
+            scale=options.scale,
             window_size=(left, 0),  # how this function spells causal
             **grouped,
         )
@@ -77,11 +78,14 @@ def load_flash() -> Kernel:
         k: Tensor,
         v: Tensor,
         metadata: AttentionMetadata,
-        scale: float | None,
-        sliding_window: int | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        # What stands for no window is not the same in 2.x and 4.x: their own default.
-        window = {} if sliding_window is None else {"window_size": (sliding_window - 1, 0)}
+        if options.softcap is not None or options.sinks is not None:
+            raise ValueError("backend 'flash' has no softcap and no sinks yet.")
+        # What stands for none is not the same in 2.x and 4.x: their own default.
+        extra: dict[str, Any] = {}
+        if options.sliding_window is not None:
+            extra["window_size"] = (options.sliding_window - 1, 0)
         # By keyword: 2.x and 4.x order their parameters differently.
         result = function(
             q,
@@ -91,9 +95,9 @@ def load_flash() -> Kernel:
             cu_seqlens_k=metadata.cu_seqlens_k,
             max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_seqlen_k,
-            softmax_scale=scale,
+            softmax_scale=options.scale,
             causal=True,
-            **window,
+            **extra,
         )
         # 4.x returns (out, log-sum-exp), 2.x the output alone.
         out: Tensor = result[0] if isinstance(result, tuple) else result

@@ -33,6 +33,7 @@ from lightning_wlb.attention.collectives import (
     sum_dtype,
     summed_by_row,
 )
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.process_groups import group_size
@@ -48,6 +49,7 @@ def sliced_attention(
     metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup | None,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Attention of this rank's queries over their own and all earlier keys of their pieces.
 
@@ -69,7 +71,7 @@ def sliced_attention(
         )
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
-        return attention(q[: metadata.queries], keys, values, metadata)
+        return attention(q[: metadata.queries], keys, values, metadata, options)
 
     cache = slices.cache
     # Contiguous, lest a view of something larger is kept.

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.collectives import padded, sum_dtype
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import check_heads
@@ -37,6 +38,7 @@ def head_parallel_attention(
     metadata: AttentionMetadata,
     attention: VarlenAttention,
     group: ProcessGroup,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Attention of all rows of a micro-batch, each rank for its part of the heads.
 
@@ -57,12 +59,15 @@ def head_parallel_attention(
             " one context_parallel_size for the strategy and the data."
         )
     check_heads(q.shape[1], k.shape[1], size)
+    options.check_sinks(q)
     tokens = sum(metadata.head_rows)
     whole = replace(metadata, rows=tokens, queries=tokens, key_index=None, head_rows=())
     q, k, v = q[:own], k[:own], v[:own]
     if tokens:
         q, k, v = _to_heads(q, k, v, metadata.head_rows, group)
-    out = attention(q, k, v, whole)
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks.chunk(size)[dist.get_rank(group)])
+    out = attention(q, k, v, whole, options)
     if tokens:
         out = _to_rows(out, own, metadata.head_rows, group)
     return padded(out, metadata.rows)

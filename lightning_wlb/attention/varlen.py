@@ -24,13 +24,14 @@ packing, where ``scaled_dot_product_attention`` is simpler and as fast.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_wlb.attention.backward_calls import call_in_backward
-from lightning_wlb.attention.kernel import Kernel
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions, Kernel
 from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.attention.kernels_gpu import load_flash, load_torch
 from lightning_wlb.attention.metadata import AttentionMetadata
@@ -86,7 +87,6 @@ class VarlenAttention:
 
     Args:
         backend: a name in :data:`BACKENDS`, or ``"auto"``.
-        sliding_window: most keys that a query sees, its own included; all if None.
 
     Attributes:
         timer: called around the kernel in forward and in backward unless it is None; no
@@ -94,24 +94,18 @@ class VarlenAttention:
 
     Raises:
         ValueError: if the backend is unknown or missing; names it, the reason, the available
-            ones and the remedy. If ``sliding_window`` is below 1.
+            ones and the remedy.
     """
 
     timer: Timer | None = None
 
-    def __init__(self, backend: str = "auto", sliding_window: int | None = None) -> None:
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(
-                f"sliding_window={sliding_window}: a token sees at least itself, so give at least"
-                " 1, or None for no window."
-            )
+    def __init__(self, backend: str = "auto") -> None:
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(
                 f"unknown attention backend {backend!r}; the known ones are"
                 f" {', '.join(['auto', *BACKENDS])}."
             )
         self.backend = backend
-        self.sliding_window = sliding_window
         self._kernels: dict[str, tuple[str, Kernel]] = {}
         if backend == "auto":
             self._kernels["cpu"] = ("cpu", cpu_attention)
@@ -136,7 +130,7 @@ class VarlenAttention:
         k: Tensor,
         v: Tensor,
         metadata: AttentionMetadata,
-        scale: float | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """Attention of packed queries, of which there may be none, over packed keys and values.
 
@@ -144,22 +138,28 @@ class VarlenAttention:
 
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the metadata, or the backend
-                has no kernel for the device or dtype, or the metadata lacks keys that the kernel's
-                window takes in.
+                has no kernel for the device, the dtype or an option, or the metadata lacks keys
+                that the options' window takes in.
         """
         _check_shapes(q, k, v, metadata)
-        _check_window(self.sliding_window, metadata.sliding_window)
+        _check_options(options, q, metadata)
         kernel = self._kernel_for(q)
         if metadata.queries == 0:
             # Nothing to compute, but autograd must still reach q, k and v: a rank without tokens
-            # takes part in the collectives of their backward. All three are empty.
-            return q + (k.sum() + v.sum())
+            # takes part in the collectives of their backward. All three are empty. Sinks are not:
+            # no row adds to their gradient, which is zero.
+            nothing = k.sum() + v.sum()
+            return q + (nothing if options.sinks is None else nothing + options.sinks.sum())
         timer = self.timer
         if timer is None:
-            return kernel(q, k, v, metadata, scale, self.sliding_window)
-        q, k, v = call_in_backward(timer.stop, q, k, v)
+            return kernel(q, k, v, metadata, options)
+        if options.sinks is None:
+            q, k, v = call_in_backward(timer.stop, q, k, v)
+        else:
+            q, k, v, sinks = call_in_backward(timer.stop, q, k, v, options.sinks)
+            options = replace(options, sinks=sinks)
         timer.start()
-        out = kernel(q, k, v, metadata, scale, self.sliding_window)
+        out = kernel(q, k, v, metadata, options)
         timer.stop()
         (out,) = call_in_backward(timer.start, out)
         return out
@@ -219,10 +219,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) 
         )
 
 
-def _check_window(of_kernel: int | None, of_metadata: int | None) -> None:
-    if of_metadata is not None and (of_kernel is None or of_kernel > of_metadata):
+def _check_options(options: AttentionOptions, q: Tensor, metadata: AttentionMetadata) -> None:
+    window, of_metadata = options.sliding_window, metadata.sliding_window
+    if of_metadata is not None and (window is None or window > of_metadata):
         raise ValueError(
             f"the batch was made for a sliding window of {of_metadata} tokens and lacks keys that"
-            f" attention with sliding_window={of_kernel} reads. Say the widest window of any layer,"
+            f" attention with sliding_window={window} reads. Say the widest window of any layer,"
             " or None, in the ModelShape that the data module goes by (model_shape)."
         )
+    options.check_sinks(q)

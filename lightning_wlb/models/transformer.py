@@ -32,16 +32,15 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
 from lightning_wlb.arguments import choice
-from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.packed import Project, Queries, packed_attention
 from lightning_wlb.attention.process_groups import (
     NO_GROUPS,
     ProcessGroups,
     group_rank,
     group_size,
 )
-from lightning_wlb.attention.sliced import sliced_attention
-from lightning_wlb.attention.ulysses import head_parallel_attention
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
@@ -51,10 +50,6 @@ from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-Queries = Tensor | Callable[[], Tensor]
-"""Queries, or a function that computes them and is called while keys and values travel."""
-Project = Callable[[Tensor], Tensor]
-"""The output projection: from attention's output, [rows, heads, head_dim], to what a layer adds."""
 Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
 """:meth:`.Transformer.attend` for a given layer and given process groups."""
 
@@ -72,6 +67,7 @@ class Transformer(Decoder):
 
     Attributes:
         attention_kernel: the kernel that ``attend`` calls; its ``timer`` hook measures it.
+        attention_options: of every layer.
         attend: what the layers call for attention. May be replaced on an instance, by dense
             attention in a test for example.
 
@@ -111,7 +107,8 @@ class Transformer(Decoder):
         if config.tied_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
         self.recomputes_layers = activation_checkpointing == "full"
-        self.attention_kernel = VarlenAttention(attention_backend, config.sliding_window)
+        self.attention_kernel = VarlenAttention(attention_backend)
+        self.attention_options = AttentionOptions(sliding_window=config.sliding_window)
 
     def forward(
         self,
@@ -143,25 +140,9 @@ class Transformer(Decoder):
         metadata: AttentionMetadata,
         groups: ProcessGroups,
     ) -> Tensor:
-        """Causal attention within each piece, over the context-parallel group, and its projection.
-
-        Args:
-            q: [rows, heads, head_dim], or a function that computes it.
-            k: [rows, kv_heads, head_dim].
-            v: [rows, kv_heads, head_dim].
-            project: a function of attention's output, [rows, heads, head_dim], called once, whose
-                result is returned; in backward keys travel while its own backward runs.
-            metadata: of the micro-batch, for the layer.
-            groups: as of :meth:`forward`.
-        """
-        queries = q if callable(q) else lambda: q
-        kernel, group = self.attention_kernel, groups.of_rows(metadata.replicas)
-        if metadata.slices is not None:
-            return project(sliced_attention(queries(), k, v, metadata, kernel, group))
-        if metadata.head_rows:
-            assert group is not None
-            return project(head_parallel_attention(queries(), k, v, metadata, kernel, group))
-        return context_parallel_attention(queries, k, v, project, metadata, kernel, group)
+        """Attention and its projection, with the arguments of :func:`.packed_attention`."""
+        kernel, options = self.attention_kernel, self.attention_options
+        return packed_attention(q, k, v, project, metadata, kernel, groups, options)
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
         """Parameter-name pattern -> how parameters are split over ``size`` tensor-parallel ranks.

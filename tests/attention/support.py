@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.reference import dense_attention
 from lightning_wlb.attention.varlen import VarlenAttention
@@ -18,7 +22,10 @@ from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 HALF = [97, 1, 31, 300]
 """A micro-batch for half types."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, VarlenAttention], Tensor]
+Attend = Callable[
+    [Tensor, Tensor, Tensor, AttentionMetadata, VarlenAttention, AttentionOptions], Tensor
+]
+"""``attend(q, k, v, metadata, attention, options)``."""
 
 
 class Counter:
@@ -43,27 +50,37 @@ def everything(
     dtype: torch.dtype,
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 8,
-    sliding_window: int | None = None,
+    options: AttentionOptions = PLAIN,
+    value_dim: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """A micro-batch's q, k, v and output gradient; then output and gradients by the reference.
 
-    The reference computes in float64 from the rounded inputs.
+    The reference computes in float64 from the rounded inputs. Where there are sinks, their
+    gradient is the last.
     """
+    value_dim = value_dim or head_dim
     generator = torch.Generator().manual_seed(sum(lengths))
     tokens = sum(lengths)
     inputs = [
-        torch.randn(tokens, count, head_dim, dtype=torch.float64, generator=generator).to(dtype)
-        for count in (heads[0], heads[1], heads[1], heads[0])
+        torch.randn(tokens, count, width, dtype=torch.float64, generator=generator).to(dtype)
+        for count, width in (
+            (heads[0], head_dim),
+            (heads[1], head_dim),
+            (heads[1], value_dim),
+            (heads[0], value_dim),
+        )
     ]
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths).long())
     positions = torch.cat([torch.arange(length) for length in [*lengths, 0]])
     leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    sinks = [] if options.sinks is None else [options.sinks.detach().double().requires_grad_()]
     if tokens:
-        out = dense_attention(*leaves, documents, positions, sliding_window=sliding_window)
-        wanted = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
+        named = vars(replace(options, sinks=sinks[0] if sinks else None))
+        out = dense_attention(*leaves, documents, positions, **named)
+        wanted = [out, *torch.autograd.grad(out, [*leaves, *sinks], inputs[3].double())]
     else:
-        wanted = [x.double() for x in (inputs[3], *inputs[:3])]
-    return inputs, wanted
+        wanted = [x.double() for x in (inputs[3], *inputs[:3], *(0 * each for each in sinks))]
+    return inputs, [x.detach() for x in wanted]
 
 
 def tokens_of(indices: RankIndices, lengths: Sequence[int]) -> Tensor:
@@ -79,12 +96,14 @@ def rank_errors(
     kernels: int,
     heads: tuple[int, int] = (4, 2),
     dtype: torch.dtype = torch.float64,
-    sliding_window: int | None = None,
+    options: AttentionOptions = PLAIN,
+    value_dim: int | None = None,
 ) -> list[float]:
     """This rank's part of the relative errors of the output and of the gradients of q, k, v.
 
-    Checked here: padding rows, which hold NaN, are exactly zero in all four, and the kernel is
-    called, and timed, ``kernels`` times in each pass.
+    Where there are sinks, the last error is of their gradient, summed over all ranks. Checked here:
+    padding rows, which hold NaN, are exactly zero in all four, and the kernel is called, and timed,
+    ``kernels`` times in each pass.
 
     Args:
         attend: the way to attend, on this rank.
@@ -93,10 +112,12 @@ def rank_errors(
         kernels: calls of the kernel that are expected.
         heads: of queries and of keys.
         dtype: of the inputs.
-        sliding_window: of the kernel and of the indices.
+        options: of the kernel; their window is that of the indices.
+        value_dim: width of values; that of keys if None.
     """
-    inputs, wanted = everything(made.lengths, dtype, heads, sliding_window=sliding_window)
-    metadata = AttentionMetadata.from_indices(indices, made.rows, made.ranks, sliding_window)
+    inputs, wanted = everything(made.lengths, dtype, heads, options=options, value_dim=value_dim)
+    window = options.sliding_window
+    metadata = AttentionMetadata.from_indices(indices, made.rows, made.ranks, window)
     tokens = tokens_of(indices, made.lengths)
 
     def local(x: Tensor) -> Tensor:
@@ -104,19 +125,26 @@ def rank_errors(
         rows[: metadata.queries] = x[tokens]
         return rows
 
-    attention = VarlenAttention("cpu", sliding_window)
+    attention = VarlenAttention("cpu")
     attention.timer = timer = Counter()
     leaves = [local(x).requires_grad_() for x in inputs[:3]]
-    out = attend(*leaves, metadata, attention)
-    got = [out.detach(), *torch.autograd.grad(out, leaves, local(inputs[3]))]
+    sinks = [] if options.sinks is None else [options.sinks.detach().clone().requires_grad_()]
+    options = replace(options, sinks=sinks[0] if sinks else None)
+    out = attend(*leaves, metadata, attention, options)
+    found = torch.autograd.grad(out, [*leaves, *sinks], local(inputs[3]))
+    got = [out.detach(), *found[:3]]
     assert (timer.starts, timer.stops) == (2 * kernels, 2 * kernels)
     errors = []
-    for mine, whole in zip(got, wanted, strict=True):
+    for mine, whole in zip(got, wanted[:4], strict=True):
         assert mine.shape[0] == made.rows
         assert mine.dtype == dtype
         assert torch.equal(mine[metadata.queries :], torch.zeros_like(mine[metadata.queries :]))
         error = mine[: metadata.queries].double() - whole[tokens]
         errors.append(float(error.norm() / whole.norm().clamp(min=1)))
+    if sinks:
+        if made.ranks > 1:
+            dist.all_reduce(found[3])
+        errors.append(float((found[3] - wanted[4]).norm() / wanted[4].norm().clamp(min=1)))
     assert not any(map(math.isnan, errors))
     return errors
 
@@ -126,18 +154,19 @@ def errors_by_keys(
     group: ProcessGroup | None,
     made: Layout,
     dtype: torch.dtype = torch.float64,
-    sliding_window: int | None = None,
+    options: AttentionOptions = PLAIN,
 ) -> list[float]:
     """:func:`rank_errors` where ranks exchange keys."""
-    indices = rank_indices(made, rank, sliding_window)
+    indices = rank_indices(made, rank, options.sliding_window)
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, attention: VarlenAttention
-    ) -> Tensor:
-        return context_parallel_attention(lambda: q, k, v, as_it_is, metadata, attention, group)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        metadata, attention, of_layer = others
+        return context_parallel_attention(
+            lambda: q, k, v, as_it_is, metadata, attention, group, of_layer
+        )
 
     kernels = int(len(indices.offset) > 0)
-    return rank_errors(attend, made, indices, kernels, dtype=dtype, sliding_window=sliding_window)
+    return rank_errors(attend, made, indices, kernels, dtype=dtype, options=options)
 
 
 Segments = Sequence[tuple[int, int]]
@@ -172,19 +201,18 @@ def random_inputs(
 
 
 def results(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[..., Tensor],
     inputs: Sequence[Tensor],
     gradient: Tensor,
 ) -> list[Tensor]:
-    """Output and gradients of q, k and v."""
+    """Output and gradients of the inputs: q, k, v and perhaps sinks."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient.to(out))]
 
 
-def reference(
-    segments: Segments, scale: float | None = None, sliding_window: int | None = None
-) -> Callable[..., Tensor]:
+def reference(segments: Segments, options: AttentionOptions = PLAIN) -> Callable[..., Tensor]:
+    """Dense attention of packed q, k, v and, as a fourth argument, sinks."""
     ids, positions, key_ids, key_positions = (
         torch.cat([torch.tensor(part) for part in parts])
         for parts in zip(
@@ -196,10 +224,9 @@ def reference(
         )
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dense_attention(
-            q, k, v, ids, positions, key_ids, key_positions, scale, sliding_window
-        )
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        named = vars(replace(options, sinks=sinks))
+        return dense_attention(q, k, v, ids, positions, key_ids, key_positions, **named)
 
     return attend
 
@@ -209,6 +236,7 @@ def assert_close(got: Sequence[Tensor], wanted: Sequence[Tensor], bound: float) 
 
     Where a query sees one key its gradient is zero, by cancellation of terms of size 1.
     """
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+    names = ("out", "dq", "dk", "dv", "dsinks")[: len(wanted)]
+    for name, x, y in zip(names, got, wanted, strict=True):
         error = (x.cpu().double() - y).norm() / y.norm().clamp(min=1)
         assert error <= bound, f"{name}: relative error {error:.1e} > {bound:.0e}"

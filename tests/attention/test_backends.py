@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.kernels_gpu import load_torch
 from lightning_wlb.attention.varlen import VarlenAttention, available_backends
 from tests.attention.support import (
@@ -100,8 +101,8 @@ def test_flash_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -
     _, kernel = VarlenAttention("flash")._kernels["cuda"]
     *inputs, _ = random_inputs([(3, 5)], 4, 2)
     metadata = metadata_of([(3, 5)])
-    out = kernel(*inputs, metadata, 0.25, None)
-    kernel(*inputs, metadata, 0.25, 4)
+    out = kernel(*inputs, metadata, AttentionOptions(scale=0.25))
+    kernel(*inputs, metadata, AttentionOptions(0.25, 4))
     assert torch.equal(out, inputs[0])
     plain = {
         "cu_seqlens_q": metadata.cu_seqlens_q,
@@ -140,9 +141,9 @@ def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -
     *inputs, _ = random_inputs([(3, 5)], 4, 2)
     metadata = metadata_of([(3, 5)])
     lengths = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, 3, 5)
-    kernel(*inputs, metadata, None, None)
-    kernel(*inputs, metadata, None, 4)
-    kernel(inputs[0][:, :2], *inputs[1:], metadata, 0.5, None)
+    kernel(*inputs, metadata, PLAIN)
+    kernel(*inputs, metadata, AttentionOptions(sliding_window=4))
+    kernel(inputs[0][:, :2], *inputs[1:], metadata, AttentionOptions(scale=0.5))
     grouped = {"enable_gqa": True} if "enable_gqa" in signature.parameters else {}
     assert calls == [
         (lengths, {"scale": None, "window_size": (-1, 0), **grouped}),
@@ -187,7 +188,7 @@ def test_torchs_own_operator_takes_the_call_forward_and_backward(
 
     q, k, v = tensor(10, 4, 64), tensor(20, kv_heads, 64), tensor(20, kv_heads, 64)
     metadata = metadata_of([(4, 8), (6, 12)], "meta")
-    out = load_torch()(q, k, v, metadata, None, sliding_window)
+    out = load_torch()(q, k, v, metadata, AttentionOptions(sliding_window=sliding_window))
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [each.shape for each in gradients] == [each.shape for each in (q, k, v)]
@@ -197,7 +198,7 @@ def test_a_call_on_a_cuda_device_reaches_torchs_operator(monkeypatch: pytest.Mon
     """From the choice of backend to the operator, on tensors that say that they are there."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        attention = VarlenAttention("torch", 4)
+        attention = VarlenAttention("torch")
     calls = []
 
     class Recorded(TorchDispatchMode):
@@ -217,7 +218,7 @@ def test_a_call_on_a_cuda_device_reaches_torchs_operator(monkeypatch: pytest.Mon
             cu_seqlens_k=starts,
             key_index=torch.empty(20, dtype=torch.int64, device="cuda"),
         )
-        out = attention(q, k, k, metadata, 0.5)
+        out = attention(q, k, k, metadata, AttentionOptions(0.5, 4))
     assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "cuda")
     ((_, arguments),) = (each for each in calls if each[0] == "torch_attn._varlen_attn.default")
     assert (arguments["max_q"], arguments["max_k"], arguments["scale"]) == (6, 12, 0.5)
@@ -263,10 +264,10 @@ def test_gpu_equals_dense(backend: str, dtype: torch.dtype, sliding_window: int 
         pytest.skip(f"{backend} is not installed")
     *inputs, gradient = random_inputs(SEGMENTS, 8, 2, head_dim=64)
     metadata = metadata_of(SEGMENTS, "cuda")
-    attention = VarlenAttention(backend, sliding_window)
+    attention, options = VarlenAttention(backend), AttentionOptions(sliding_window=sliding_window)
     got = results(
-        lambda q, k, v: attention(q, k, v, metadata),
+        lambda q, k, v: attention(q, k, v, metadata, options),
         [x.to("cuda", dtype) for x in inputs],
         gradient,
     )
-    assert_close(got, results(reference(SEGMENTS, None, sliding_window), inputs, gradient), 1e-2)
+    assert_close(got, results(reference(SEGMENTS, options), inputs, gradient), 1e-2)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import SHARDINGS, layout, rank_indices
@@ -43,7 +44,10 @@ def check_all(rank: int, size: int) -> dict[str, float]:
             for lengths in MICRO_BATCHES[3:5]
             for window in (1, 6, 40)
             for error in errors_by_keys(
-                rank, group, layout(sharding, lengths, size, 1), sliding_window=window
+                rank,
+                group,
+                layout(sharding, lengths, size, 1),
+                options=AttentionOptions(sliding_window=window),
             )
         )
     return worst

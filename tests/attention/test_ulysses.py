@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.ulysses import head_parallel_attention
 from lightning_wlb.attention.varlen import VarlenAttention
@@ -25,21 +26,18 @@ def check_micro_batch(
     heads: tuple[int, int],
     tensor_parallel_size: int = 1,
     dtype: torch.dtype = torch.float64,
-    sliding_window: int | None = None,
+    options: AttentionOptions = PLAIN,
 ) -> list[float]:
     """This rank's part of the relative errors of the output and of the gradients of q, k, v."""
     made = layout(HEADS, lengths, dist.get_world_size(), tensor_parallel_size)
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, attention: VarlenAttention
-    ) -> Tensor:
-        return head_parallel_attention(q, k, v, metadata, attention, dist.group.WORLD)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        metadata, attention, of_layer = others
+        return head_parallel_attention(q, k, v, metadata, attention, dist.group.WORLD, of_layer)
 
     # Every rank computes some heads of every token.
     kernels = int(sum(lengths) > 0)
-    return rank_errors(
-        attend, made, head_indices(made, rank), kernels, heads, dtype, sliding_window
-    )
+    return rank_errors(attend, made, head_indices(made, rank), kernels, heads, dtype, options)
 
 
 def check_all(rank: int, every: list[tuple[int, int]]) -> float:
@@ -61,7 +59,9 @@ def test_equals_dense_attention(size: int, every: list[tuple[int, int]]) -> None
 
 
 def check_others(rank: int) -> tuple[float, list[float]]:
-    window = check_micro_batch(rank, [40, 7, 64], (4, 2), sliding_window=9)
+    window = check_micro_batch(
+        rank, [40, 7, 64], (4, 2), options=AttentionOptions(sliding_window=9)
+    )
     half = check_micro_batch(rank, HALF, (4, 2), 8, torch.bfloat16)
     return max(window), half
 

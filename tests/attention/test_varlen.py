@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_wlb.attention import varlen
+from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import layout, rank_indices
@@ -61,9 +62,9 @@ def test_any_segments_equal_dense(
 ) -> None:
     *inputs, gradient = random_inputs(segments, *heads, head_dim)
     metadata = metadata_of(segments)
-    attention = VarlenAttention("cpu", sliding_window)
-    got = results(lambda q, k, v: attention(q, k, v, metadata, scale), inputs, gradient)
-    wanted = results(reference(segments, scale, sliding_window), inputs, gradient)
+    attention, options = VarlenAttention("cpu"), AttentionOptions(scale, sliding_window)
+    got = results(lambda q, k, v: attention(q, k, v, metadata, options), inputs, gradient)
+    wanted = results(reference(segments, options), inputs, gradient)
     assert_close(got, wanted, 1e-12)
 
 
@@ -72,16 +73,22 @@ def test_long_sliding_windows_equal_dense(dtype: torch.dtype, bound: float) -> N
     """Longer than the blocks that the CPU kernel cuts, so that a key is read by several."""
     segments = [(700, 900), (300, 300)]
     *inputs, gradient = random_inputs(segments, 2, 1)
-    attention, metadata = VarlenAttention("cpu", 600), metadata_of(segments)
+    options, metadata = AttentionOptions(sliding_window=600), metadata_of(segments)
+    attention = VarlenAttention("cpu")
     got = results(
-        lambda q, k, v: attention(q, k, v, metadata), [x.to(dtype) for x in inputs], gradient
+        lambda q, k, v: attention(q, k, v, metadata, options),
+        [x.to(dtype) for x in inputs],
+        gradient,
     )
-    assert_close(got, results(reference(segments, None, 600), inputs, gradient), bound)
+    assert_close(got, results(reference(segments, options), inputs, gradient), bound)
 
 
-def test_a_window_without_keys_is_refused() -> None:
+def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="sliding_window=0: a token sees at least itself"):
-        VarlenAttention("cpu", 0)
+        AttentionOptions(sliding_window=0)
+    for softcap in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"softcap={softcap}: scores are capped"):
+            AttentionOptions(softcap=softcap)
 
 
 def test_strided_inputs_and_gradients() -> None:
@@ -199,9 +206,9 @@ def test_a_window_wider_than_the_batch_was_made_for_is_refused() -> None:
     q, k = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8)
     for window in (None, 4):
         with pytest.raises(ValueError, match=f"window of 3 tokens.*sliding_window={window} reads"):
-            VarlenAttention("cpu", window)(q, k, k, metadata)
+            VarlenAttention("cpu")(q, k, k, metadata, AttentionOptions(sliding_window=window))
     for window in (2, 3):
-        VarlenAttention("cpu", window)(q, k, k, metadata)
+        VarlenAttention("cpu")(q, k, k, metadata, AttentionOptions(sliding_window=window))
 
 
 def test_mismatches_are_explained() -> None:

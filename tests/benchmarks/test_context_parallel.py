@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import context_parallel, context_parallel_gpu
 from benchmarks.context_parallel import PAPER
+from lightning_wlb.attention.kernel import PLAIN
 from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.profile import Profile
@@ -67,7 +68,7 @@ def test_the_gpu_benchmark_runs_through_on_a_cpu(
         return float(clock["calls"])
 
     def library(q, k, v, **arguments):
-        return cpu_attention(q, k, v, SimpleNamespace(**arguments), None, None), None
+        return cpu_attention(q, k, v, SimpleNamespace(**arguments), PLAIN), None
 
     monkeypatch.setattr(context_parallel_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(context_parallel_gpu, "DTYPE", torch.float32)

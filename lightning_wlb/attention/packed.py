@@ -1,0 +1,90 @@
+"""Attention of one layer over packed rows, whichever way the rows lie on the ranks.
+
+This is the one function that a model calls. The metadata of the micro-batch says whether earlier
+slices' keys are read (:mod:`.sliced`), ranks share its heads (:mod:`.ulysses`) or its rows
+(:mod:`.context_parallel`), and the function passes on to one of these.
+
+Values may be narrower than keys, as in DeepSeek's multi-head latent attention. Keys and values
+travel as one tensor, and kernels want them equally wide, so that zeros are put behind the values
+here and cut off the result.
+
+Cost: that of the way taken. Narrow values travel, and are multiplied, as wide as the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.process_groups import ProcessGroups
+from lightning_wlb.attention.sliced import sliced_attention
+from lightning_wlb.attention.ulysses import head_parallel_attention
+from lightning_wlb.attention.varlen import VarlenAttention
+
+Queries = Tensor | Callable[[], Tensor]
+"""Queries, or a function that computes them and is called while keys and values travel."""
+Project = Callable[[Tensor], Tensor]
+"""The output projection: from attention's output, [rows, heads, v_dim], to what a layer adds."""
+
+
+def packed_attention(
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    project: Project | None,
+    metadata: AttentionMetadata,
+    attention: VarlenAttention,
+    groups: ProcessGroups,
+    options: AttentionOptions = PLAIN,
+) -> Tensor:
+    """Causal attention within each piece, over the ranks that share the rows.
+
+    Args:
+        queries: [rows, heads, head_dim], or a function that computes them. It is called once, while
+            keys and values travel, which then costs less time; tensors are right just as well.
+        k: [rows, kv_heads, head_dim], padding rows included.
+        v: [rows, kv_heads, v_dim], v_dim at most head_dim.
+        project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows.
+            It is called once and its result returned; in backward, keys travel while its own
+            backward runs. None returns the output itself, for a caller that projects it later: the
+            keys then set out when the output's gradient is there, and attention waits for them.
+        metadata: of the micro-batch, for the layer (``metadata.for_layer``).
+        attention: the kernel.
+        groups: the process groups; those for context parallelism and for shared micro-batches.
+        options: of the layer.
+
+    Returns:
+        What ``project`` returns, or [rows, heads, v_dim], zero in padding rows.
+
+    Raises:
+        ValueError: if values are wider than keys, rows, metadata and groups do not fit each other,
+            or the kernel lacks an option.
+    """
+    width, value_width = k.shape[-1], v.shape[-1]
+    if value_width > width:
+        raise ValueError(
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}: values may be narrower than keys, not wider."
+            " Put zeros behind queries and keys, and give the scale of their own width."
+        )
+    v = F.pad(v, (0, width - value_width)) if value_width < width else v
+
+    def projected(out: Tensor) -> Tensor:
+        out = out[..., :value_width] if value_width < width else out
+        return out if project is None else project(out)
+
+    group = groups.of_rows(metadata.replicas)
+    if metadata.slices is None and not metadata.head_rows:
+        computed = queries if callable(queries) else lambda: queries
+        return context_parallel_attention(
+            computed, k, v, projected, metadata, attention, group, options
+        )
+    q = queries() if callable(queries) else queries
+    if metadata.slices is not None:
+        return projected(sliced_attention(q, k, v, metadata, attention, group, options))
+    assert group is not None
+    return projected(head_parallel_attention(q, k, v, metadata, attention, group, options))
