@@ -46,9 +46,7 @@ def initialise(
                 " by model.to_empty(device=...)."
             )
         source = (tied or {}).get(name, name)
-        assign(
-            parameter, initial_values(source, parameter.shape, seed, standard_deviation(source))
-        )
+        assign(parameter, initial_values(source, parameter.shape, seed, standard_deviation(source)))
 
 
 def assign(parameter: Tensor, full: Tensor) -> None:

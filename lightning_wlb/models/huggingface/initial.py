@@ -11,14 +11,14 @@ largest in float32 (in a mixture of experts, all experts of a layer).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from lightning_wlb.models.initialise import assign, seed_of
+from lightning_wlb.models.initialise import seed_of
 
 
 @contextmanager
@@ -29,45 +29,40 @@ def parameters_without_memory() -> Iterator[None]:
         yield
 
 
-def fill(
-    modules: Iterator[tuple[str, nn.Module]],
+def initial_values(
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
     rule: Callable[[nn.Module], None],
     seed: int,
-    shape_of: Callable[[str], tuple[int, ...]],
-    name_of: Callable[[str], str],
-) -> None:
-    """Fill the parameters of modules in place.
+    name: str,
+) -> dict[str, Tensor]:
+    """Initial values of a module's own parameters, whole, float32 on the CPU, by name.
 
     Args:
-        modules: name and module, as ``named_modules`` gives them.
+        module: looked at, not changed; its parameters may be split or without memory.
+        shapes: the family's shape of each parameter.
         rule: fills the parameters of one module; transformers' ``_init_weights``.
         seed: of the run, the same on every rank.
-        shape_of: parameter name -> the family's shape, which the rule is given.
-        name_of: parameter name -> the name under which its values are drawn.
+        name: the module's name, on any mesh the same.
 
     Raises:
         ValueError: a parameter that the rule does not fill.
     """
-    for prefix, module in modules:
-        own = {name: each for name, each in module._parameters.items() if each is not None}
-        if not own:
-            continue
-        names = {name: f"{prefix}.{name}" for name in own}
-        twin = _twin(module, {name: shape_of(names[name]) for name in own})
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            torch.manual_seed(seed_of(seed, name_of(next(iter(names.values())))))
-            rule(twin)
-        for name, parameter in own.items():
-            values: Tensor = twin._parameters[name]  # type: ignore[assignment]
-            if values.isnan().any():
-                raise ValueError(
-                    f"{type(module).__name__} has no rule for the initial values of {names[name]}."
-                    " Start from weights: HuggingFaceModule(..., pretrained=True)."
-                )
-            assign(parameter, values.view(parameter.shape))
+    twin = _twin(module, shapes)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.manual_seed(seed_of(seed, name))
+        rule(twin)
+    values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
+    for own, each in values.items():
+        if each.isnan().any():
+            raise ValueError(
+                f"{type(module).__name__} has no rule for the initial values of {name}.{own}."
+                " Start from weights: HuggingFaceModule(..., pretrained=True)."
+            )
+    return values
 
 
-def _twin(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+def _twin(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     """A copy of a module alone, its parameters whole and not a number, in float32 on the CPU."""
     twin = copy.copy(module)
     twin._parameters = {

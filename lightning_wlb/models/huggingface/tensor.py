@@ -35,7 +35,14 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.attention.process_groups import group_rank, group_size
 from lightning_wlb.models.huggingface.attention import running
-from lightning_wlb.models.huggingface.styles import ROWWISE, Split, general, is_sum
+from lightning_wlb.models.huggingface.styles import (
+    REPLICATE,
+    ROWWISE,
+    Split,
+    general,
+    is_sum,
+    split_of,
+)
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 View = Callable[[Tensor], Tensor]
@@ -72,6 +79,54 @@ def _presenting(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
 
     members: dict[str, Any] = {name: reader(name) for name in names}
     return type(base.__name__, (base,), members | {"__module__": base.__module__})
+
+
+def splits_of(
+    layers: Mapping[str, nn.Module], plan: Mapping[str, str], config: Any
+) -> dict[str, Split]:
+    """How each parameter of layers is split, by its name from ``layers.`` on.
+
+    Raises:
+        ValueError: a style that this package cannot follow.
+    """
+    splits = {}
+    for number, layer in layers.items():
+        modules = dict(layer.named_modules())
+        for own, parameter in layer.named_parameters():
+            name = f"layers.{number}.{own}"
+            # The module that attends is two names up from its projections' weights.
+            parent = modules[own.rpartition(".")[0].rpartition(".")[0]]
+            splits[name] = split_of(name, parameter.shape, plan, _kv_heads(parent, config))
+    return splits
+
+
+def present_shards(model: nn.Module, splits: Mapping[str, Split]) -> None:
+    """Hold packed parameters in two dims, and let modules read all of theirs as local shards."""
+    for prefix, module in model.named_modules():
+        views: dict[str, View] = {}
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            split = splits.get(f"{prefix}.{name}", Split(REPLICATE))
+            views[name] = view_of(split, tuple(parameter.shape))
+            if split.packed:
+                held = parameter.detach().view(split.held(parameter.shape))
+                module._parameters[name] = nn.Parameter(held, parameter.requires_grad)
+        present(module, views)
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether attention is called in a part of a layer."""
+    return any(hasattr(each, "layer_idx") for each in module.modules())
+
+
+def _kv_heads(module: nn.Module, config: Any) -> int:
+    """Key and value heads of an attention module, which may differ from layer to layer."""
+    own = getattr(module, "num_key_value_heads", None)
+    groups = getattr(module, "num_key_value_groups", None)
+    if own is None and groups is not None:
+        own = (getattr(module, "num_heads", None) or config.num_attention_heads) // groups
+    return int(own or getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def view_of(split: Split, shape: tuple[int, ...]) -> View:
@@ -122,8 +177,7 @@ def install(
                 for name in (f"{prefix}.{own}" for own, _ in block.named_parameters())
             ]
             is_split = any(split.dim is not None for _, split, _ in inside)
-            attends = any(hasattr(module, "layer_idx") for module in block.modules())
-            if not is_split and not attends:
+            if not is_split and not attends(block):
                 continue
             block.register_forward_pre_hook(_gather, with_kwargs=True)
             of_module = {
@@ -217,4 +271,3 @@ def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
     wide = x.to(sum_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
     dist.all_reduce(wide, group=group)
     return wide.to(x.dtype)
-

@@ -1,0 +1,299 @@
+"""Any Hugging Face causal language model as a :class:`.Decoder`, its modules unchanged.
+
+The model is built by transformers and then taken apart: embedding, layers and head become the three
+parts that a :class:`.Decoder` has, and what the family's code looks at in their place are stand-ins
+(:mod:`.outline`). A forward runs the base model's own ``forward`` on packed rows as a batch of one,
+with explicit positions; attention goes to this package's kernels (:mod:`.attention`); the head adds
+up token losses (:mod:`.ends`).
+
+Parameters go by this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's.
+
+Cost over :class:`.Transformer`: queries are made before attention is called, so that they do not
+hide the exchange of keys, and a layer's parts are transformers' eager code. Not for families whose
+layers carry something from row to row (recurrences, convolutions), which are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from transformers import AutoModelForCausalLM
+
+from lightning_wlb.attention.process_groups import NO_GROUPS, ProcessGroups
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.huggingface import tensor
+from lightning_wlb.models.huggingface.attention import NAME, Running, during, recomputed
+from lightning_wlb.models.huggingface.checks import (
+    check_config,
+    check_family,
+    check_parts,
+    longrope_window,
+)
+from lightning_wlb.models.huggingface.ends import Embedding, Head
+from lightning_wlb.models.huggingface.initial import initial_values, parameters_without_memory
+from lightning_wlb.models.huggingface.outline import GivenHidden, Stages
+from lightning_wlb.models.huggingface.styles import OWN_PLANS, Split
+from lightning_wlb.models.initialise import assign
+
+
+class HuggingFaceDecoder(Decoder):
+    """A decoder made of transformers' modules, which :meth:`initialise` or weights fill.
+
+    Args:
+        config: a transformers ``PretrainedConfig`` of a causal language model.
+        activation_checkpointing: ``"none"``; ``"selective"``, which recomputes what follows
+            attention in a layer (feed-forward network or experts); or ``"full"``, whole layers.
+        attention_backend: see :class:`.VarlenAttention`.
+
+    Attributes:
+        config: a copy of the config.
+
+    Raises:
+        ValueError: a config or family that cannot be trained exactly on packed rows, with the
+            reason and the remedy.
+    """
+
+    embed: Embedding | None
+    head: Head | None
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        activation_checkpointing: str = "none",
+        attention_backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_config(config)
+        causal = _built(config)
+        check_family(causal)
+        prefix = causal.base_model_prefix
+        base = getattr(causal, prefix)
+        self.config = base.config
+        words_name, layers_name, norm_name = _part_names(base)
+        projection = causal.get_output_embeddings()
+        projection_name = next(name for name, each in causal.named_children() if each is projection)
+        words, layers, norm = (getattr(base, each) for each in (words_name, layers_name, norm_name))
+
+        self.embed = Embedding(words)
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
+        # Taken out of the base model, which is not registered: its parameters would be named twice.
+        for name in (words_name, layers_name, norm_name):
+            delattr(base, name)
+        self.stages = Stages(self.layers, len(layers))
+        setattr(base, layers_name, self.stages)
+        setattr(base, norm_name, nn.Identity())
+        delattr(causal, prefix)
+        setattr(causal, prefix, GivenHidden())
+        self.head = Head(norm, projection, causal)
+        # Rotary tables and the like, without parameters: on every stage.
+        self.tables = nn.ModuleDict(
+            {name: each for name, each in base.named_children() if name != norm_name}
+        )
+        parts = (self.embed, self.layers, self.head)
+        known = {id(parameter) for part in parts for parameter in part.parameters()}
+        check_parts(causal, known)
+        check_parts(base, known)
+        self._outline = (causal, base, words)
+        self._is_tied = projection.weight is words.weight
+        self._family_names = {
+            "embed.words.": f"{prefix}.{words_name}.",
+            "layers.": f"{prefix}.{layers_name}.",
+            "head.norm.": f"{prefix}.{norm_name}.",
+            "head.projection.": f"{projection_name}.",
+        }
+        self._longrope_window = longrope_window(self.config)
+        self._recompute(activation_checkpointing)
+        self._split()
+        self.attention_kernel = VarlenAttention(attention_backend)
+
+    def forward(
+        self,
+        micro_batch: MicroBatchTensors,
+        hidden: Tensor | None = None,
+        layers: range | None = None,
+        groups: ProcessGroups = NO_GROUPS,
+    ) -> Tensor:
+        """Run one stage; see :meth:`.Decoder.forward`.
+
+        Raises:
+            ValueError: a layer that did not call attention, or a position that the rotary
+                embedding cannot turn without regard to other rows.
+        """
+        held = range(self.stages.count)
+        if layers is None and len(self.layers) < len(held):
+            numbers = sorted(map(int, self.layers))
+            layers = range(numbers[0], numbers[-1] + 1)
+        span = held if layers is None else layers
+        self._check_positions(micro_batch)
+        self.stages.span = span
+        run = Running(micro_batch, groups, self.attention_kernel, self.recomputes_layers)
+        with during(run):
+            if hidden is None:
+                assert self.embed is not None
+                assert micro_batch.tokens is not None
+                hidden = self.embed(micro_batch.tokens, groups.tensor)
+            run.received = hidden[None]
+            _, base, _ = self._outline
+            out = base(
+                inputs_embeds=hidden[None],
+                position_ids=micro_batch.positions[None],
+                use_cache=False,
+            ).last_hidden_state
+            hidden = (out if run.left is None else run.left)[0]
+            if self.head is not None and span.stop == self.stages.count:
+                hidden = self.head(hidden, micro_batch.labels, groups.tensor)
+        if missing := sorted(set(span) - run.attended):
+            raise ValueError(
+                f"model type {self.config.model_type!r}: layers {missing} did not call attention."
+                " A layer of another kind (a recurrence or convolution over rows) would mix packed"
+                " documents. Choose another family (docs/families.md)."
+            )
+        return hidden
+
+    def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
+        """See :meth:`.Decoder.tensor_parallel_plan`.
+
+        Raises:
+            ValueError: a family without a plan, or with one that this package cannot follow.
+        """
+        if not self._plan:
+            raise ValueError(
+                f"tensor_parallel_size={size}: transformers has no tensor-parallel plan for model"
+                f" type {self.config.model_type!r}. Use tensor_parallel_size=1; pipeline and"
+                " context parallelism split the model too."
+            )
+        if self._refusal is not None:
+            raise self._refusal
+        ends: dict[str, Placement] = {
+            "embed.words.weight": Shard(0),
+            "head.projection.*": Shard(0),
+            "head.norm.*": Replicate(),
+        }
+        return ends | {name: split.placement(size) for name, split in self._splits.items()}
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The output matrix and the embedding, where they are one."""
+        return {"head.projection.weight": "embed.words.weight"} if self._is_tied else {}
+
+    def initialise(self, seed: int) -> None:
+        """Fill the parameters by transformers' own rules, module by module."""
+        causal, _, words = self._outline
+        for prefix, module in self.named_modules():
+            own = [name for name, each in module._parameters.items() if each is not None]
+            if not own:
+                continue
+            is_copy = f"{prefix}.weight" in self.tied
+            source, place = (words, "embed.words") if is_copy else (module, prefix)
+            shapes = {name: self.family_shape(f"{place}.{name}") for name in own}
+            values = initial_values(source, shapes, causal._init_weights, seed, place)
+            for name in own:
+                parameter = module._parameters[name]
+                assert parameter is not None
+                assign(parameter, values[name].view(parameter.shape))
+
+    def family_name(self, name: str) -> str:
+        """The family's name of a parameter or buffer, as in ``from_pretrained``'s model."""
+        for mine, theirs in self._family_names.items():
+            if name.startswith(mine):
+                return theirs + name.removeprefix(mine)
+        raise KeyError(name)
+
+    def family_shape(self, name: str) -> tuple[int, ...]:
+        """The family's shape of a parameter; some are held with one dim more, and as many values.
+
+        ``view`` and ``reshape`` turn a whole parameter from one shape into the other.
+        """
+        return self._shapes[name]
+
+    def persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that belong to a model's weights, by name, as DeepSeek-V3's routing biases."""
+        for prefix, module in self.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}", buffer
+
+    def _check_positions(self, micro_batch: MicroBatchTensors) -> None:
+        """Refuse rows from which on longrope would turn the whole batch in another way."""
+        window = self._longrope_window
+        # Only for longrope: reading the positions waits for the device, as longrope itself does.
+        if window is None or micro_batch.rows == 0:
+            return
+        longest = int(micro_batch.positions.max()) + 1
+        if longest > window:
+            raise ValueError(
+                f"a document of at least {longest} tokens under longrope: beyond"
+                f" {window} tokens the rotary embedding of all rows of a batch depends on its"
+                f" longest document. Use context_window={window} or less, or 'yarn' scaling."
+            )
+
+    def _recompute(self, activation_checkpointing: str) -> None:
+        self.recomputes_layers = activation_checkpointing == "full"
+        for layer in self.layers.values():
+            if activation_checkpointing == "full":
+                # Inside the layer's call, so that FSDP's hooks around it run once.
+                layer.forward = recomputed(layer.forward)  # type: ignore[method-assign]
+            if activation_checkpointing == "selective":
+                for part in layer.children():
+                    matrices = any(each.ndim > 1 for each in part.parameters())
+                    if matrices and not tensor.attends(part):
+                        part.forward = recomputed(part.forward)  # type: ignore[method-assign]
+
+    def _split(self) -> None:
+        """Find out how parameters are split, and let the modules read their shards."""
+        kind = self.config.model_type
+        self._shapes = {
+            name: tuple(each.shape) for name, each in self.named_parameters(remove_duplicate=False)
+        }
+        self._plan = dict(self.config.base_model_tp_plan or OWN_PLANS.get(kind, {}))
+        self._splits: dict[str, Split] = {}
+        self._refusal: ValueError | None = None
+        try:
+            self._splits = tensor.splits_of(self.layers, self._plan, self.config)
+        except ValueError as error:
+            # Not on a single rank, which needs no split.
+            self._refusal = error
+            return
+        tensor.present_shards(self, self._splits)
+        tensor.install(self.layers, self._plan, self._splits, self._shapes, self.config.hidden_size)
+
+
+def _built(config: Any) -> Any:
+    """The family's model with this package's attention; without memory on the meta device."""
+    config = copy.deepcopy(config)
+    dtype = torch.get_default_dtype()
+    deferred = torch.get_default_device().type == "meta"
+    with parameters_without_memory() if deferred else nullcontext():
+        causal = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=NAME,
+            # transformers' grouped product of experts has no float64.
+            experts_implementation="eager" if dtype == torch.float64 else None,
+            dtype=dtype,
+        )
+    # Parameters that lost their memory one by one are no longer shared.
+    causal.tie_weights()
+    return causal
+
+
+def _part_names(base: nn.Module) -> tuple[str, str, str]:
+    """Names of the base model's embedding, layers and last norm, from its pipeline plan."""
+    plan = list(base.config.base_model_pp_plan)
+    kinds = [isinstance(getattr(base, name, None), nn.ModuleList) for name in plan]
+    if kinds != [False, True, False]:
+        raise ValueError(
+            f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
+            " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
+        )
+    words, layers, norm = plan
+    return words, layers, norm
