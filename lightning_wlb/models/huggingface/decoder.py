@@ -103,6 +103,7 @@ class HuggingFaceDecoder(Decoder):
         known = {id(parameter) for part in parts for parameter in part.parameters()}
         check_parts(causal, known)
         check_parts(base, known)
+        self._without_values = {name for name, each in self.named_parameters() if each.is_meta}
         self._outline = (causal, base, words)
         self._is_tied = projection.weight is words.weight
         self._family_names = {
@@ -200,7 +201,13 @@ class HuggingFaceDecoder(Decoder):
             for name in own:
                 parameter = module._parameters[name]
                 assert parameter is not None
-                assign(parameter, values[name].view(parameter.shape))
+                if name in values:
+                    assign(parameter, values[name].view(parameter.shape))
+                elif f"{prefix}.{name}" in self._without_values:
+                    raise ValueError(
+                        f"transformers has no rule for the initial values of {prefix}.{name}, a"
+                        f" {type(module).__name__}'s. Start from weights: pretrained=True."
+                    )
 
     def family_name(self, name: str) -> str:
         """The family's name of a parameter or buffer, as in ``from_pretrained``'s model."""
@@ -287,13 +294,15 @@ def _built(config: Any) -> Any:
 
 
 def _part_names(base: nn.Module) -> tuple[str, str, str]:
-    """Names of the base model's embedding, layers and last norm, from its pipeline plan."""
+    """Names of the base model's embedding, layers and last norm, from its pipeline plan.
+
+    What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
+    """
     plan = list(base.config.base_model_pp_plan)
-    kinds = [isinstance(getattr(base, name, None), nn.ModuleList) for name in plan]
-    if kinds != [False, True, False]:
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
         raise ValueError(
             f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
             " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
         )
-    words, layers, norm = plan
-    return words, layers, norm
+    return plan[0], lists[0], plan[-1]
