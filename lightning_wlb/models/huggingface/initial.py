@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_wlb.models.initialise import seed_of
 
-
 _FEW = 64
 """Values of a parameter that is kept while a model is built: an activation's learned constants."""
 

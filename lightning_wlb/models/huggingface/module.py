@@ -8,10 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from lightning_wlb.arguments import flag
 from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.shape import shape_of
