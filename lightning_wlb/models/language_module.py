@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_wlb.arguments import choice, number, whole
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.varlen import BACKENDS
-from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.models.config import TransformerConfig, preset_names
