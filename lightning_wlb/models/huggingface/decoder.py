@@ -249,12 +249,12 @@ class HuggingFaceDecoder(Decoder):
         for layer in self.layers.values():
             if activation_checkpointing == "full":
                 # Inside the layer's call, so that FSDP's hooks around it run once.
-                layer.forward = recomputed(layer.forward)  # type: ignore[method-assign]
+                layer.forward = recomputed(layer.forward)
             if activation_checkpointing == "selective":
                 for part in layer.children():
                     matrices = any(each.ndim > 1 for each in part.parameters())
                     if matrices and not tensor.attends(part):
-                        part.forward = recomputed(part.forward)  # type: ignore[method-assign]
+                        part.forward = recomputed(part.forward)
 
     def _split(self) -> None:
         """Find out how parameters are split, and let the modules read their shards."""
@@ -293,7 +293,7 @@ def _built(config: Any) -> Any:
     return causal
 
 
-def _part_names(base: nn.Module) -> tuple[str, str, str]:
+def _part_names(base: Any) -> tuple[str, str, str]:
     """Names of the base model's embedding, layers and last norm, from its pipeline plan.
 
     What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +19,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
 from lightning_wlb.models.initialise import assign
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -62,6 +63,20 @@ def value(name: str, shape: Iterable[int]) -> Tensor:
     wide = torch.empty(tuple(shape), dtype=torch.float64, device="cpu")
     wide.normal_(0, 0.15, generator=generator)
     return wide + (1 if "norm" in name and name.endswith("weight") else 0)
+
+
+def packed_rows(lengths: Sequence[int]) -> tuple[list[Tensor], MicroBatchTensors]:
+    """Random documents of these lengths, and the micro-batch that holds them one after another."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, 64, (length,), generator=generator) for length in lengths]
+    rows = sum(lengths)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    metadata = AttentionMetadata(rows, rows, ends, ends, max(lengths), max(lengths), None)
+    labels = [torch.cat([each[1:], torch.tensor([IGNORE])]) for each in documents]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return documents, MicroBatchTensors(
+        torch.cat(documents), torch.cat(labels), positions, metadata, rows
+    )
 
 
 class Packed(HuggingFaceModule):
@@ -149,9 +164,7 @@ def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
     for run in runs:
         recorder = Recorder()
         with KeepDouble():
-            module = Packed(
-                tiny(run.family), activation_checkpointing=run.checkpointing, **OPTIONS
-            )
+            module = Packed(tiny(run.family), activation_checkpointing=run.checkpointing, **OPTIONS)
             strategy = WLBStrategy(
                 *run.mesh, schedule=run.schedule, virtual_pipeline_size=run.virtual
             )
@@ -194,8 +207,3 @@ def worst_error(records: list[dict[str, Any]], wanted: dict[str, Any]) -> float:
     assert held == set(wanted["parameters"])
     return worst
 
-
-def whole(parameter: Tensor) -> Tensor:
-    """The full tensor of any sharding."""
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
