@@ -61,7 +61,7 @@ class OwnModule(wlb.LanguageModule):
         """What the packer weighs documents by: the cost model counts three matrices of ffn_dim."""
         return replace(self.config.shape, ffn_dim=self.config.ffn_dim * 2 // 3)
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> wlb.Decoder:
         """The whole model; the strategy splits it and gives it memory and values."""
         return OwnDecoder(self.config)
 

@@ -42,8 +42,8 @@ LossNormalisation = Literal["step", "nominal"]
 class LanguageModule(L.LightningModule):
     """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
 
-    For a model of your own override :meth:`build_model`; it returns most simply a subclass of
-    ``Transformer`` that replaces some modules. What the model must have is in docs/guide.md.
+    For a model of your own override :meth:`build_model`, which returns any :class:`.Decoder`; a
+    subclass of ``Transformer`` that replaces some modules is the shortest.
 
     Args:
         config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.

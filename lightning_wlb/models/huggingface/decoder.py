@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -39,6 +40,7 @@ from lightning_wlb.models.huggingface.checks import (
     longrope_window,
 )
 from lightning_wlb.models.huggingface.ends import Embedding, Head
+from lightning_wlb.models.huggingface.families import EXACT, TENSOR_PARALLEL
 from lightning_wlb.models.huggingface.initial import initial_values, parameters_without_memory
 from lightning_wlb.models.huggingface.outline import GivenHidden, Stages
 from lightning_wlb.models.huggingface.styles import OWN_PLANS, Split
@@ -76,6 +78,8 @@ class HuggingFaceDecoder(Decoder):
         check_config(config)
         causal = _built(config)
         check_family(causal)
+        if config.model_type not in EXACT:
+            _warn_unchecked(config.model_type, "on packed rows")
         prefix = causal.base_model_prefix
         base = getattr(causal, prefix)
         self.config = base.config
@@ -175,6 +179,8 @@ class HuggingFaceDecoder(Decoder):
             )
         if self._refusal is not None:
             raise self._refusal
+        if self.config.model_type not in TENSOR_PARALLEL:
+            _warn_unchecked(self.config.model_type, "under tensor parallelism")
         ends: dict[str, Placement] = {
             "embed.words.weight": Shard(0),
             "head.projection.*": Shard(0),
@@ -291,6 +297,13 @@ def _built(config: Any) -> Any:
     # Parameters that lost their memory one by one are no longer shared.
     causal.tie_weights()
     return causal
+
+
+def _warn_unchecked(model_type: str, how: str) -> None:
+    rank_zero_warn(
+        f"Model type {model_type!r} is not among the Hugging Face families whose gradients are"
+        f" checked {how} (docs/families.md). Compare the first losses with those of one process."
+    )
 
 
 def _part_names(base: Any) -> tuple[str, str, str]:

@@ -7,6 +7,12 @@ docs/families.md is made from these lists.
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
+
+VERSION = "5.23"
+"""Of transformers."""
+
 TENSOR_PARALLEL: frozenset[str] = frozenset(
     """
     afmoe apertus arcee aria_text axk1 beam cohere cohere2 cohere2_moe cwm deepseek_v2
@@ -38,3 +44,49 @@ REFUSED: dict[str, str] = {
     "qwen3_next": "layers of type linear_attention",
 }
 """Examples of what is refused, and the words of the refusal."""
+
+
+def page() -> str:
+    """docs/families.md."""
+    refused = "\n".join(f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items()))
+    one_rank = (
+        f"""
+Exact likewise, on one tensor-parallel rank only: {_listed(ONE_RANK)}.
+"""
+        if ONE_RANK
+        else ""
+    )
+    return f"""# Hugging Face families
+
+Made by `python -m lightning_wlb.models.huggingface.families`; the tests in
+[tests/models/huggingface](../tests/models/huggingface) hold every line of it. A family is a `model_type` of
+transformers {VERSION}, in a tiny configuration.
+
+## Exact
+
+In float64 the logits of packed rows and the gradients of every parameter equal those of transformers' own
+model, run on each document by itself, to 1e-10; and so do the parameters after three AdamW steps on two
+tensor-parallel ranks:
+
+{_listed(TENSOR_PARALLEL)}.
+{one_rank}
+`make test` runs a covering choice; `python -m pytest -m families` all of it.
+
+## Refused
+
+What is known to be silently wrong on packed rows is refused with the reason. Examples:
+
+| Family | What the refusal says |
+|---|---|
+{refused}
+
+A family that is in neither list runs with a warning.
+"""
+
+
+def _listed(names: frozenset[str]) -> str:
+    return "\n".join(textwrap.wrap(", ".join(f"`{name}`" for name in sorted(names)), 110))
+
+
+if __name__ == "__main__":
+    Path("docs/families.md").write_text(page(), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.families import EXACT, REFUSED
+from lightning_wlb.models.huggingface.families import EXACT, REFUSED, page
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import KeepDouble, packed_rows, value
 
@@ -73,7 +74,7 @@ def errors(family: str, **options) -> tuple[float, float]:
         F.cross_entropy(wanted, rows.labels, reduction="sum").backward()
         logits = decoder(replace(rows, labels=None))
         decoder(rows).backward()
-    of_logits = float((logits - wanted).norm() / wanted.norm())
+    of_logits = float((logits - wanted).detach().norm() / wanted.detach().norm())
     gradients = {name: each.grad for name, each in plain.named_parameters()}
     worst = 0.0
     for name, parameter in decoder.named_parameters():
@@ -108,3 +109,8 @@ def test_recomputation_changes_nothing(family, checkpointing):
 def test_what_cannot_be_exact_is_refused(family):
     with pytest.raises(ValueError, match=REFUSED[family]):
         errors(family)
+
+
+def test_the_page_of_families_is_made_from_the_lists():
+    written = Path(__file__).parents[3] / "docs/families.md"
+    assert written.read_text(encoding="utf-8") == page()
