@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_wlb.attention import context_parallel
 from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import layout, rank_indices
@@ -44,7 +45,7 @@ def test_key_gradients_are_summed_in_float32() -> None:
     assert run_ranks(key_gradient, 2) == [258, 0]
 
 
-def kept_keys(rank: int, recomputed: bool) -> list[bool]:
+def kept_keys(rank: int, recomputed: bool, options: AttentionOptions) -> list[bool]:
     """Whether the keys and values that the kernel read are still there after forward."""
     made = layout("per_document", [64, 40], 2, 1)
     metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
@@ -62,7 +63,7 @@ def kept_keys(rank: int, recomputed: bool) -> list[bool]:
     attention.timer = Recorder(events)
     q, k, v = inputs
     out = context_parallel_attention(
-        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD
+        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD, options
     )
     kept = [not torch.UntypedStorage._expired(each) for each in storages]
     gather = context_parallel.all_gather_into
@@ -81,11 +82,16 @@ class Recorder:
 
 
 def kept_keys_both(rank: int) -> list[list[bool]]:
-    return [kept_keys(rank, recomputed) for recomputed in (False, True)]
+    capped = AttentionOptions(softcap=2.0, sinks=torch.zeros(2))
+    return [
+        kept_keys(rank, recomputed, options)
+        for options in (PLAIN, capped)
+        for recomputed in (False, True)
+    ]
 
 
 def test_gathered_keys_are_not_kept_for_backward() -> None:
-    assert run_ranks(kept_keys_both, 2) == [[[False] * 2, [True] * 2]] * 2
+    assert run_ranks(kept_keys_both, 2) == [[[False] * 2, [True] * 2] * 2] * 2
 
 
 def order_of(
