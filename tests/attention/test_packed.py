@@ -42,12 +42,15 @@ def errors(
     lengths: list[int],
     groups: ProcessGroups,
     options: AttentionOptions,
-    value_dim: int | None,
-    recomputed: bool,
+    value_dim: int | None = None,
+    recomputed: bool = False,
+    inside: bool = True,
 ) -> list[float]:
-    """This rank's part of the relative errors, in both ways to call."""
-    ranks = 1 if groups == NO_GROUPS else dist.get_world_size()
-    made = layout(sharding, lengths, ranks, 1)
+    """This rank's part of the relative errors.
+
+    ``inside`` says whether attention is given functions that compute queries and project.
+    """
+    made = layout(sharding, lengths, 1 if groups == NO_GROUPS else dist.get_world_size(), 1)
     if made.by_heads:
         indices = head_indices(made, rank)
         kernels = int(sum(lengths) > 0)
@@ -55,24 +58,14 @@ def errors(
         indices = rank_indices(made, rank, options.sliding_window)
         kernels = int(len(indices.offset) > 0)
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, *rest: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, *rest: Any) -> Tensor:
         attention, of_layer = rest
         of_group = replace(metadata, replicas=2 if groups.merged else 1)
         described = of_group.for_layer(0, recomputed)
-        return packed_attention(q, k, v, None, described, attention, groups, of_layer)
+        queries, project = (lambda: q, as_it_is) if inside else (q, None)
+        return packed_attention(queries, k, v, project, described, attention, groups, of_layer)
 
-    def in_parts(
-        q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, *rest: Any
-    ) -> Tensor:
-        attention, of_layer = rest
-        of_group = replace(metadata, replicas=2 if groups.merged else 1)
-        described = of_group.for_layer(0, recomputed)
-        return packed_attention(lambda: q, k, v, as_it_is, described, attention, groups, of_layer)
-
-    found = []
-    for attend in (whole, in_parts):
-        found += rank_errors(attend, made, indices, kernels, options=options, value_dim=value_dim)
-    return found
+    return rank_errors(attend, made, indices, kernels, options=options, value_dim=value_dim)
 
 
 def check_two(rank: int) -> float:
@@ -82,12 +75,12 @@ def check_two(rank: int) -> float:
         [("per_document", context), ("per_sequence", merged), (HEADS, context)],
         MICRO_BATCHES,
         EVERY_OPTION,
-        [(None, False), (None, True), (5, False)],
+        [(None, False, True), (None, False, False), (None, True, True), (5, False, False)],
     )
     return max(
         error
-        for (sharding, groups), lengths, options, (value_dim, recomputed) in every
-        for error in errors(rank, sharding, lengths, groups, options, value_dim, recomputed)
+        for (sharding, groups), lengths, options, how in every
+        for error in errors(rank, sharding, lengths, groups, options, *how)
     )
 
 
@@ -97,9 +90,12 @@ def test_two_ranks_equal_dense_attention() -> None:
 
 @pytest.mark.parametrize("options", EVERY_OPTION)
 @pytest.mark.parametrize("value_dim", [None, 5])
-def test_one_rank_equals_dense_attention(options: AttentionOptions, value_dim: int | None) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_rank_equals_dense_attention(
+    options: AttentionOptions, value_dim: int | None, inside: bool
+) -> None:
     for lengths in MICRO_BATCHES:
-        found = errors(0, "hybrid", lengths, NO_GROUPS, options, value_dim, False)
+        found = errors(0, "hybrid", lengths, NO_GROUPS, options, value_dim=value_dim, inside=inside)
         assert max(found) <= 1e-12
 
 
