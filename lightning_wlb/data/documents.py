@@ -3,8 +3,8 @@
 A store tells the length of every document without reading tokens, so that every rank can plan
 a step for the whole mesh and then read only its own share. :class:`InMemoryDocuments` holds
 sequences that fit in memory (fine-tuning sets, tests), and every loader worker has a copy of it.
-For a larger corpus implement :class:`DocumentStore` over memory-mapped files, as
-:class:`~lightning_wlb.data.stdlib.StdlibDocuments` does.
+Larger corpora stay in their files, which :mod:`lightning_wlb.data.stores` maps into memory. For
+another format implement :class:`DocumentStore`.
 
 Cost: reading is a slice; counting targets is two look-ups in a cumulative sum.
 """
@@ -33,8 +33,8 @@ class DocumentStore(Protocol):
         """Tokens of every document, int64 [documents], all at least 1; known without reading."""
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens are in ``[0, vocab_size)``."""
+    def vocab_size(self) -> int | None:
+        """Tokens are in ``[0, vocab_size)``; None: not known before they are read."""
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)``, int64 [stop - start]."""
@@ -46,8 +46,17 @@ class DocumentStore(Protocol):
         """Whether each token of ``[start, stop)`` may be a target, bool; None: all may."""
 
 
-def check_lengths(lengths: npt.NDArray[np.int64], store: str) -> None:
+def check_lengths(
+    lengths: npt.NDArray[np.int64],
+    store: str,
+    remedy: str = "Leave empty documents out of the store.",
+) -> None:
     """Refuse a store without documents and documents without tokens.
+
+    Args:
+        lengths: tokens of every document.
+        store: how the error calls the store.
+        remedy: what to do about empty documents.
 
     Raises:
         ValueError: naming the first empty document, and the remedy.
@@ -58,8 +67,48 @@ def check_lengths(lengths: npt.NDArray[np.int64], store: str) -> None:
     if len(empty):
         raise ValueError(
             f"{store}: {len(empty)} of {len(lengths)} documents have no tokens, the first is"
-            f" document {int(empty[0])}. Leave empty documents out of the store."
+            f" document {int(empty[0])}. {remedy}"
         )
+
+
+def check_tokens(
+    tokens: npt.NDArray[np.int64],
+    vocab_size: int | None,
+    store: DocumentStore,
+    document: int,
+    start: int,
+) -> None:
+    """Refuse tokens outside a vocabulary.
+
+    Args:
+        tokens: of a range of a document.
+        vocab_size: they must be in ``[0, vocab_size)``; None: at least 0.
+        store: that they come from.
+        document: its number there.
+        start: where the range starts in the document.
+
+    Raises:
+        ValueError: naming the first token outside, its position and the vocabulary.
+    """
+    if not len(tokens):
+        return
+    if int(tokens.min()) >= 0 and (vocab_size is None or int(tokens.max()) < vocab_size):
+        return
+    outside = tokens < 0
+    if vocab_size is not None:
+        outside |= tokens >= vocab_size
+    first = int(np.argmax(outside))
+    raise ValueError(
+        f"{name_of(store, document)} has the token {int(tokens[first])} at position"
+        f" {start + first}, outside the vocabulary [0, {vocab_size or '...'}). Check that the"
+        " documents were made with the model's tokenizer, and that the files are whole."
+    )
+
+
+def name_of(store: DocumentStore, document: int) -> str:
+    """How errors call a document: as its store does (``name_of``), or by number and store."""
+    own = getattr(store, "name_of", None)
+    return f"document {document} of {store!r}" if own is None else str(own(document))
 
 
 class InMemoryDocuments:
@@ -166,6 +215,10 @@ class DocumentSubset:
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target."""
         return self.store.mask(int(self.numbers[document]), start, stop)
+
+    def name_of(self, document: int) -> str:
+        """How errors call a document: as the whole store does."""
+        return name_of(self.store, int(self.numbers[document]))
 
     def __len__(self) -> int:
         return len(self.numbers)
