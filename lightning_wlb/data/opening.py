@@ -18,6 +18,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.data.stores.arrow import ArrowDocuments
+from lightning_wlb.data.stores.flat import FlatDocuments
+from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
+from lightning_wlb.data.stores.parquet import ParquetDocuments
 
 Documents = str | Path | DocumentStore | Mapping[str, Any] | Sequence[Any]
 """What :func:`documents` opens, in the order in which LightningCLI tries them."""
@@ -33,12 +36,16 @@ class Kind(NamedTuple):
         description: how errors list it.
         fits: whether a source is of this kind, by its type and by what files there are; files are
             not opened. Paths come as one :class:`~pathlib.Path`, or a list of them for a pattern.
+            None: the kind is recognised by its ``key`` only.
         open: the store, from the source and the user's options.
+        key: the entry of a mapping that holds the source, where such a mapping is of this kind;
+            its other entries are options.
     """
 
     description: str
-    fits: Callable[[Any], bool]
+    fits: Callable[[Any], bool] | None
     open: Callable[..., DocumentStore]
+    key: str | None = None
 
 
 def _files(source: Any, *suffixes: str) -> bool:
@@ -46,7 +53,7 @@ def _files(source: Any, *suffixes: str) -> bool:
     if isinstance(source, Path):
         if source.is_dir():
             return any(path.suffix in suffixes for path in source.iterdir())
-        return source.suffix in suffixes
+        return source.suffix in suffixes and source.exists()
     return (
         isinstance(source, list)
         and bool(source)
@@ -84,6 +91,18 @@ KINDS: list[Kind] = [
         _is_arrow,
         ArrowDocuments,
     ),
+    Kind(".parquet files, or a folder of them", lambda s: _files(s, ".parquet"), ParquetDocuments),
+    Kind(
+        "Megatron's .bin with .idx, by their common path",
+        lambda source: isinstance(source, Path) and has_index(source),
+        MegatronDocuments,
+    ),
+    Kind(
+        "a mapping {'tokens': 'tokens.npy', 'offsets': 'offsets.npy'}",
+        None,
+        FlatDocuments,
+        key="tokens",
+    ),
     Kind("sequences of token numbers", _is_sequences, InMemoryDocuments),
 ]
 """What documents can be given as; a source that fits two entries is refused."""
@@ -113,8 +132,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
                 " were given. Give them to the store's own constructor."
             )
         return source
-    source, options = _resolved("documents", source, options)
-    kind = _kind_of("documents", source)
+    kind, source, options = _resolved("documents", source, options)
     known = list(signature(kind.open).parameters)[1:]
     for option in options:
         if option not in known:
@@ -134,7 +152,7 @@ def check_documents(name: str, given: Any) -> None:
     if isinstance(given, DocumentStore):
         return
     try:
-        _kind_of(name, _resolved(name, given, {})[0])
+        _resolved(name, given, {})
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
 
@@ -144,29 +162,46 @@ def is_documents(given: Any) -> bool:
     return isinstance(given, DocumentStore | Sequence | Mapping | Path)
 
 
-def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The source with paths as such and patterns filled in, and the options of a mapping."""
-    if isinstance(source, Mapping) and PATH in source:
+def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, Any, dict[str, Any]]:
+    """The kind of a source, what it opens, and with which options."""
+    kind = None
+    if isinstance(source, Mapping):
+        keys: dict[str, Kind | None] = {PATH: None}
+        keys |= {kind.key: kind for kind in KINDS if kind.key is not None}
         given = dict(source)
-        source = given.pop(PATH)
+        named = [key for key in keys if key in given]
+        if len(named) != 1:
+            raise ValueError(
+                f"{name}={given!r}: a mapping of documents has one of {', '.join(keys)}, and the"
+                " options of what it names."
+            )
+        kind, source = keys[named[0]], given.pop(named[0])
         both = sorted(given.keys() & options.keys())
         if both:
             raise ValueError(f"{name}: {', '.join(both)} given twice. Give each option once.")
         options = {**given, **options}
+    if kind is None:
+        source = _with_paths(name, source)
+        kind = _kind_of(name, source)
+    return kind, source, options
+
+
+def _with_paths(name: str, source: Any) -> Any:
+    """The source with texts as paths, and a pattern as the list of those that fit it."""
     if isinstance(source, str) and glob.has_magic(source) and not Path(source).exists():
         found = sorted(map(Path, glob.glob(source, recursive=True)))
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
-        return found, options
+        return found
     if isinstance(source, str) and source != "stdlib":
-        return Path(source), options
+        return Path(source)
     if isinstance(source, list | tuple) and source and all(_is_path(each) for each in source):
-        return [Path(each) for each in source], options
-    return source, options
+        return [Path(each) for each in source]
+    return source
 
 
 def _kind_of(name: str, source: Any) -> Kind:
-    fitting = [kind for kind in KINDS if kind.fits(source)]
+    fitting = [kind for kind in KINDS if kind.fits is not None and kind.fits(source)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -223,7 +223,7 @@ def test_every_truncation_is_refused(tmp_path: Path, stream: bool) -> None:
 
 
 def test_offsets_that_are_out_of_order_are_refused(tmp_path: Path) -> None:
-    path = write(
+    path = write_arrow(
         tmp_path / "a.arrow", pa.table({"input_ids": pa.array(TOKENS, pa.list_(pa.int32()))})
     )
     whole, offsets = path.read_bytes(), np.array([0, 3, 4, 6], "<i4").tobytes()
