@@ -133,7 +133,7 @@ class InMemoryDocuments:
     ) -> None:
         remedy = "Give each document as a flat sequence of integer token numbers."
         arrays = [
-            _integers(f"InMemoryDocuments: document {number}", sequence, remedy)
+            _integers(f"InMemoryDocuments: document {number}", sequence, remedy).astype(np.int64)
             for number, sequence in enumerate(sequences)
         ]
         self.lengths = np.array([len(array) for array in arrays], dtype=np.int64)
@@ -189,9 +189,9 @@ class DocumentSubset:
 
     Args:
         store: the store that holds the tokens.
-        numbers: documents of ``store``.
+        numbers: documents of ``store``; an array of int32 is kept, not copied.
 
-    Cost: 16 bytes for each document of the subset.
+    Cost: 12 bytes for each document of the subset.
 
     Raises:
         ValueError: no documents, or numbers that the store does not have.
@@ -227,27 +227,28 @@ class DocumentSubset:
         return f"DocumentSubset({len(self)} documents of {self.store!r})"
 
 
-def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[np.int64]:
+def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[Any]:
     array = _integers(
         "DocumentSubset: numbers",
         numbers,
         "Give a flat sequence of document numbers; np.flatnonzero makes them from a selection.",
     )
     # A negative number would count from the end, and read another document than its length's.
-    outside = array[(array < 0) | (array >= documents)]
-    if len(outside):
+    if len(array) and (int(array.min()) < 0 or int(array.max()) >= documents):
+        outside = array[(array < 0) | (array >= documents)]
         raise ValueError(
             f"DocumentSubset: document {int(outside[0])} is not in the store, whose documents are 0"
             f" to {documents - 1}. Choose from these."
         )
-    return array
+    small = np.int32 if documents <= np.iinfo(np.int32).max else np.int64
+    return array.astype(small, copy=False)
 
 
-def _integers(name: str, values: Any, remedy: str) -> npt.NDArray[np.int64]:
+def _integers(name: str, values: Any, remedy: str) -> npt.NDArray[Any]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"{name} is an array of {array.dtype} with shape {array.shape}. {remedy}")
-    return array.astype(np.int64)
+    return array
 
 
 def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -21,6 +21,7 @@ from lightning_wlb.data.stores.arrow import ArrowDocuments
 from lightning_wlb.data.stores.flat import FlatDocuments
 from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
 from lightning_wlb.data.stores.parquet import ParquetDocuments
+from lightning_wlb.planning.arrivals import document_numbers
 
 Documents = str | Path | DocumentStore | Mapping[str, Any] | Sequence[Any]
 """What :func:`documents` opens, in the order in which LightningCLI tries them."""
@@ -255,5 +256,5 @@ def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore
     # Python's own generator: its samples are the same on every version.
     held_out = np.zeros(documents, bool)
     held_out[random.Random(seed).sample(range(documents), count)] = True
-    kept, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    return DocumentSubset(store, kept), DocumentSubset(store, chosen)
+    kept = DocumentSubset(store, document_numbers(documents)[~held_out])
+    return kept, DocumentSubset(store, np.flatnonzero(held_out))
