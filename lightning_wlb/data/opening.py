@@ -10,6 +10,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
+from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.stdlib import StdlibDocuments
 
 
@@ -61,4 +62,6 @@ def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore
     held_out = np.zeros(documents, bool)
     held_out[random.Random(seed).sample(range(documents), count)] = True
     kept, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if isinstance(store, MixedDocuments):
+        return store.subset(kept), DocumentSubset(store, chosen)
     return DocumentSubset(store, kept), DocumentSubset(store, chosen)
