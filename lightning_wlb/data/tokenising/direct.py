@@ -1,11 +1,6 @@
 """Texts and chats as documents without a command: tokenised once into the user's cache folder.
 
-A specification is a mapping, as Python or YAML have it::
-
-    {"texts": "corpus.jsonl", "tokenizer": "tokenizer.json"}
-    {"chats": "chats.jsonl", "tokenizer": "path/to/model", "column": "conversation"}
-
-The folder's name is a fingerprint of the source's files (path, sizes, times of change), the
+The folder's name is a fingerprint of the source (path, files, sizes, times of change), the
 tokenizer and the options: whatever of these changes gives a new folder. Of several ranks on a node
 one does the work, and the others wait for it. Old folders stay until they are removed.
 
@@ -17,35 +12,64 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from platformdirs import user_cache_dir
 
-from lightning_wlb.data.tokenising.job import COLUMNS, Kind, Request, finished, tokenise
-
-_OPTIONS = {"texts": ("tokenizer", "column", "eos"), "chats": ("tokenizer", "column")}
+from lightning_wlb.data.tokenising.job import Request, finished, tokenise
 
 
-def is_texts(spec: Any) -> bool:
-    """Whether this is a specification of texts or chats."""
-    return isinstance(spec, Mapping) and any(kind in spec for kind in COLUMNS)
-
-
-def tokenised(spec: Mapping[str, Any]) -> Path:
-    """The folder with the documents of a specification, tokenised now if it was not before.
+def texts(
+    source: str | Path,
+    tokenizer: str | Path | None = None,
+    column: str | None = None,
+    eos: bool | str = True,
+) -> Path:
+    """The folder with the documents of texts, tokenised now if they were not before.
 
     Args:
-        spec: ``texts`` or ``chats`` with the path of a source, ``tokenizer``, and optionally
-            ``column`` and for texts ``eos``, as in :class:`.Request`.
+        source: a ``.jsonl``, ``.jsonl.gz``, ``.txt`` or ``.md`` file, or a folder of these.
+        tokenizer: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
+        column: of JSON lines that holds the text; None: ``text``.
+        eos: the end-of-document token: True, the tokenizer's own where it has one; a token, by its
+            text; False, none.
 
     Raises:
-        ValueError: other entries than these, or as for :class:`.Request` and :func:`.tokenise`.
+        ValueError: no tokenizer is named, or as for :class:`.Request` and :func:`.tokenise`.
         TimeoutError: another process tokenises the same and does not get on.
     """
-    request = _request(spec)
+    return _tokenised(Request(source, _named(source, tokenizer), "texts", column, eos))
+
+
+def chats(
+    source: str | Path, tokenizer: str | Path | None = None, column: str | None = None
+) -> Path:
+    """The folder with the documents of chats, tokenised now if they were not before.
+
+    Args:
+        source: a ``.jsonl`` or ``.jsonl.gz`` file, or a folder of these.
+        tokenizer: the folder or name of a Hugging Face tokenizer with a chat template.
+        column: that holds the messages; None: ``messages``.
+
+    Raises:
+        ValueError: no tokenizer is named, or as for :class:`.Request` and :func:`.tokenise`.
+        TimeoutError: another process tokenises the same and does not get on.
+    """
+    return _tokenised(Request(source, _named(source, tokenizer), "chats", column))
+
+
+def _named(source: str | Path, tokenizer: Any) -> str:
+    if not tokenizer:
+        raise ValueError(
+            f"The documents {str(source)!r} need a tokenizer. Name a tokenizer.json file, or the"
+            " folder or name of a Hugging Face tokenizer, as tokenizer=... beside them."
+        )
+    return str(tokenizer)
+
+
+def _tokenised(request: Request) -> Path:
     identity = request.identity()
     source = Path(request.source).resolve()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
@@ -54,27 +78,3 @@ def tokenised(spec: Mapping[str, Any]) -> Path:
         rank_zero_info(f"Tokenising {source} into {folder}, once. {request.encoder.describe()}")
         tokenise(request, folder)
     return folder
-
-
-def _request(spec: Mapping[str, Any]) -> Request:
-    kinds: list[Kind] = [kind for kind in ("texts", "chats") if kind in spec]
-    if len(kinds) != 1:
-        raise ValueError(
-            f"documents={dict(spec)!r} name {' and '.join(kinds) or 'no source'}. Give one of"
-            " texts and chats; several stores are a mixture."
-        )
-    (kind,) = kinds
-    unknown = [name for name in spec if name != kind and name not in _OPTIONS[kind]]
-    if unknown or "tokenizer" not in spec:
-        raise ValueError(
-            f"documents={dict(spec)!r} "
-            + (f"have {', '.join(map(repr, unknown))}" if unknown else "lack a tokenizer")
-            + f". With {kind!r} go {', '.join(_OPTIONS[kind])}, and tokenizer is needed."
-        )
-    return Request(
-        source=spec[kind],
-        tokenizer=spec["tokenizer"],
-        kind=kind,
-        column=spec.get("column"),
-        eos=spec.get("eos", True),
-    )

@@ -49,11 +49,17 @@ def saved(folder: Path, **kinds: bool) -> str:
     return str(path)
 
 
-def saved_chat_tokenizer(folder: Path, template: str | None) -> str:
-    """The folder of a Hugging Face tokenizer with a chat template."""
+def saved_chat_tokenizer(folder: Path, template: str | None, trims: bool = False) -> str:
+    """The folder of a Hugging Face tokenizer with a chat template.
+
+    ``trims``: whether its offsets leave out the spaces at the ends of tokens.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token="</s>")
+    model = tokenizer()
+    if trims:
+        model.post_processor = processors.ByteLevel(trim_offsets=True)
+    made = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>")
     made.chat_template = template
     made.save_pretrained(folder)
     return str(folder)

@@ -71,9 +71,10 @@ def expected_mask(tokenizer: Any, messages: list[dict[str, str]]) -> list[bool]:
     return mask
 
 
+@pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("template", [PLAIN, SPOKEN], ids=["plain", "spoken"])
-def test_masks_are_the_differences_between_the_turns(folder, template) -> None:
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "plain", template), "messages")
+def test_masks_are_the_differences_between_the_turns(folder, template, trims) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "plain", template, trims), "messages")
 
     @given(CHATS)
     def check(chat: list[tuple[str, str]]) -> None:
@@ -96,8 +97,8 @@ def test_marked_and_unmarked_templates_differ_by_the_line_end(tmp_path_factory, 
     """The marked part is without the line end that the template writes after each turn."""
     folder = tmp_path_factory.getbasetemp() / "both"
     if not folder.exists():
-        saved_chat_tokenizer(folder / "marked", MARKED)
-        saved_chat_tokenizer(folder / "plain", PLAIN)
+        saved_chat_tokenizer(folder / "marked", MARKED, trims=True)
+        saved_chat_tokenizer(folder / "plain", PLAIN, trims=True)
     marked, plain = (
         ChatEncoder(str(folder / name), "messages").documents([row(messages_of(chat))])[0]
         for name in ("marked", "plain")
