@@ -85,7 +85,7 @@ class MixedBatches(GlobalBatches):
         self._first = np.concatenate(([0], np.cumsum([share.documents for share in shares])))
         assert self._first[-1] == len(lengths)
         self._standings = tuple(_Standing() for _ in shares)
-        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        self._orders: dict[int, tuple[int, NDArray[Any]]] = {}
         super().__init__(lengths[:0], tokens, window, cuts_stream, seed, shuffle)
 
     def start_epoch(self, epoch: int) -> None:
@@ -95,6 +95,7 @@ class MixedBatches(GlobalBatches):
             _Standing(standing.passes, standing.position) if share.repeat else _Standing(epoch)
             for share, standing in zip(self._shares, self._standings, strict=True)
         )
+        self._make_orders()
 
     @property
     def exhausted(self) -> bool:
@@ -116,6 +117,7 @@ class MixedBatches(GlobalBatches):
         self._standings = tuple(
             _Standing(*(each[name] for name in _Standing._fields)) for each in saved
         )
+        self._make_orders()
 
     def _after(self, at: Position) -> tuple[list[tuple[int, int, int]], Position]:
         """The pieces of the global batch at a position, and where it ends.
@@ -162,13 +164,20 @@ class MixedBatches(GlobalBatches):
         number = document + passes * len(self._all_lengths)
         return number, length, (*standings[:chosen], after, *standings[chosen + 1 :])
 
+    def _make_orders(self) -> None:
+        """Make the orders of all stores' passes: of many millions of documents it takes seconds."""
+        for chosen, standing in enumerate(self._standings):
+            self._in_store(chosen, standing.passes, 0)
+
     def _in_store(self, chosen: int, passes: int, position: int) -> int:
         """The document at a position of a store's pass."""
         if not self._shuffle:
             return position
         known, order = self._orders.get(chosen, (-1, None))
         if order is None or known != passes:
-            order = np.arange(self._shares[chosen].documents)
+            documents = self._shares[chosen].documents
+            order = np.arange(documents)
             np.random.default_rng((self._seed, chosen, passes)).shuffle(order)
+            order = order.astype(np.min_scalar_type(documents))
             self._orders[chosen] = passes, order
         return int(order[position])
