@@ -5,7 +5,8 @@ epoch))``. Where the packing method cuts the stream of documents, a global batch
 tokens, cut every C. Else it is the next whole documents until N·C tokens: the document that crosses
 the line belongs to it, and the surplus is taken off the following global batches.
 
-Cost: linear in the documents of the global batches drawn; once per epoch a permutation.
+Cost: linear in the documents of the global batches drawn; once per epoch a permutation, of 4 bytes
+for each document.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class GlobalBatches:
     def start_epoch(self, epoch: int) -> None:
         """Go to the first document of an epoch."""
         self.epoch = epoch
-        self._order = np.arange(len(self._lengths))
+        self._order = document_numbers(len(self._lengths))
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(self._order)
         self._at = Position()
@@ -105,8 +106,13 @@ class GlobalBatches:
         return pieces, Position(position, surplus=max(tokens - self._tokens, 0))
 
 
+def document_numbers(count: int) -> NDArray[np.signedinteger[Any]]:
+    """The numbers 0 to ``count - 1``, in 4 bytes each where these suffice."""
+    return np.arange(count, dtype=np.int32 if count <= np.iinfo(np.int32).max else np.int64)
+
+
 def cut_stream(
-    documents: NDArray[np.int64],
+    documents: NDArray[np.signedinteger[Any]],
     lengths: NDArray[np.int64],
     position: int,
     offset: int,

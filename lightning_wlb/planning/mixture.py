@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.planning.arrivals import GlobalBatches, Position
+from lightning_wlb.planning.arrivals import GlobalBatches, Position, document_numbers
 
 
 class Share(NamedTuple):
@@ -175,9 +175,7 @@ class MixedBatches(GlobalBatches):
             return position
         known, order = self._orders.get(chosen, (-1, None))
         if order is None or known != passes:
-            documents = self._shares[chosen].documents
-            order = np.arange(documents)
+            order = document_numbers(self._shares[chosen].documents)
             np.random.default_rng((self._seed, chosen, passes)).shuffle(order)
-            order = order.astype(np.min_scalar_type(documents))
             self._orders[chosen] = passes, order
         return int(order[position])

@@ -19,7 +19,8 @@ from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.mixture import MixedDocuments, open_mixture
-from lightning_wlb.data.opening import hold_out, open_documents
+from lightning_wlb.data.opening import documents as open_documents
+from lightning_wlb.data.opening import hold_out
 from lightning_wlb.data.sampler import StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
