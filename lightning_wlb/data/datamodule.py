@@ -161,8 +161,10 @@ class WLBDataModule(L.LightningDataModule):
         )
 
     def prepare_data(self) -> None:
-        """Tokenise the standard library once per node, while the node's other ranks wait."""
+        """Make what is made of documents once per node, while the node's other ranks wait."""
         self._stores()
+        if self.test_documents is not None:
+            opening.documents(self.test_documents)
 
     def setup(self, stage: str) -> None:
         """Open the documents."""

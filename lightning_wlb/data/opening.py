@@ -19,7 +19,7 @@ from lightning_wlb.data import tokenising
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.stdlib import StdlibDocuments
-from lightning_wlb.data.stores.arrow import ArrowDocuments
+from lightning_wlb.data.stores.arrow import PARTIAL, ArrowDocuments
 from lightning_wlb.data.stores.flat import FlatDocuments
 from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
 from lightning_wlb.data.stores.parquet import ParquetDocuments
@@ -53,21 +53,17 @@ class Kind(NamedTuple):
 
 def _files(source: Any, *suffixes: str) -> bool:
     """Whether this is a folder with such files, such a file, or several."""
-    if isinstance(source, Path):
-        if source.is_dir():
-            return any(path.suffix in suffixes for path in source.iterdir())
-        return source.suffix in suffixes and source.exists()
-    return (
-        isinstance(source, list)
-        and bool(source)
-        and all(_files(path, *suffixes) for path in source)
+    if isinstance(source, Path) and source.is_dir():
+        return any(path.suffix in suffixes for path in source.iterdir())
+    paths = source if isinstance(source, list) else [source]
+    return bool(paths) and all(
+        isinstance(path, Path) and path.suffix in suffixes and path.is_file() for path in paths
     )
 
 
 def _is_arrow(source: Any) -> bool:
-    if isinstance(source, Path) and (
-        (source / "state.json").exists() or (source / "dataset_dict.json").exists()
-    ):
+    marks = (PARTIAL, "state.json", "dataset_dict.json")
+    if isinstance(source, Path) and any((source / mark).exists() for mark in marks):
         return True
     return _files(source, ".arrow", ".feather", ".ipc")
 
@@ -229,9 +225,9 @@ def _with_paths(name: str, source: Any) -> Any:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
         return found
     if isinstance(source, str) and source != "stdlib":
-        return Path(source)
+        return Path(source).expanduser()
     if isinstance(source, list | tuple) and source and all(_is_path(each) for each in source):
-        return [Path(each) for each in source]
+        return [Path(each).expanduser() for each in source]
     return source
 
 

@@ -2,7 +2,8 @@
 
 Tokens are the column ``input_ids`` or ``tokens``, else the only column of lists of integers. The
 mask is the one column named in :data:`MASK_COLUMNS`, lists of booleans or of 0 and 1, or ``labels``
-as Hugging Face's models take them. Other columns are not looked at.
+as Hugging Face's models take them. An ``attention_mask`` beside them must be all ones: rows that
+were padded are refused. Other columns are not looked at.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pyarrow as pa
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask", "labels")
+ATTENTION_COLUMN = "attention_mask"
 LABELS = "labels"
 AUTO = "auto"
 
@@ -25,15 +27,17 @@ class Columns:
     Args:
         tokens: name of the column of tokens.
         mask: name of the column of masks; None: every token may be a target.
+        attention: name of the column that says which tokens are no padding; None: none is.
     """
 
     tokens: str
     mask: str | None
+    attention: str | None
 
     @property
     def names(self) -> list[str]:
-        """Of both, or of one."""
-        return [self.tokens] if self.mask is None else [self.tokens, self.mask]
+        """Of those that there are."""
+        return [each for each in (self.tokens, self.mask, self.attention) if each is not None]
 
     @property
     def mask_is_labels(self) -> bool:
@@ -70,7 +74,8 @@ def columns_of(
         wanted = "lists of booleans or integers"
         remedy = " Choose another with mask_column=..., or none with mask_column=None."
         _check(schema, mask_column, _is_flags, wanted, name, remedy)
-    return Columns(column, mask_column)
+    padded = ATTENTION_COLUMN in schema.names and _is_flags(schema.field(ATTENTION_COLUMN).type)
+    return Columns(column, mask_column, ATTENTION_COLUMN if padded else None)
 
 
 def _token_column(schema: pa.Schema, name: str) -> str:

@@ -83,6 +83,14 @@ class ListDocuments(MappedDocuments):
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         batch, own = self._batch(row)
+        if batch.attention is not None:
+            padding = np.flatnonzero(batch.attention.read(own, start, stop) == 0)
+            if len(padding):
+                raise ValueError(
+                    f"document {row} of {self.name} is padded: its attention_mask is 0 at position"
+                    f" {start + int(padding[0])}. Tokenise without padding (steps are packed from"
+                    " documents of any length), or leave the column out if it means something else."
+                )
         return batch.tokens.read(own, start, stop)
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
@@ -153,24 +161,27 @@ class _Batch(NamedTuple):
 
     tokens: _Lists
     mask: _Lists | None
+    attention: _Lists | None
 
     @staticmethod
     def of(batch: Any, columns: Columns, path: Path) -> _Batch:
-        lists = [
-            _Lists.of(batch.column(batch.schema.get_field_index(column)), f"{path}: {column!r}")
-            for column in columns.names
-        ]
-        tokens, mask = lists[0], lists[1] if len(lists) > 1 else None
-        if mask is not None:
-            differing = np.flatnonzero(tokens.lengths != mask.lengths)
+        lists = {
+            name: _Lists.of(batch.column(batch.schema.get_field_index(name)), f"{path}: {name!r}")
+            for name in columns.names
+        }
+        lengths = lists[columns.tokens].lengths
+        for name, other in lists.items():
+            differing = np.flatnonzero(lengths != other.lengths)
             if len(differing):
                 row = int(differing[0])
                 raise ValueError(
-                    f"{path}: {len(differing)} rows of a record batch of {len(tokens.lengths)}"
-                    f" differ in length between {columns.tokens!r} and {columns.mask!r}; the first"
-                    f" has {tokens.lengths[row]} and {mask.lengths[row]}. Mend the source."
+                    f"{path}: {len(differing)} rows of a record batch of {len(lengths)} differ in"
+                    f" length between {columns.tokens!r} and {name!r}; the first has {lengths[row]}"
+                    f" and {other.lengths[row]}. Mend the source."
                 )
-        return _Batch(tokens, mask)
+        # Columns that are not there have no name.
+        mask, attention = lists.get(columns.mask or ""), lists.get(columns.attention or "")
+        return _Batch(lists[columns.tokens], mask, attention)
 
 
 def _mapped(path: Path) -> tuple[Any, list[Any]]:

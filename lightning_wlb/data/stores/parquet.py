@@ -90,7 +90,10 @@ def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
 
 def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     source = parquet.schema_arrow
-    schema = pa.schema([(name, _small(source.field(name).type)) for name in columns.names])
+    kinds = [(name, _small(source.field(name).type)) for name in columns.names]
+    if columns.attention is not None:
+        kinds[-1] = columns.attention, pa.list_(pa.bool_())
+    schema = pa.schema(kinds)
     row = 0
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):

@@ -129,6 +129,19 @@ def test_several_files_by_a_pattern_and_by_name(tmp_path: Path) -> None:
     check(documents(tmp_path), TOKENS)
 
 
+def test_batches_without_rows_and_unpadded_rows(tmp_path: Path) -> None:
+    table = pa.table({"input_ids": TOKENS, "attention_mask": [[1] * len(row) for row in TOKENS]})
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        for part in (table.slice(0, 0), table.slice(0, 1), table.slice(1, 0), table.slice(1)):
+            for batch in part.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]:
+                writer.write_batch(batch)
+    check(documents(tmp_path), TOKENS)
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema):
+        pass
+    with pytest.raises(ValueError, match="holds no documents"):
+        documents(tmp_path)
+
+
 def tokenised(folder: Path, **facts: Any) -> Path:
     """A folder as ``lightning-wlb tokenize`` writes it."""
     folder.mkdir()
@@ -146,6 +159,10 @@ def test_a_tokenised_folder_knows_its_vocabulary(tmp_path: Path) -> None:
     assert store.vocab_size == 9
     with pytest.raises(ValueError, match=r"has not completed this folder .* again: it continues"):
         documents(tokenised(tmp_path / "b"))
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "lightning_wlb.partial.json").write_text("{}")
+    with pytest.raises(ValueError, match="has not completed this folder"):
+        documents(tmp_path / "e")
     with pytest.raises(ValueError, match=r"has 3 documents, but its lightning_wlb\.json says 4"):
         documents(tokenised(tmp_path / "c", vocab_size=9, documents=4, tokens=6))
     small = documents(tokenised(tmp_path / "d", vocab_size=6, documents=3, tokens=6))
@@ -200,6 +217,10 @@ def test_columns_that_do_not_fit_are_refused(tmp_path: Path, table: pa.Table, me
         (column([[1], [2, -5]]), r"document 1 of ArrowDocuments.*token -5 at position 1"),
         (beside("labels", [[1, -100, 3], [4], [5, 7]]), "document 2.*label at position 1 is 7"),
         (beside("loss_mask", [[1, 1, 1], [1], [0, 2]]), "document 2.*value 2 at position 1"),
+        (
+            beside("attention_mask", [[1, 1, 1], [1], [1, 0]]),
+            "document 2.* is padded: .*position 1",
+        ),
     ],
 )
 def test_values_that_do_not_fit_are_refused_when_read(

@@ -145,6 +145,15 @@ def test_columns_that_do_not_fit_are_refused(
         documents(write_parquet(tmp_path / "a.parquet", rows, **others))
 
 
+def test_padded_rows_are_refused_when_read(tmp_path: Path) -> None:
+    store = documents(
+        write_parquet(tmp_path / "a.parquet", TOKENS, attention_mask=[[1, 1, 0], [1], [1, 1]])
+    )
+    assert store.read(0, 0, 2).tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"document 0 of ParquetDocuments.* is padded"):
+        store.read(0, 0, 3)
+
+
 def test_truncated_files_are_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", TOKENS, 1)
     whole = path.read_bytes()
