@@ -159,7 +159,9 @@ def _read(
         start = part.start + int(indices.offset[row])
         stop = start + end - row
         # One token more than the rows, for the last row's label, where the document has it.
-        label_stop = min(stop + 1, int(store.lengths[part.document]))
+        # Numbers go on beyond the last document where a mixture passes a store again.
+        length = int(store.lengths[part.document % len(store.lengths)])
+        label_stop = min(stop + 1, length)
         first = start if tokens is not None else start + 1
         until = label_stop if labels is not None else stop
         if until <= first:

@@ -24,6 +24,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import opening
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
 from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
@@ -208,6 +209,12 @@ class WLBDataModule(L.LightningDataModule):
         return self._evaluation(opening.documents(self.test_documents))
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
+        if isinstance(store, MixedDocuments):
+            raise MisconfigurationException(
+                f"{store!r} is a mixture, whose stores are repeated in proportions, but validation"
+                " and test pass every document once. Give one store, or a number of documents to"
+                " hold out."
+            )
         settings = replace(self.settings, shuffle=False, max_tokens=None)
         return self._loader(self._dataset(store, settings), lambda: None)
 
@@ -303,6 +310,8 @@ class WLBDataModule(L.LightningDataModule):
 
 def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:
     lengths = np.asarray(store.lengths)
+    if isinstance(store, MixedDocuments):
+        rank_zero_info(store.describe() + ".")
     queues = (
         f"outlier queues from {', '.join(map(str, planner.thresholds))} tokens"
         if planner.thresholds

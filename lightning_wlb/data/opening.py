@@ -15,7 +15,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.data import tokenising
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
+from lightning_wlb.data.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.data.stores.arrow import PARTIAL, ArrowDocuments
 from lightning_wlb.data.stores.flat import FlatDocuments
@@ -81,6 +83,25 @@ def _stdlib(
     return StdlibDocuments(unit, tokenizer, vocab_size)
 
 
+def _texts(
+    source: str | Path,
+    tokenizer: str | Path | None = None,
+    column: str | None = None,
+    eos: bool | str = True,
+) -> ArrowDocuments:
+    return ArrowDocuments(tokenising.texts(source, tokenizer, column, eos))
+
+
+def _chats(
+    source: str | Path, tokenizer: str | Path | None = None, column: str | None = None
+) -> ArrowDocuments:
+    return ArrowDocuments(tokenising.chats(source, tokenizer, column))
+
+
+def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
+    return open_mixture(entries, documents)
+
+
 KINDS: list[Kind] = [
     Kind("the name 'stdlib'", lambda source: source == "stdlib", _stdlib),
     Kind(
@@ -99,6 +120,19 @@ KINDS: list[Kind] = [
         None,
         FlatDocuments,
         key="tokens",
+    ),
+    Kind(
+        "a mapping {'texts': 'corpus.jsonl', 'tokenizer': ...} (JSON lines or text files)",
+        None,
+        _texts,
+        key="texts",
+    ),
+    Kind("a mapping {'chats': 'chats.jsonl', 'tokenizer': ...}", None, _chats, key="chats"),
+    Kind(
+        "a mapping {'mixture': [{'documents': ..., 'weight': 0.7}, ...]}",
+        None,
+        _mixture,
+        key="mixture",
     ),
     Kind("sequences of token numbers", _is_sequences, InMemoryDocuments),
 ]
@@ -252,5 +286,7 @@ def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore
     # Python's own generator: its samples are the same on every version.
     held_out = np.zeros(documents, bool)
     held_out[random.Random(seed).sample(range(documents), count)] = True
-    kept = DocumentSubset(store, document_numbers(documents)[~held_out])
-    return kept, DocumentSubset(store, np.flatnonzero(held_out))
+    kept, chosen = document_numbers(documents)[~held_out], np.flatnonzero(held_out)
+    if isinstance(store, MixedDocuments):
+        return store.subset(kept), DocumentSubset(store, chosen)
+    return DocumentSubset(store, kept), DocumentSubset(store, chosen)

@@ -45,6 +45,7 @@ from lightning_wlb.data import opening
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
@@ -157,6 +158,7 @@ class StepDataset(IterableDataset[StepBatch]):
                 else predictor.latency.segment_cost
             ),
             judge=None if predictor is None else PredictedJudge(predictor),
+            mixture=self.store.shares if isinstance(self.store, MixedDocuments) else (),
         )
         if self.state is not None:
             planner.load_state_dict(self.state)

@@ -30,6 +30,7 @@ from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
+from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -56,6 +57,9 @@ class Planner:
             sharding is chosen.
         judge: what methods that try several plans of a step choose by, such as
             ``planning.judge.PredictedJudge``; None: simulations of ``work``.
+        mixture: where documents are those of several stores, one store's after another's: what is
+            taken of each. A document's number then grows by the number of all documents with
+            each pass (:mod:`lightning_wlb.planning.mixture`).
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
@@ -74,6 +78,7 @@ class Planner:
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         judge: Judge | None = None,
+        mixture: Sequence[Share] = (),
     ) -> None:
         self._data = data
         self._mesh = mesh
@@ -89,13 +94,17 @@ class Planner:
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
-        self._arrivals = GlobalBatches(
+        self._mixture = tuple(mixture)
+        stream = (
             self._lengths,
             data.nominal_tokens,
             data.context_window,
             data.packer.cuts_stream,
             data.seed,
             data.shuffle,
+        )
+        self._arrivals = (
+            MixedBatches(self._mixture, *stream) if self._mixture else GlobalBatches(*stream)
         )
         self._settings = self._fingerprint()
         self._step = 0  # steps planned
@@ -209,7 +218,8 @@ class Planner:
         return sharding, layout(sharding, lengths, *sizes).rows
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
-        return max(min(stop, int(self._store_lengths[document]) - 1) - start, 0)
+        length = int(self._store_lengths[document % len(self._store_lengths)])
+        return max(min(stop, length - 1) - start, 0)
 
     def _fingerprint(self) -> dict[str, Any]:
         """The data settings, resolved, with what identifies the documents and the cost model."""
@@ -234,6 +244,7 @@ class Planner:
                 total.window,
                 *map(list, total.narrower),
             ],
+            **({"mixture": [list(share) for share in self._mixture]} if self._mixture else {}),
             **data.packing_choice.options.fingerprint,
         }
 
