@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
-from platformdirs import user_cache_dir
 
+from lightning_wlb.data.cached import cache_folders
 from lightning_wlb.data.tokenising.job import Request, finished, tokenise
 
 
@@ -73,8 +74,22 @@ def _tokenised(request: Request) -> Path:
     identity = request.identity()
     source = Path(request.source).resolve()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
-    folder = Path(user_cache_dir("lightning_wlb"), "documents", f"{source.stem}-{key[:16]}")
+    folder = _cache_folder() / f"{source.stem}-{key[:16]}"
     if finished(folder, identity) is None:
         rank_zero_info(f"Tokenising {source} into {folder}, once. {request.encoder.describe()}")
         tokenise(request, folder)
     return folder
+
+
+def _cache_folder() -> Path:
+    for folder in cache_folders():
+        try:
+            (folder / "documents").mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder / "documents", os.W_OK):
+            return folder / "documents"
+    raise ValueError(
+        f"None of the cache folders {', '.join(map(str, cache_folders()))} can be written to."
+        " Tokenise by the command (lightning-wlb tokenize) and give its folder as documents."
+    )

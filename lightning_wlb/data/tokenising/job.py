@@ -31,10 +31,12 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.data.stores.arrow import PARTIAL
+from lightning_wlb.data.stores.lists import FACTS
 from lightning_wlb.data.tokenising import folder as folders
 from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.encoders import Document, Encoder, TextEncoder
-from lightning_wlb.data.tokenising.folder import FORMAT, PARTIAL, WHOLE, Figures
+from lightning_wlb.data.tokenising.folder import FORMAT, Figures
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
 
 Kind = Literal["texts", "chats"]
@@ -162,7 +164,7 @@ def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     Raises:
         ValueError: it was made for another request.
     """
-    content = folders.read_json(out / WHOLE)
+    content = folders.read_json(out / FACTS)
     if content is not None:
         _check_same(out, content["request"], identity, "was made")
     return content
