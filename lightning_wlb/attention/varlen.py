@@ -223,6 +223,7 @@ def _check_window(of_kernel: int | None, of_metadata: int | None) -> None:
     if of_metadata is not None and (of_kernel is None or of_kernel > of_metadata):
         raise ValueError(
             f"the batch was made for a sliding window of {of_metadata} tokens and lacks keys that"
-            f" attention with sliding_window={of_kernel} reads. Say the widest window of any layer,"
-            " or None, in the ModelShape that the data module goes by (model_shape)."
+            f" attention with sliding_window={of_kernel} reads. Say this layer's window in the"
+            " ModelShape that the data module goes by (model_shape); ModelShape.of_layers takes the"
+            " window of each layer."
         )

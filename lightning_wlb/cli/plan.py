@@ -25,7 +25,7 @@ from rich.table import Table
 
 from lightning_wlb.cli.arguments import add_model, packing_option_names
 from lightning_wlb.cli.forecast import Comparison, compare
-from lightning_wlb.cli.lengths import GENERATOR_A, STORES
+from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
 from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE, SHARDING_NAMES, Request
 from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.cli.verdict import Verdict, judged
@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         required=True,
         metavar="SOURCE",
-        help=f"{', '.join([*STORES, GENERATOR_A])}, or a .npy or text file of lengths in tokens",
+        help=f"{', '.join([*STORES, GENERATOR_A])}, a .npy or text file of lengths in tokens, or a"
+        f" folder or file ({', '.join(STORE_FILES)}) of documents",
     )
     data.add_argument(
         "--context-window",
