@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.data.opening import check_documents, open_documents
+from lightning_wlb.data.opening import documents
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.planning.workloads import documents_for, generator_a
 
@@ -35,8 +34,8 @@ def load_lengths(
 
     Args:
         source: a name in :data:`STORES`, ``"generator-a"``, or the path of a ``.npy`` file with
-            integers or of a text file with one integer per line or word. A folder, or a file of
-            :data:`STORE_FILES`, is opened as documents.
+            integers or of a text file with one integer per line or word. A file of
+            :data:`STORE_FILES`, and what is no file, is opened as documents.
         context_window: bounds the generator's documents.
         micro_batches: of a global batch; sizes the generator's sample.
         steps: likewise.
@@ -53,8 +52,14 @@ def load_lengths(
             documents_for(steps, micro_batches, context_window), context_window, seed
         )
     path = Path(source)
-    if path.is_dir() or path.suffix in STORE_FILES:
-        return _lengths_of_documents(source)
+    if path.suffix in STORE_FILES or not path.is_file():
+        try:
+            return documents(source).lengths
+        except ValueError as error:
+            named = ", ".join([*STORES, GENERATOR_A])
+            raise ValueError(
+                f"--lengths: {error} Or give {named}, or a file of lengths."
+            ) from error
     known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])}, a file of lengths, or documents"
     try:
         if path.suffix == ".npy":
@@ -74,11 +79,3 @@ def load_lengths(
             " lengths are integers in one dimension, at least one."
         )
     return values.astype(np.int64)
-
-
-def _lengths_of_documents(source: str) -> Lengths:
-    try:
-        check_documents("--lengths", source)
-    except MisconfigurationException as error:
-        raise ValueError(str(error)) from error
-    return open_documents(source).lengths

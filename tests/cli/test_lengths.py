@@ -43,13 +43,16 @@ def test_folders_and_files_of_documents_are_opened_as_documents(
     else:
         path.mkdir()
     asked = []
-    monkeypatch.setattr(of_lengths, "check_documents", lambda name, given: asked.append(given))
-    store = InMemoryDocuments([[1, 2, 3], [4]])
-    monkeypatch.setattr(of_lengths, "open_documents", lambda given: store)
+
+    def opened(given: str) -> InMemoryDocuments:
+        asked.append(given)
+        return InMemoryDocuments([[1, 2, 3], [4]])
+
+    monkeypatch.setattr(of_lengths, "documents", opened)
     assert load_lengths(str(path), **SETTINGS).tolist() == [3, 1]
     assert asked == [str(path)]
 
 
 def test_documents_of_an_unknown_kind_are_a_mistake(tmp_path) -> None:
-    with pytest.raises(ValueError, match=f"--lengths='{tmp_path}'"):
+    with pytest.raises(ValueError, match=f"--lengths: documents='{tmp_path}'"):
         load_lengths(str(tmp_path), **SETTINGS)
