@@ -19,7 +19,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.data.cached import cache_folders
-from lightning_wlb.data.tokenising.job import Request, finished, tokenise
+from lightning_wlb.data.tokenising.job import TokeniseRequest, finished, tokenise
 
 
 def texts(
@@ -38,10 +38,11 @@ def texts(
             text; False, none.
 
     Raises:
-        ValueError: no tokenizer is named, or as for :class:`.Request` and :func:`.tokenise`.
+        ValueError: no tokenizer is named, or as for :class:`.TokeniseRequest` and
+            :func:`.tokenise`.
         TimeoutError: another process tokenises the same and does not get on.
     """
-    return _tokenised(Request(source, _named(source, tokenizer), "texts", column, eos))
+    return _tokenised(TokeniseRequest(source, _named(source, tokenizer), "texts", column, eos))
 
 
 def chats(
@@ -55,10 +56,11 @@ def chats(
         column: that holds the messages; None: ``messages``.
 
     Raises:
-        ValueError: no tokenizer is named, or as for :class:`.Request` and :func:`.tokenise`.
+        ValueError: no tokenizer is named, or as for :class:`.TokeniseRequest` and
+            :func:`.tokenise`.
         TimeoutError: another process tokenises the same and does not get on.
     """
-    return _tokenised(Request(source, _named(source, tokenizer), "chats", column))
+    return _tokenised(TokeniseRequest(source, _named(source, tokenizer), "chats", column))
 
 
 def _named(source: str | Path, tokenizer: Any) -> str:
@@ -70,7 +72,7 @@ def _named(source: str | Path, tokenizer: Any) -> str:
     return str(tokenizer)
 
 
-def _tokenised(request: Request) -> Path:
+def _tokenised(request: TokeniseRequest) -> Path:
     identity = request.identity()
     source = Path(request.source).resolve()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lightning_wlb
-from lightning_wlb.data.tokenising import Request, chats, direct, job, texts, tokenise
+from lightning_wlb.data.tokenising import TokeniseRequest, chats, direct, job, texts, tokenise
 from tests.data.tokenising.support import (
     PLAIN,
     columns,
@@ -55,7 +55,7 @@ def test_chats_are_what_the_command_makes_of_them(tmp_path) -> None:
     model = saved_chat_tokenizer(tmp_path / "model", PLAIN)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     source = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
-    tokenise(Request(source, model, "chats"), tmp_path / "out")
+    tokenise(TokeniseRequest(source, model, "chats"), tmp_path / "out")
     assert contents(chats(source, model)) == contents(tmp_path / "out")
 
 
