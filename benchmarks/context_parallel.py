@@ -200,7 +200,7 @@ def _attention_ms(predictor: Predictor, lengths: list[int]) -> tuple[float, floa
             + latency.tensor_parallel_ns(cost.rows, backward=backward)
             for backward in (False, True)
         )
-        times.append((sum(cost.layer_ns) - others) / 1e6)
+        times.append((sum(cost.layer_ns[0]) - others) / 1e6)
     return times[0], times[1]
 
 

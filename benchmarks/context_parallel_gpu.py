@@ -36,7 +36,7 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks import report
 from benchmarks.context_parallel import PAPER, sequences
 from benchmarks.workloads import LLAMA2_7B_LAYER
-from lightning_wlb.attention.kernels_gpu import flash_function
+from lightning_wlb.attention.kernels_gpu import flash_library
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs
@@ -242,7 +242,7 @@ def path_over_library(attention: VarlenAttention, lengths: list[int], ranks: int
             )
         return out[0] if isinstance(out, tuple) else out
 
-    library = flash_function() if attention.kernel_name(DEVICE) == "flash" else None
+    library = flash_library()[0] if attention.kernel_name(DEVICE) == "flash" else None
     ours = kernel_ms(lambda q, k, v: attention(q, k, v, metadata), leaves, gradient)
     return ours / kernel_ms(direct, leaves, gradient)
 

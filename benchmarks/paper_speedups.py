@@ -29,9 +29,10 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.workloads import documents_for, generator_a, window_pieces
 from lightning_wlb.cli.forecast import Forecast, plan_steps
-from lightning_wlb.cost.flops import ModelShape, PassWork, Work, causal_pairs
+from lightning_wlb.cost.flops import PassWork, Work, causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan

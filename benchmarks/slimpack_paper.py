@@ -31,10 +31,11 @@ from rich.progress import track
 from benchmarks import report
 from benchmarks.paper_speedups import without_communication
 from lightning_wlb.cli.forecast import plan_steps
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, Planner

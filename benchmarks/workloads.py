@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.planning.arrivals import cut_stream
 from lightning_wlb.planning.workloads import documents_for, generator_a
 

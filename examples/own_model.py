@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import lightning_wlb as wlb
-from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 
@@ -61,7 +61,7 @@ class OwnModule(wlb.LanguageModule):
         """What the packer weighs documents by: the cost model counts three matrices of ffn_dim."""
         return replace(self.config.shape, ffn_dim=self.config.ffn_dim * 2 // 3)
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> wlb.Decoder:
         """The whole model; the strategy splits it and gives it memory and values."""
         return OwnDecoder(self.config)
 

@@ -3,6 +3,8 @@
 Importing this package registers the strategy ``"wlb"``: ``Trainer(strategy="wlb")``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_wlb.callbacks import ImbalanceMonitor
@@ -11,15 +13,21 @@ from lightning_wlb.data.documents import DocumentStore, InMemoryDocuments
 from lightning_wlb.data.sampler import StepDataset, StepLoader
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.strategy.wlb import WLBStrategy
 
+if TYPE_CHECKING:
+    from lightning_wlb.models.huggingface.module import HuggingFaceModule
+
 __all__ = [
     "DataSettings",
+    "Decoder",
     "DocumentStore",
+    "HuggingFaceModule",
     "ImbalanceMonitor",
     "InMemoryDocuments",
     "LanguageModule",
@@ -42,3 +50,17 @@ StrategyRegistry.register(
     WLBStrategy,
     description="Workload-balanced data x pipeline x context x tensor parallelism",
 )
+
+
+def __getattr__(name: str) -> Any:
+    # transformers takes seconds to import, and is an extra.
+    if name != "HuggingFaceModule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from lightning_wlb.models.huggingface.module import HuggingFaceModule
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"HuggingFaceModule needs {error.name}: pip install 'lightning-wlb[hf]'",
+            name=error.name,
+        ) from error
+    return HuggingFaceModule

@@ -22,7 +22,7 @@ from lightning_wlb import (
     WLBStrategy,
 )
 from lightning_wlb.arguments import choice, flag, number, whole, wholes
-from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh

@@ -21,6 +21,7 @@ over which keys and values have stride 0: nothing is copied.
 Cost: the pairs that a causal mask leaves, up to twice as many with a sliding window, and a constant
 for each call, which dominates where many segments have a few tokens; no memory that grows with
 queries · keys. Not for windows of a few tokens. Half types are accumulated in float32.
+Soft-capped scores are not in torch's kernel: :mod:`.kernels_capped` has them.
 """
 
 from __future__ import annotations
@@ -36,14 +37,12 @@ from torch.autograd.function import once_differentiable
 
 from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.kernels_capped import Segment, capped_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
 
 BLOCK = 256
 """Most queries of a block under a sliding window; a mask has a block times a window elements."""
-
-_Segment = tuple[int, int, int, int]
-"""First query, number of queries, first key, number of keys before the first query's own."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -61,16 +60,16 @@ def cpu_attention(
     Raises:
         ValueError: if a segment has no query, or fewer keys than queries.
     """
-    if options.softcap is not None:
-        raise ValueError("backend 'cpu' has no softcap yet.")
     segments, sliding_window = list(_segments(metadata)), options.sliding_window
+    if options.softcap is not None:
+        return capped_attention(q, k, v, segments, options)
     if sliding_window is not None:
         segments = [block for each in segments for block in _blocks(*each, sliding_window)]
     inputs = _dense(q), _dense(k), _dense(v), options.sinks
     return _attend(*inputs, segments, options.scale, sliding_window)
 
 
-def _segments(metadata: AttentionMetadata) -> Iterator[_Segment]:
+def _segments(metadata: AttentionMetadata) -> Iterator[Segment]:
     queries_of, keys_of = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
     bounds = zip(pairwise(queries_of), pairwise(keys_of), strict=True)
     for (first_query, stop_query), (first_key, stop_key) in bounds:
@@ -87,7 +86,7 @@ def _segments(metadata: AttentionMetadata) -> Iterator[_Segment]:
 
 def _blocks(
     first_query: int, queries: int, first_key: int, before: int, sliding_window: int
-) -> Iterator[_Segment]:
+) -> Iterator[Segment]:
     """The segment in blocks, so short that no query's mask hides all keys in front of its block."""
     size = min(max(sliding_window - 1, 1), BLOCK)
     if before + queries <= sliding_window:
@@ -135,7 +134,7 @@ class _CpuAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        segments: list[_Segment],
+        segments: list[Segment],
         scale: float | None,
         sliding_window: int | None,
     ) -> Tensor:

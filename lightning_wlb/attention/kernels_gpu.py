@@ -5,22 +5,32 @@ ImportError with the reason. All three libraries align the causal mask at the bo
 grouped-query attention as it is, know float16 and bfloat16 only, and read no tile of keys outside
 of a sliding window.
 
-This project has not run them on a GPU. Without one the tests call torch's own operator on tensors
-without memory and compare with flash_attn's parameters as released; tests marked ``gpu`` compare
-with dense attention.
+Sinks take torch's kernel, between whose forward and backward :mod:`.sinks` stands; the package does
+not show its backward. A soft cap takes the package in version 2.6.2 or newer: torch's kernel has
+none, older versions and 4.x have none in their backward. What is missing is refused.
+
+This project has not run them on a GPU, sinks and caps included. Without one the tests call torch's
+own operators on tensors without memory and compare with flash_attn's parameters as released; tests
+marked ``gpu`` compare with dense attention.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_wlb.attention.kernel import AttentionOptions, Kernel
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
+
+_forward = torch.ops.aten._flash_attention_forward.default
+_backward = torch.ops.aten._flash_attention_backward.default
 
 
 def load_torch() -> Kernel:
@@ -40,9 +50,14 @@ def load_torch() -> Kernel:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        if options.softcap is not None or options.sinks is not None:
-            raise ValueError("backend 'torch' has no softcap and no sinks yet.")
+        if options.softcap is not None:
+            raise ValueError(
+                f"softcap={options.softcap}: attention backend 'torch' cannot cap scores. Install"
+                " flash-attn 2.6.2 or newer (2.x) and give attention_backend='flash', or 'auto'."
+            )
         left = -1 if options.sliding_window is None else options.sliding_window - 1
+        if options.sinks is not None:
+            return _attend_with_sinks(q, k, v, options.sinks, metadata, options.scale, left)
         # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
         grouped: dict[str, Any] = {}
         if q.shape[1] != k.shape[1] and "enable_gqa" in known:
@@ -71,7 +86,7 @@ def load_flash() -> Kernel:
     Both may be installed side by side; 2.x goes first because 4.x declares itself alpha. 4.x must
     be of January 2026 or later: older versions do not take the longest lengths.
     """
-    function = flash_function()
+    function, version = flash_library()
 
     def attention(
         q: Tensor,
@@ -80,12 +95,23 @@ def load_flash() -> Kernel:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        if options.softcap is not None or options.sinks is not None:
-            raise ValueError("backend 'flash' has no softcap and no sinks yet.")
+        if options.sinks is not None:
+            raise ValueError(
+                "attention backend 'flash' has no sinks: the package does not show the backward"
+                " that their gradient needs. Give attention_backend='torch'."
+            )
         # What stands for none is not the same in 2.x and 4.x: their own default.
         extra: dict[str, Any] = {}
         if options.sliding_window is not None:
             extra["window_size"] = (options.sliding_window - 1, 0)
+        if options.softcap is not None:
+            if not (2, 6, 2) <= version < (3,):
+                found = ".".join(map(str, version))
+                raise ValueError(
+                    f"softcap={options.softcap}: flash-attn {found} has no backward that caps"
+                    " scores of packed segments. Install flash-attn 2.6.2 or newer, of 2.x."
+                )
+            extra["softcap"] = options.softcap
         # By keyword: 2.x and 4.x order their parameters differently.
         result = function(
             q,
@@ -106,8 +132,64 @@ def load_flash() -> Kernel:
     return attention
 
 
-def flash_function() -> Callable[..., Any]:
-    """The library's own function; raises ImportError, with the reason, where there is none."""
+class _AttentionWithSinks(torch.autograd.Function):
+    """What ``varlen_attn`` calls in forward and in backward, with sinks merged in between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        metadata: AttentionMetadata,
+        scale: float | None,
+        left: int,
+    ) -> Tensor:
+        bounds = metadata.cu_seqlens_q, metadata.cu_seqlens_k
+        ctx.most = metadata.max_seqlen_q, metadata.max_seqlen_k
+        ctx.causal = left == -1  # else causal by its window, as in varlen_attn
+        ctx.rest = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+        out, lse, rng, unused, _ = _forward(
+            q, k, v, *bounds, *ctx.most, 0.0, ctx.causal, False, **ctx.rest
+        )
+        # The kernel's log-sum-exp is [heads, queries].
+        merged, lse = with_sinks(out, lse.T, sinks)
+        out, lse = merged.to(q.dtype), lse.T.contiguous()
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *bounds, rng, unused)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks, *bounds, rng, unused = ctx.saved_tensors
+        gradients = _backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *bounds,
+            *ctx.most,
+            0.0,
+            ctx.causal,
+            rng,
+            unused,
+            **ctx.rest,
+        )
+        return *gradients, gradient_of_sinks(grad_out, out, lse.T, sinks), None, None, None
+
+
+_attend_with_sinks: Callable[..., Tensor] = _AttentionWithSinks.apply
+
+
+def flash_library() -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """The library's own function and its version, which is (4,) for any 4.x.
+
+    Raises:
+        ImportError: with the reason, where there is none.
+    """
     try:
         import flash_attn
         from flash_attn import flash_attn_varlen_func
@@ -118,11 +200,11 @@ def flash_function() -> Callable[..., Any]:
             raise ImportError(
                 f"neither flash-attn 2.x ({missing}) nor flash-attn-4 ({also_missing})"
             ) from also_missing
-    else:
-        version = str(flash_attn.__version__)
-        if tuple(int(part) for part in version.split(".")[:2]) < (2, 1):
-            raise ImportError(
-                f"flash-attn {version} aligns causal masks at the top left; 2.1 or newer is needed"
-            )
-    function: Callable[..., Any] = flash_attn_varlen_func
-    return function
+        return flash_attn_varlen_func, (4,)
+    version = tuple(map(int, re.findall(r"\d+", str(flash_attn.__version__))[:3]))
+    if version < (2, 1):
+        raise ImportError(
+            f"flash-attn {flash_attn.__version__} aligns causal masks at the top left; 2.1 or newer"
+            " is needed"
+        )
+    return flash_attn_varlen_func, version

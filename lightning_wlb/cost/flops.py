@@ -3,67 +3,33 @@
 A causal decoder does work of two kinds on a piece of d tokens: the matrix products, which are
 linear in d, and attention, which grows with the number of (query, key) pairs: d·(d + 1)/2, or
 under a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact Python integers,
-so that every rank ranks pieces alike on any CPU.
+so that every rank ranks pieces alike on any CPU. Layers may differ in both, see
+:mod:`~lightning_wlb.cost.shape`.
 
 Conventions: one multiply-add is 2 FLOPs; only matrix products count (norms, rotary embedding,
 activation functions and the embedding look-up are bound by memory, not by arithmetic); masked
-pairs do not count, as variable-length attention kernels skip them. The backward of a matrix
-product is two products (×2); the backward of attention recomputes the scores and does four more
-products where the forward does two (×2.5).
+pairs do not count, as variable-length attention kernels skip them; of a mixture's experts those
+count that a token is sent to. The backward of a matrix product is two products (×2); the backward
+of attention computes the scores again and does four more products where the forward does two (×2.5
+where values are as wide as keys).
 
-Every call is O(1). Do not use FLOPs as a latency: a short piece runs far below the arithmetic peak
-of a device, which only :mod:`~lightning_wlb.cost.latency` knows.
+A call costs O(distinct windows of the layers), one or two in every model known. Do not use FLOPs as
+a latency: a short piece runs far below the arithmetic peak of a device, which only
+:mod:`~lightning_wlb.cost.latency` knows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
+from typing import NamedTuple
 
 from lightning_wlb.arguments import whole
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder that its FLOPs depend on.
-
-    Args:
-        dim: width of the residual stream.
-        layers: number of decoder layers.
-        heads: query heads.
-        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
-        head_dim: width of one head.
-        ffn_dim: hidden width of the gated feed-forward network (three matrices).
-        vocab_size: rows of the output projection; 0 leaves the output projection out.
-        sliding_window: most keys that a query sees, its own included; None for no bound.
-
-    Raises:
-        ValueError: a size is not a whole number of at least 1 (``vocab_size``: 0), or ``heads`` is
-            not a multiple of ``kv_heads``.
-    """
-
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    vocab_size: int
-    sliding_window: int | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name == "sliding_window" and self.sliding_window is None:
-                continue
-            least = 0 if field.name == "vocab_size" else 1
-            size = whole(f"ModelShape: {field.name}", getattr(self, field.name), least)
-            object.__setattr__(self, field.name, size)
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"ModelShape: heads={self.heads} is not a multiple of kv_heads={self.kv_heads};"
-                " every key/value head serves the same number of query heads."
-            )
+from lightning_wlb.cost.shape import LayerShape, ModelShape, window_width
 
 
 def causal_pairs(tokens: int, context: int = 0, sliding_window: int | None = None) -> int:
@@ -79,11 +45,14 @@ def causal_pairs(tokens: int, context: int = 0, sliding_window: int | None = Non
     return causal_pairs(tokens, context) - causal_pairs(missed) + causal_pairs(before)
 
 
-def layer_linear_flops(shape: ModelShape, tokens: int) -> int:
+def layer_linear_flops(layer: LayerShape, tokens: int) -> int:
     """Forward FLOPs of the matrix products of one layer, attention scores left out."""
-    attention = shape.dim * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    feed_forward = 3 * shape.dim * shape.ffn_dim
-    return 2 * tokens * (attention + feed_forward)
+    return 2 * tokens * (layer.attention_parameters + layer.feed_forward_parameters)
+
+
+def layer_attention_flops(layer: LayerShape, tokens: int, context: int = 0) -> int:
+    """Forward FLOPs of causal attention in one layer: two products over every pair."""
+    return _forward_pair(layer) * causal_pairs(tokens, context, layer.sliding_window)
 
 
 def head_flops(shape: ModelShape, tokens: int) -> int:
@@ -93,13 +62,52 @@ def head_flops(shape: ModelShape, tokens: int) -> int:
 
 def linear_flops(shape: ModelShape, tokens: int) -> int:
     """Forward FLOPs of everything linear in tokens: all layers and the output projection."""
-    return shape.layers * layer_linear_flops(shape, tokens) + head_flops(shape, tokens)
+    layers = sum(count * layer_linear_flops(layer, tokens) for layer, count in shape.kinds.items())
+    return layers + head_flops(shape, tokens)
 
 
 def attention_flops(shape: ModelShape, tokens: int, context: int = 0) -> int:
-    """Forward FLOPs of causal attention in all layers: two products over every pair."""
-    pairs = causal_pairs(tokens, context, shape.sliding_window)
-    return 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    """Forward FLOPs of causal attention in all layers."""
+    return sum(
+        count * layer_attention_flops(layer, tokens, context)
+        for layer, count in shape.kinds.items()
+    )
+
+
+def _forward_pair(layer: LayerShape) -> int:
+    """FLOPs of a query and a key that it sees: a score, and the key's value added."""
+    return 2 * layer.heads * (layer.head_dim + layer.value_dim)
+
+
+def _backward_pair(layer: LayerShape) -> int:
+    """Scores again, gradients of queries and keys; gradients of probabilities and of values."""
+    return 2 * layer.heads * (3 * layer.head_dim + 2 * layer.value_dim)
+
+
+class _Stretch(NamedTuple):
+    """Tokens of a piece in which the same layers' windows are full: work is quadratic there.
+
+    Attributes:
+        start: tokens before it.
+        first: work of its first token.
+        per_pair: by how much each token has more work than the one before.
+    """
+
+    start: int
+    first: int
+    per_pair: int
+
+    def work(self, tokens: int) -> int:
+        """Of its first tokens."""
+        return tokens * self.first + self.per_pair * (tokens * (tokens - 1) // 2)
+
+    def tokens_within(self, work: int) -> int:
+        """How many of its first tokens have at most so much work, exactly."""
+        if self.per_pair == 0:
+            return work // self.first
+        linear = 2 * self.first - self.per_pair
+        root = isqrt(linear * linear + 8 * self.per_pair * work)
+        return (root - linear) // (2 * self.per_pair)
 
 
 @dataclass(frozen=True)
@@ -111,46 +119,88 @@ class PassWork:
 
     Args:
         per_token: work of a token, at least 1.
-        per_pair: work of a query and a key that it sees, at least 0.
-        window: most keys that a query sees, its own included; None for no bound.
+        per_pair: work of a query and a key that it sees, at least 0, in the layers that see most.
+        window: most keys that a query sees there, its own included; None for no bound.
+        narrower: (window, per_pair) of the layers that see less, from narrow to wide, each window
+            once.
 
     Raises:
-        ValueError: a coefficient out of range.
+        ValueError: a coefficient out of range, or windows out of order.
     """
 
     per_token: int
     per_pair: int
     window: int | None = None
+    narrower: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("per_token", 1), ("per_pair", 0), ("window", 1)):
             if (value := getattr(self, name)) is not None or name != "window":
                 object.__setattr__(self, name, whole(name, value, least))
+        narrower = tuple(
+            (whole("narrower window", window, 1), whole("narrower per_pair", per_pair, 0))
+            for window, per_pair in self.narrower
+        )
+        object.__setattr__(self, "narrower", narrower)
+        windows = [window for window, _ in narrower]
+        if sorted({*windows, window_width(self.window)}) != [*windows, window_width(self.window)]:
+            raise ValueError(
+                f"PassWork: narrower={narrower} with window={self.window}: give windows that"
+                " ascend, all below window."
+            )
+
+    @staticmethod
+    def of_windows(per_token: int, per_pair: Mapping[int | None, int]) -> PassWork:
+        """From the work per pair of each window; None is no bound."""
+        *narrower, (window, widest) = sorted(
+            per_pair.items(), key=lambda each: window_width(each[0])
+        )
+        return PassWork(per_token, widest, window, tuple(narrower))  # type: ignore[arg-type]
+
+    @cached_property
+    def windows(self) -> dict[int | None, int]:
+        """Work per pair of each window, from narrow to wide; None is no bound."""
+        return {**dict(self.narrower), self.window: self.per_pair}
 
     def __call__(self, tokens: int, context: int = 0) -> int:
         """Work of ``tokens`` tokens that follow ``context`` tokens of the same piece."""
         pairs = causal_pairs(tokens, context, self.window)
-        return self.per_token * tokens + self.per_pair * pairs
+        work = self.per_token * tokens + self.per_pair * pairs
+        for window, per_pair in self.narrower:
+            work += per_pair * causal_pairs(tokens, context, window)
+        return work
 
     def __add__(self, other: PassWork) -> PassWork:
         """The work of both passes."""
-        assert self.window == other.window, "passes of one model have one window"
-        return PassWork(
-            self.per_token + other.per_token, self.per_pair + other.per_pair, self.window
-        )
+        windows: dict[int | None, int] = defaultdict(int, self.windows)
+        for window, per_pair in other.windows.items():
+            windows[window] += per_pair
+        return PassWork.of_windows(self.per_token + other.per_token, windows)
 
     def tokens_within(self, work: int) -> int:
-        """How many first tokens of a piece have at most ``work`` together, exactly.
+        """How many first tokens of a piece have at most ``work`` together, exactly."""
+        before, stretches = self._stretches
+        place = bisect_right(before, work) - 1 if len(before) > 1 else 0
+        stretch = stretches[place]
+        return stretch.start + stretch.tokens_within(work - before[place])
 
-        Within the window work is quadratic in tokens; beyond it every token sees as many keys.
-        """
-        if self.window is not None and work >= (inside := self(self.window)):
-            return self.window + (work - inside) // (self.per_token + self.per_pair * self.window)
-        if self.per_pair == 0:
-            return work // self.per_token
-        linear = 2 * self.per_token + self.per_pair
-        root = isqrt(linear * linear + 8 * self.per_pair * work)
-        return (root - linear) // (2 * self.per_pair)
+    @cached_property
+    def _stretches(self) -> tuple[list[int], list[_Stretch]]:
+        """Stretches of a piece between the windows, and the work before each."""
+        rising = sum(self.windows.values())
+        stretches = [_Stretch(0, self.per_token + rising, rising)]
+        before = [0]
+        for window, per_pair in self.windows.items():
+            if window is None:
+                continue
+            last = stretches[-1]
+            tokens = window - last.start
+            # The first token past the window sees as many keys as the one before.
+            rising -= per_pair
+            first = last.first + last.per_pair * (tokens - 1) + rising
+            before.append(before[-1] + last.work(tokens))
+            stretches.append(_Stretch(window, first, rising))
+        return before, stretches
 
 
 @dataclass(frozen=True)
@@ -169,8 +219,11 @@ class Work:
     def of(shape: ModelShape) -> Work:
         """The FLOPs of a model; backward has twice the linear and 2.5 times the attention work."""
         linear = linear_flops(shape, 1)
-        pair = 4 * shape.layers * shape.heads * shape.head_dim
-        return Work(
-            PassWork(linear, pair, shape.sliding_window),
-            PassWork(2 * linear, 5 * pair // 2, shape.sliding_window),
-        )
+
+        def of_pass(per_token: int, per_pair: Callable[[LayerShape], int]) -> PassWork:
+            windows: dict[int | None, int] = defaultdict(int)
+            for layer, count in shape.kinds.items():
+                windows[layer.sliding_window] += count * per_pair(layer)
+            return PassWork.of_windows(per_token, windows)
+
+        return Work(of_pass(linear, _forward_pair), of_pass(2 * linear, _backward_pair))

@@ -16,7 +16,8 @@ factor. It is no time in nanoseconds: :mod:`~lightning_wlb.cost.latency` has the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -66,3 +67,25 @@ def reference_kernel_cost(
         read = read - np.where(first >= 0, missed, beyond * (beyond + 1) // 2)
     result: Integers = UNITS * overhead * tiles + (UNITS + (queries <= TILE)) * read
     return result
+
+
+def layers_kernel_cost(
+    queries: Integers, keys: Integers, windows: Mapping[int | None, int]
+) -> Integers:
+    """:func:`reference_kernel_cost` of layers whose windows differ, together.
+
+    Args:
+        queries: as there.
+        keys: as there.
+        windows: how much the layers of each window weigh, such as ``PassWork.windows``; None is no
+            bound.
+
+    Returns:
+        int64 [segments], the costs in the smallest whole proportions of the weights.
+    """
+    each = gcd(*windows.values()) or 1
+    costs = (
+        weight // each * reference_kernel_cost(queries, keys, sliding_window=window)
+        for window, weight in windows.items()
+    )
+    return sum(costs, np.zeros_like(queries))

@@ -10,6 +10,12 @@ Every time is that of one rank, forward and backward apart:
 * communication of all axes (communication.py), which overlaps with nothing;
 * activation checkpointing adds to a layer's backward the forward that it recomputes.
 
+Where layers differ, each kind of layer has a model of its own (:attr:`LatencyModel.kinds`), and
+methods of one layer are asked of those. What decoders of other families do beside matrix products
+and attention is taken to be what a plain decoder does that has feed-forward matrices of the same
+size; an expert's products are taken to run at the rate of the whole micro-batch's rows, though it
+sees only those sent to it, so that mixtures are predicted too fast where micro-batches are short.
+
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
 Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
 
@@ -19,22 +25,22 @@ has processors: the profile's rates are those of a busy device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_wlb.arguments import choice
 from lightning_wlb.cost.communication import Communication
-from lightning_wlb.cost.flops import ModelShape, head_flops, layer_linear_flops
+from lightning_wlb.cost.flops import head_flops, layer_linear_flops
 from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
+from lightning_wlb.cost.rates import Integers, inverse_rate, inverse_rate_of_rows
+from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 
 Checkpointing = Literal["none", "selective", "full"]
-Integers = npt.NDArray[np.int64]
-_Floats = npt.NDArray[np.float64]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -71,11 +77,11 @@ class LatencyModel:
             )
         choice("activation_checkpointing", self.activation_checkpointing, get_args(Checkpointing))
         size = self.mesh.tensor
-        for name in ("heads", "ffn_dim", "vocab_size"):
-            if getattr(self.shape, name) % size:
+        for name, value in self.shape.split_sizes:
+            if value % size:
                 raise ValueError(
-                    f"tensor_parallel_size={size} does not divide the model's"
-                    f" {name}={getattr(self.shape, name)}; choose one that does."
+                    f"tensor_parallel_size={size} does not divide the model's {name}={value};"
+                    " choose one that does."
                 )
         # Made here, so that a mesh without links is refused at once.
         self.communication  # noqa: B018
@@ -84,6 +90,15 @@ class LatencyModel:
     def communication(self) -> Communication:
         """Times of messages on the mesh."""
         return Communication(self.profile, self.mesh)
+
+    @cached_property
+    def kinds(self) -> tuple[LatencyModel, ...]:
+        """A model of each kind of layer, in the order of ``shape.kinds``."""
+        if len(self.shape.kinds) == 1:
+            return (self,)
+        dim, vocabulary = self.shape.dim, self.shape.vocab_size
+        shapes = [ModelShape.of_layers(dim, vocabulary, [layer]) for layer in self.shape.kinds]
+        return tuple(replace(self, shape=shape) for shape in shapes)
 
     # Compute, one layer on one rank
 
@@ -110,9 +125,19 @@ class LatencyModel:
         """Forward + backward time of each segment in ps: what a sharding is chosen by.
 
         The kernel, and under context parallelism the copy of the keys that the segment reads:
-        a sharding of many short segments copies a long document's keys many times.
+        a sharding of many short segments copies a long document's keys many times. Of one layer;
+        where layers differ, of the fewest that have every kind in the model's proportions.
         Arguments as for :meth:`attention_ns`; int64 [segments].
         """
+        counts = self.shape.kinds.values()
+        each = gcd(*counts)
+        costs = (
+            count // each * kind._segment_cost(queries, keys)
+            for kind, count in zip(self.kinds, counts, strict=True)
+        )
+        return sum(costs, np.zeros_like(queries))
+
+    def _segment_cost(self, queries: Integers, keys: Integers) -> Integers:
         forward = self._segments_ps(queries, keys, backward=False)
         result = forward + self._segments_ps(queries, keys, backward=True)
         # Backward gathers the keys anew, whether or not it recomputes the whole layer.
@@ -125,7 +150,7 @@ class LatencyModel:
 
     def linear_ns(self, rows: int, *, backward: bool) -> int:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
-        flops = layer_linear_flops(self.shape, rows) // self.mesh.tensor
+        flops = layer_linear_flops(self._layer, rows) // self.mesh.tensor
         result = self._product_ns(
             self.profile.layer, rows, (2 if backward else 1) * flops, backward
         ) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
@@ -134,8 +159,10 @@ class LatencyModel:
         forward = self.linear_ns(rows, backward=False)
         if self._recomputes:
             return result + forward
-        feed_forward = 6 * self.shape.dim * self.shape.ffn_dim  # FLOPs per row
-        return result + forward * (1000 * feed_forward // layer_linear_flops(self.shape, 1)) // 1000
+        feed_forward = 2 * self._layer.feed_forward_parameters  # FLOPs per row
+        return (
+            result + forward * (1000 * feed_forward // layer_linear_flops(self._layer, 1)) // 1000
+        )
 
     # Compute, the ends of the model
 
@@ -200,8 +227,8 @@ class LatencyModel:
             backward: the same two with gradients; recomputation adds those of the forward.
         """
         ranks = self.mesh.context
-        width = self._width * self.shape.head_dim
-        heads = self.shape.heads // self.mesh.tensor // ranks
+        width = self._width * self._layer.head_width
+        heads = self._layer.heads // self.mesh.tensor // ranks
         key_heads = max(self.rank_kv_heads // ranks, 1)
         result = 0
         for each in (heads + 2 * key_heads, heads):
@@ -248,12 +275,18 @@ class LatencyModel:
     @property
     def rank_kv_heads(self) -> int:
         """Key and value heads that one tensor-parallel rank computes."""
-        return max(self.shape.kv_heads // self.mesh.tensor, 1)
+        return max(self._layer.kv_heads // self.mesh.tensor, 1)
+
+    @cached_property
+    def _layer(self) -> LayerShape:
+        """The layer that all layers are like."""
+        (layer,) = self.shape.kinds
+        return layer
 
     @cached_property
     def _key_elements(self) -> int:
         """Elements of a token's key and value, of one layer on one rank."""
-        return 2 * self.rank_kv_heads * self.shape.head_dim
+        return 2 * self.rank_kv_heads * self._layer.head_width
 
     @cached_property
     def _width(self) -> int:
@@ -272,7 +305,7 @@ class LatencyModel:
 
     @cached_property
     def _table(self) -> AttentionTable:
-        return self.profile.attention_table(self.shape.head_dim)
+        return self.profile.attention_table(self._layer.head_width)
 
     def _copied_bytes(self, *, backward: bool) -> int:
         """Memory traffic per key that is put in a segment's order, or whose gradient is added."""
@@ -284,14 +317,14 @@ class LatencyModel:
         padded = -(-queries // table.tile) * table.tile
         before = keys - queries
         pairs = _pairs(padded + before) - _pairs(before)
-        window = self.shape.sliding_window
+        window = self._layer.sliding_window
         if window is not None:
             pairs += _pairs(np.maximum(before - window, 0))
             pairs -= _pairs(np.maximum(padded + before - window, 0))
             before = np.minimum(before, window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
-        flops = pairs * ((10 if backward else 4) * self.shape.head_dim)
-        flops *= self.shape.heads // self.mesh.tensor
+        flops = pairs * ((10 if backward else 4) * self._layer.head_width)
+        flops *= self._layer.heads // self.mesh.tensor
         time = flops * inverse_rate(table, padded, padded + before, backward=backward)
         result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
         return result
@@ -302,11 +335,11 @@ class LatencyModel:
         Two norms and two residual sums on this rank's rows, the rotary embedding in float32 on
         its heads, SwiGLU on its part of the feed-forward width.
         """
-        width, shape, size = self._width, self.shape, self.mesh.tensor
-        residual = (2 * 2 + 2 * 3) * width * shape.dim // size
-        heads = shape.heads // size + self.rank_kv_heads
-        rotary = (2 * width + 4 * self._wide) * heads * shape.head_dim
-        gate = 5 * width * shape.ffn_dim // size
+        width, layer, size = self._width, self._layer, self.mesh.tensor
+        residual = (2 * 2 + 2 * 3) * width * self.shape.dim // size
+        heads = layer.heads // size + self.rank_kv_heads
+        rotary = (2 * width + 4 * self._wide) * heads * layer.head_dim
+        gate = 5 * width * layer.gated_width(self.shape.dim) // size
         return (2 if backward else 1) * rows * (residual + rotary + gate)
 
     def head_traffic(self, rows: int, *, backward: bool) -> int:
@@ -321,7 +354,7 @@ class LatencyModel:
         if rows < first:
             # A call on fewer rows than the table's first takes as long as on those.
             return round(flops / rows * first / rates[0] * 1e9)
-        return round(flops * _over_inverse(rows, table.rows, rates) * 1e9)
+        return round(flops * inverse_rate_of_rows(rows, table.rows, rates) * 1e9)
 
     def _traffic_ns(self, size: int) -> int:
         return round(size * 1e9 / self.profile.element_bytes_per_second)
@@ -330,45 +363,3 @@ class LatencyModel:
 def _pairs(tokens: Integers) -> Integers:
     """(query, key) pairs of whole pieces."""
     return tokens * (tokens + 1) // 2
-
-
-def inverse_rate(
-    table: AttentionTable, queries: Integers, keys: Integers, *, backward: bool
-) -> _Floats:
-    """Seconds per FLOP of segments, bilinear over 1/queries and 1/(keys per query).
-
-    Beyond the table's last queries or keys the rate stays what it is there.
-    """
-    rates = np.array(table.backward if backward else table.forward, dtype=np.float64)
-    inverse = 1.0 / rates
-    row, row_weight = _cell(queries.astype(np.float64), table.queries)
-    column, column_weight = _cell(keys / queries, table.keys_per_query)
-    next_row = np.minimum(row + 1, rates.shape[0] - 1)
-    next_column = np.minimum(column + 1, rates.shape[1] - 1)
-    low, high = (
-        inverse[at, column] * column_weight + inverse[at, next_column] * (1.0 - column_weight)
-        for at in (row, next_row)
-    )
-    result: _Floats = low * row_weight + high * (1.0 - row_weight)
-    return result
-
-
-def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
-    """The axis point at or below each value, and its weight by 1/value; 0 weight at the next."""
-    points = np.array(axis, dtype=np.float64)
-    values = np.clip(values, points[0], points[-1])
-    index = np.clip(np.searchsorted(points, values, side="right") - 1, 0, max(len(points) - 2, 0))
-    if len(points) == 1:
-        return index, np.ones(len(values))
-    low, high = 1.0 / points[index], 1.0 / points[index + 1]
-    return index, (1.0 / values - high) / (low - high)
-
-
-def _over_inverse(value: int, axis: tuple[int, ...], rates: tuple[float, ...]) -> float:
-    """1/rate at ``value``, linear over 1/value between the points of the axis."""
-    if value >= axis[-1]:
-        return 1.0 / rates[-1]
-    index = next(number for number in range(len(axis) - 1) if value < axis[number + 1])
-    low, high = 1.0 / axis[index], 1.0 / axis[index + 1]
-    weight = (1.0 / value - high) / (low - high)
-    return weight / rates[index] + (1.0 - weight) / rates[index + 1]

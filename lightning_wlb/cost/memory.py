@@ -11,6 +11,9 @@ values of other ranks or of earlier slices are not among them, because backward 
 What lives only inside one pass (the gradients of one layer, its recomputation, keys that were
 fetched, the logits of one chunk) is counted once, at the largest.
 
+Of layers of another family they are those of a plain decoder's layer with as many heads and
+feed-forward parameters, which is an estimate.
+
 tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
 tests/strategy/test_measure.py whole steps to what the executor counts.
 
@@ -21,11 +24,12 @@ plan with :data:`USABLE_PERCENT` of a device. Every call is O(1).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import DTYPE_BYTES, Checkpointing
+from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 
 USABLE_PERCENT = 92
@@ -37,9 +41,15 @@ _CHUNK_LOGITS_BYTES = 3 * 4 * 2**22
 
 @dataclass(frozen=True)
 class StageParts:
-    """What of the model a rank owns: layers (over all its stages) and the ends."""
+    """What of the model a rank owns: layers (over all its stages) and the ends.
 
-    layers: int
+    Args:
+        layers: how many of each kind of layer, in the order of ``ModelShape.kinds``.
+        embedding: whether it has the embedding.
+        head: whether it has the final norm and the output projection.
+    """
+
+    layers: tuple[int, ...]
     embedding: bool = False
     head: bool = False
 
@@ -68,13 +78,23 @@ class MemoryModel:
     def parameters(self, parts: StageParts) -> int:
         """Parameters of a rank's tensor-parallel share, before sharding over data × context."""
         shape, size = self.shape, self.mesh.tensor
-        # Keys and values are replicated where there are fewer heads than ranks.
-        kv_heads = shape.kv_heads // size if size <= shape.kv_heads else shape.kv_heads
-        attention = 2 * shape.dim * shape.head_dim * (shape.heads // size + kv_heads)
-        layer = attention + 3 * shape.dim * shape.ffn_dim // size + 2 * shape.dim
         table = shape.vocab_size // size * shape.dim
         head = parts.head * (table + shape.dim)
-        return parts.layers * layer + parts.embedding * table + head
+        return self._of_layers(parts, self._layer_parameters) + parts.embedding * table + head
+
+    def _layer_parameters(self, layer: LayerShape) -> int:
+        size = self.mesh.tensor
+        matrices = layer.attention_parameters + layer.feed_forward_parameters
+        matrices += layer.idle_parameters
+        # Keys and values are replicated where there are fewer heads than ranks.
+        heads = layer.kv_heads if size > layer.kv_heads else 0
+        replicated = self.shape.dim * heads * (layer.head_dim + layer.value_dim)
+        return (matrices - replicated) // size + replicated + layer.vector_parameters
+
+    def _of_layers(self, parts: StageParts, each: Callable[[LayerShape], int]) -> int:
+        """The sum over the layers of a rank."""
+        kinds = zip(self.shape.kinds, parts.layers, strict=True)
+        return sum(count * each(layer) for layer, count in kinds if count)
 
     def state_bytes(self, parts: StageParts) -> int:
         """Parameters, gradients and optimizer state during a step, activations left out."""
@@ -83,14 +103,14 @@ class MemoryModel:
         at_rest = 3 * DTYPE_BYTES[self.rest_dtype] + self._wide
         return count * (self._width + self._wide) + shard * at_rest
 
-    def layer_bytes(self, rows: int) -> int:
+    def layer_bytes(self, layer: LayerShape, rows: int) -> int:
         """Saved by one layer of a micro-batch that has ``rows`` rows on the rank, with padding."""
         residual = self.boundary_bytes(rows)
         if self.activation_checkpointing == "full":
             return residual
         if self.activation_checkpointing == "selective":
-            return self._attention_half(rows) + residual
-        return self._attention_half(rows) + self._feed_forward_half(rows)
+            return self._attention_half(layer, rows) + residual
+        return self._attention_half(layer, rows) + self._feed_forward_half(layer, rows)
 
     def micro_batch_bytes(self, parts: StageParts, rows: int) -> int:
         """What a micro-batch holds on one stage, from its forward to its backward.
@@ -102,7 +122,8 @@ class MemoryModel:
         if rows == 0:
             return 0
         # The first term is the rotary embedding's frequencies.
-        result = rows * 4 * self.shape.head_dim + parts.layers * self.layer_bytes(rows)
+        result = rows * 4 * self.shape.head_dim
+        result += self._of_layers(parts, lambda layer: self.layer_bytes(layer, rows))
         if parts.head:
             result += self._norm(rows) + rows * (self.shape.dim * self._width + 4)
         else:
@@ -128,54 +149,59 @@ class MemoryModel:
 
         That is 0 unless every layer is recomputed, because autograd saves them anyway.
         """
-        full = self.activation_checkpointing == "full"
-        return parts.layers * self._key_bytes(rows, self._width) if full else 0
+        if self.activation_checkpointing != "full":
+            return 0
+        return self._of_layers(parts, lambda layer: self._key_bytes(layer, rows, self._width))
 
     def key_gradient_bytes(self, parts: StageParts, rows: int) -> int:
         """Gradients of the keys and values that later slices read, in at least float32.
 
         They are held from the backward of the first of these slices to that of ``rows``.
         """
-        return parts.layers * self._key_bytes(rows, self._wide)
+        return self._of_layers(parts, lambda layer: self._key_bytes(layer, rows, self._wide))
 
     def transient_bytes(self, parts: StageParts, rows: int, keys: int) -> int:
         """Most that lives only inside one pass of such a micro-batch, which reads ``keys`` keys."""
-        width, size, shape = self._width, self.mesh.tensor, self.shape
+        kinds = zip(self.shape.kinds, parts.layers, strict=True)
+        inside = [self._transient_bytes(layer, rows, keys) for layer, count in kinds if count]
+        return max([*inside, _CHUNK_LOGITS_BYTES if parts.head else 0])
+
+    def _transient_bytes(self, layer: LayerShape, rows: int, keys: int) -> int:
+        width, size = self._width, self.mesh.tensor
         recomputed = {
             "none": 0,
-            "selective": self._feed_forward_half(rows),
-            "full": self._attention_half(rows) + self._feed_forward_half(rows),
+            "selective": self._feed_forward_half(layer, rows),
+            "full": self._attention_half(layer, rows) + self._feed_forward_half(layer, rows),
         }[self.activation_checkpointing]
-        feed_forward = 3 * rows * shape.ffn_dim // size * width
+        feed_forward = 3 * rows * layer.gated_width(self.shape.dim) // size * width
         fetched = keys if self.mesh.context > 1 or keys > rows else 0
-        queries = 2 * (shape.heads // size) * rows * shape.head_dim * width
-        attention = queries + self._key_bytes(keys + fetched, width)
+        queries = 2 * (layer.heads // size) * rows * layer.head_width * width
+        attention = queries + self._key_bytes(layer, keys + fetched, width)
         if self.mesh.context > 1:
-            attention += self._key_bytes(self.mesh.context * rows, self._wide)
-        layer = recomputed + max(feed_forward, attention) + 2 * rows * shape.dim * width
-        return max(layer, _CHUNK_LOGITS_BYTES if parts.head else 0)
+            attention += self._key_bytes(layer, self.mesh.context * rows, self._wide)
+        return recomputed + max(feed_forward, attention) + 2 * rows * self.shape.dim * width
 
-    def _attention_half(self, rows: int) -> int:
-        heads = self.shape.heads // self.mesh.tensor
-        queries = rows * heads * self.shape.head_dim * self._width
+    def _attention_half(self, layer: LayerShape, rows: int) -> int:
+        heads = layer.heads // self.mesh.tensor
+        queries = rows * heads * layer.head_width * self._width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
         return (
             self._norm(rows)
             + rows * self.shape.dim * self._width  # normalised rows, read by wq, wk, wv
             + 2 * queries
             + padded
-            + self._key_bytes(rows, self._width)
+            + self._key_bytes(layer, rows, self._width)
             + rows * heads * 4  # log-sum-exp
         )
 
-    def _feed_forward_half(self, rows: int) -> int:
-        gate = 4 * rows * self.shape.ffn_dim // self.mesh.tensor * self._width
+    def _feed_forward_half(self, layer: LayerShape, rows: int) -> int:
+        gate = 4 * rows * layer.gated_width(self.shape.dim) // self.mesh.tensor * self._width
         return self._norm(rows) + rows * self.shape.dim * self._width + gate
 
-    def _key_bytes(self, rows: int, width: int) -> int:
+    def _key_bytes(self, layer: LayerShape, rows: int, width: int) -> int:
         """Keys and values of one layer, ``width`` bytes per element."""
-        kv_heads = max(self.shape.kv_heads // self.mesh.tensor, 1)
-        return 2 * rows * kv_heads * self.shape.head_dim * width
+        kv_heads = max(layer.kv_heads // self.mesh.tensor, 1)
+        return 2 * rows * kv_heads * layer.head_width * width
 
     def _norm(self, rows: int) -> int:
         """An RMSNorm's input, and one number per row."""

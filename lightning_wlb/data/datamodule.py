@@ -19,8 +19,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, flag, whole
-from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.opening import check_documents, hold_out, is_documents, open_documents
@@ -124,7 +124,7 @@ class WLBDataModule(L.LightningDataModule):
         if model_shape is not None and not isinstance(model_shape, ModelShape):
             raise MisconfigurationException(
                 f"model_shape={model_shape!r} is of type {type(model_shape).__name__}. Give a"
-                " lightning_wlb.cost.flops.ModelShape, or None for that of the LightningModule."
+                " lightning_wlb.cost.shape.ModelShape, or None for that of the LightningModule."
             )
         self.documents = documents
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))

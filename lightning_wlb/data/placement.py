@@ -9,9 +9,9 @@ from __future__ import annotations
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cost.flops import ModelShape
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.prediction.predictor import Predictor
 

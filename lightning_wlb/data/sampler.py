@@ -38,8 +38,9 @@ from torch import Generator
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_wlb.cost.flops import ModelShape, Work
-from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.kernel import layers_kernel_cost
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
@@ -121,7 +122,8 @@ class StepDataset(IterableDataset[StepBatch]):
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
         if sharding == HEADS and rank.mesh.context > 1:
-            check_heads(shape.heads, shape.kv_heads, rank.mesh.context, rank.mesh.tensor)
+            for layer in shape.kinds:
+                check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
         return cls(store, data, Work.of(shape), rank, sharding, schedule, predictor=predictor)
 
     def planner(self) -> Planner:
@@ -136,7 +138,7 @@ class StepDataset(IterableDataset[StepBatch]):
             schedule=self.schedule,
             targets=self.store.targets,
             kernel_cost=(
-                partial(reference_kernel_cost, sliding_window=self.work.total.window)
+                partial(layers_kernel_cost, windows=self.work.total.windows)
                 if predictor is None
                 else predictor.latency.segment_cost
             ),

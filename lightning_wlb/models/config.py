@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_wlb.arguments import flag, number, whole
-from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.shape import ModelShape
 
 
 @dataclass
@@ -111,7 +111,8 @@ class TransformerConfig:
     @property
     def shape(self) -> ModelShape:
         """The fields of the same names, for the cost model."""
-        return ModelShape(**{each.name: getattr(self, each.name) for each in fields(ModelShape)})
+        shared = {each.name for each in fields(ModelShape)} & {each.name for each in fields(self)}
+        return ModelShape(**{name: getattr(self, name) for name in shared})
 
 
 _LLAMA = {"vocab_size": 32_000}
@@ -144,8 +145,8 @@ def check_tensor_parallel(config: TransformerConfig | ModelShape, size: int) -> 
     Raises:
         ValueError: naming the size that does not divide, and what would.
     """
-    for name in ("heads", "ffn_dim", "vocab_size"):
-        value = getattr(config, name)
+    shape = config if isinstance(config, ModelShape) else config.shape
+    for name, value in shape.split_sizes:
         if value % size:
             remedy = (
                 f"Pad the vocabulary to vocab_size={-(-value // size) * size}"
@@ -155,9 +156,10 @@ def check_tensor_parallel(config: TransformerConfig | ModelShape, size: int) -> 
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide the model's {name}={value}. {remedy}."
             )
-    if config.kv_heads % size and size % config.kv_heads:
-        raise ValueError(
-            f"tensor_parallel_size={size} and the model's kv_heads={config.kv_heads} do not divide"
-            " each other, so key/value heads can be neither split nor shared evenly. Choose a"
-            f" tensor_parallel_size that divides {config.kv_heads} or is a multiple of it."
-        )
+    for kv_heads in (layer.kv_heads for layer in shape.kinds):
+        if kv_heads % size and size % kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size={size} and the model's kv_heads={kv_heads} do not divide"
+                " each other, so key/value heads can be neither split nor shared evenly. Choose a"
+                f" tensor_parallel_size that divides {kv_heads} or is a multiple of it."
+            )

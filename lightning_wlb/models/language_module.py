@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_wlb.arguments import choice, number, whole
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.varlen import BACKENDS
-from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.models.config import TransformerConfig, preset_names
@@ -42,8 +42,8 @@ LossNormalisation = Literal["step", "nominal"]
 class LanguageModule(L.LightningModule):
     """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
 
-    For a model of your own override :meth:`build_model`; it returns most simply a subclass of
-    ``Transformer`` that replaces some modules. What the model must have is in docs/guide.md.
+    For a model of your own override :meth:`build_model`, which returns any :class:`.Decoder`; a
+    subclass of ``Transformer`` that replaces some modules is the shortest.
 
     Args:
         config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.
@@ -109,9 +109,9 @@ class LanguageModule(L.LightningModule):
                 " decay_tokens, counted from the start of training. Give"
                 " 0 <= warmup_tokens < decay_tokens."
             )
-        self.config = _as_config(config)
+        self.config, plain = self.read_config(config)
         self.save_hyperparameters(ignore=["config"])
-        self.save_hyperparameters({"config": asdict(self.config)})
+        self.save_hyperparameters({"config": plain})
         self.decay_tokens = decay_tokens
         self.min_learning_rate_ratio = min_learning_rate_ratio
         self.loss_normalisation = loss_normalisation
@@ -121,10 +121,20 @@ class LanguageModule(L.LightningModule):
         self.executor: Callable[[StepBatch], Tensor] | None = None
         self.tokens_seen = 0
 
+    def read_config(self, config: Any) -> tuple[Any, dict[str, Any]]:
+        """What ``config`` stands for, and the same in plain types, which the checkpoint keeps.
+
+        Raises:
+            ValueError: a config that is not understood.
+        """
+        understood = _as_config(config)
+        return understood, asdict(understood)
+
     @property
     def model_shape(self) -> ModelShape:
         """The sizes that the cost model plans with; override it where ``config`` is not used."""
-        return self.config.shape
+        shape: ModelShape = self.config.shape
+        return shape
 
     def configure_model(self) -> None:
         """Build ``self.model``, with values unless the strategy gives memory and values later."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
-from lightning_wlb.cost.flops import Work, causal_pairs
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, ReplicaPlan
@@ -132,14 +132,13 @@ class PipelineJudge:
 
     def _work(self, replica: ReplicaPlan, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """Forward work, backward work and tokens of a micro-batch on one of its replicas."""
-        window = self.work.forward.window
-        tokens = pairs = 0
+        forward, both = self.work.forward, self.work.total
+        tokens = first = total = 0
         for index in micro_batch.slices:
             _, origin, start, stop = replica.slices[index]
             tokens += stop - start
-            pairs += causal_pairs(stop - start, start - origin, window)
-        first = self.work.forward.per_token * tokens + self.work.forward.per_pair * pairs
-        total = self.work.total.per_token * tokens + self.work.total.per_pair * pairs
+            first += forward(stop - start, start - origin)
+            total += both(stop - start, start - origin)
         members = len(micro_batch.replicas)
         if members > 1:
             total, first = shared_work(total, members), shared_work(first, members)

@@ -226,7 +226,12 @@ class Planner:
             "long_documents": data.long_documents,
             "seed": data.seed,
             "shuffle": data.shuffle,
-            "work": [total.per_token, total.per_pair, total.window],
+            "work": [
+                total.per_token,
+                total.per_pair,
+                total.window,
+                *map(list, total.narrower),
+            ],
             **data.packing_choice.options.fingerprint,
         }
 

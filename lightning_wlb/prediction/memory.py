@@ -35,11 +35,11 @@ class StepMemory:
 
     Args:
         model: memory of the model on the mesh.
-        layers: of each stage, virtual ones in order.
+        layers: of each stage, virtual ones in order: how many of each kind of layer.
     """
 
     model: MemoryModel
-    layers: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
 
     @cached_property
     def parts(self) -> tuple[StageParts, ...]:
@@ -52,7 +52,11 @@ class StepMemory:
         """What each pipeline rank owns, over all its stages."""
         ranks = self.model.mesh.pipeline
         return tuple(
-            StageParts(sum(self.layers[rank::ranks]), rank == 0, rank == ranks - 1)
+            StageParts(
+                tuple(map(sum, zip(*self.layers[rank::ranks], strict=True))),
+                rank == 0,
+                rank == ranks - 1,
+            )
             for rank in range(ranks)
         )
 

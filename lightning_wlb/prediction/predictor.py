@@ -26,15 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.cost.flops import (
-    ModelShape,
     Work,
-    attention_flops,
     causal_pairs,
     head_flops,
+    layer_attention_flops,
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory
@@ -63,9 +63,12 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     Raises:
         ValueError: more stages than layers.
     """
-    attention = attention_flops(shape, 1, mean_context) // shape.layers
-    layer = layer_linear_flops(shape, 1) + attention
-    return split_stages([layer] * shape.layers, stages, embedding=0, head=head_flops(shape, 1))
+    costs = {
+        layer: layer_linear_flops(layer, 1) + layer_attention_flops(layer, 1, mean_context)
+        for layer in shape.kinds
+    }
+    layers = [costs[layer] for layer in shape.each_layer]
+    return split_stages(layers, stages, embedding=0, head=head_flops(shape, 1))
 
 
 def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
@@ -140,7 +143,14 @@ class Predictor:
             self.rest_dtype,
             fused_norm=latency.profile.device_type != "cpu",
         )
-        return StepMemory(model, tuple(map(len, self.stages)))
+        return StepMemory(model, self._kinds_of_stages)
+
+    @cached_property
+    def _kinds_of_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage, how many layers of each kind it has."""
+        shape = self.latency.shape
+        held = [[shape.each_layer[number] for number in stage] for stage in self.stages]
+        return tuple(tuple(map(layers.count, shape.kinds)) for layers in held)
 
     @cached_property
     def synchronisation_ns(self) -> int:
@@ -178,7 +188,10 @@ class Predictor:
         """Forward and backward of one micro-batch on one stage."""
         latency, parts, rows = self.latency, self.memory.parts[stage], cost.rows
         forward, backward = (
-            parts.layers * cost.layer_ns[each]
+            sum(
+                count * of_kind[each]
+                for count, of_kind in zip(parts.layers, cost.layer_ns, strict=True)
+            )
             + latency.action_ns(rows, backward=each)
             + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
             + (latency.head_ns(rows, backward=each) if parts.head else 0)
@@ -204,13 +217,14 @@ class Predictor:
         for number, durations in enumerate(step.durations):
             for action, duration in durations.items():
                 work[number, action.micro_batch] += duration
+        total = Work.of(self.latency.shape).total
         return StepPrediction(
             plan=plan,
             simulations=tuple(step.simulations),
             costs=tuple(map(tuple, step.costs)),
             work_ns=work,
             peak_bytes=step.peak_bytes,
-            flops=sum(Work.of(self.latency.shape).total(piece.tokens) for piece in plan.pieces),
+            flops=sum(total(piece.tokens) for piece in plan.pieces),
             devices=self.latency.mesh.devices,
             peak_flops=self.latency.profile.peak_flops,
         )

@@ -20,9 +20,10 @@ class MicroBatchCost(NamedTuple):
         keys: most that a rank's segments read.
         indexed: how many of these keys are put in order by an index.
         kept_rows: rows whose keys and values later slices read; 0 if none do.
-        attention_ns: of one layer, on the slowest rank.
-        mean_attention_ns: of one layer, mean over the ranks.
-        layer_ns: everything of one layer, on the slowest rank, communication included.
+        attention_ns: of one layer, on the slowest rank; where layers differ, their mean.
+        mean_attention_ns: of one layer, mean over the ranks; where layers differ, their mean.
+        layer_ns: everything of a layer of each kind (``ModelShape.kinds``), on the slowest rank,
+            communication included.
     """
 
     rows: int
@@ -31,7 +32,7 @@ class MicroBatchCost(NamedTuple):
     kept_rows: int
     attention_ns: tuple[int, int]
     mean_attention_ns: tuple[float, float]
-    layer_ns: tuple[int, int]
+    layer_ns: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)

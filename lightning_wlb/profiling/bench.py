@@ -189,12 +189,14 @@ class Bench:
 
     def tables(self, stages: Stages, bandwidth: float) -> tuple[LinearTable, LinearTable]:
         """Rates of matrix products: FLOPs over what element-wise traffic leaves of the time."""
+        shape = self.config.shape
+        layer_flops = partial(layer_linear_flops, shape.each_layer[0])
         made = []
         for seconds, flops, traffic, factors in (
-            (stages.layer, layer_linear_flops, self._latency.layer_traffic, (1, 2)),
-            (stages.head, head_flops, self._latency.head_traffic, (1, 3)),
+            (stages.layer, layer_flops, self._latency.layer_traffic, (1, 2)),
+            (stages.head, partial(head_flops, shape), self._latency.head_traffic, (1, 3)),
         ):
-            products = np.array([flops(self.config.shape, rows) for rows in self.grid.rows])
+            products = np.array([flops(rows) for rows in self.grid.rows])
             rest = seconds - self._traffic(traffic) / bandwidth
             forward, backward = map(_rounded, np.array(factors)[:, None] * products / rest.T)
             made.append(LinearTable(self.grid.rows, forward, backward))

@@ -12,13 +12,13 @@ shards and what it fills one of them from.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.gradients import Tie, find_ties
@@ -26,7 +26,7 @@ from lightning_wlb.strategy.mesh import data_context
 
 
 def parallelize(
-    model: nn.Module,
+    model: Decoder,
     mesh: DeviceMesh,
     stages: list[range],
     *,
@@ -38,8 +38,7 @@ def parallelize(
     """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
     Args:
-        model: has ``embed``, ``layers`` (a ModuleDict keyed by global layer number), ``head``,
-            and for tensor parallelism ``tensor_parallel_plan(size)``.
+        model: whole.
         mesh: from :func:`~lightning_wlb.strategy.mesh.device_mesh`.
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
         initialise: fills every parameter of the module with its first value. Parameters are
@@ -56,8 +55,7 @@ def parallelize(
 
     tensor_mesh = mesh["tensor"]
     if tensor_mesh.size() > 1:
-        plan = cast(Any, model).tensor_parallel_plan(tensor_mesh.size())
-        shard_parameters(model, tensor_mesh, plan)
+        shard_parameters(model, tensor_mesh, model.tensor_parallel_plan(tensor_mesh.size()))
 
     deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred:
@@ -66,8 +64,8 @@ def parallelize(
         model,
         lambda tensor: tensor.to(
             None if tensor.is_meta else device,
-            # A buffer may hold integers.
-            dtype if tensor.is_floating_point() else None,
+            # Buffers keep their dtype: rotary tables would lose digits in bfloat16.
+            dtype if isinstance(tensor, nn.Parameter) else None,
         ),
     )
     fsdp.shard(model, _units(model, ties), data_context(mesh), policy)
@@ -81,20 +79,19 @@ def parallelize(
     return ties
 
 
-def keep_stages(model: nn.Module, stages: list[range], rank: int, ranks: int) -> None:
+def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> None:
     """Drop the layers and ends that other ranks own. Names keep their global layer number."""
     mine = {layer for stage in stages[rank::ranks] for layer in stage}
-    layers = cast(nn.ModuleDict, model.layers)
-    for name in list(layers):
+    for name in list(model.layers):
         if int(name) not in mine:
-            del layers[name]
+            del model.layers[name]
     if rank != 0:
-        model.embed = None  # type: ignore[assignment]  # an absent end is passed through
+        model.embed = None  # an absent end is passed through
     if rank != (len(stages) - 1) % ranks:
-        model.head = None  # type: ignore[assignment]
+        model.head = None
 
 
-def _units(model: nn.Module, ties: list[Tie]) -> list[nn.Module]:
+def _units(model: Decoder, ties: list[Tie]) -> list[nn.Module]:
     """What gathers and reduces as a whole: every layer, and the two ends unless they are tied.
 
     FSDP2 does not share a parameter between units, so tied ends on one stage go to the root.
@@ -102,7 +99,7 @@ def _units(model: nn.Module, ties: list[Tie]) -> list[nn.Module]:
     ends = [end for end in (model.embed, model.head) if isinstance(end, nn.Module)]
     if ties and len(ends) == 2:
         ends = []
-    return [*cast(nn.ModuleDict, model.layers).values(), *ends]
+    return [*model.layers.values(), *ends]
 
 
 def _refuse_empty_buffers(model: nn.Module) -> None:
@@ -129,8 +126,8 @@ def _replace_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor]) -
                     if tensor is None:
                         continue
                     if id(tensor) not in done:
-                        new = convert(tensor.detach())
+                        new = convert(tensor)
                         if isinstance(tensor, nn.Parameter):
-                            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                            new = nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
                         done[id(tensor)] = new
                     kind[name] = done[id(tensor)]  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions, Kernel
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.reference import dense_attention
 from lightning_wlb.attention.varlen import VarlenAttention
@@ -198,6 +198,17 @@ def random_inputs(
         torch.randn(rows, count, head_dim, dtype=torch.float64, generator=generator)
         for rows, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
     )
+
+
+def attending(
+    kernel: Kernel | VarlenAttention, metadata: AttentionMetadata, options: AttentionOptions = PLAIN
+) -> Callable[..., Tensor]:
+    """The kernel as a function of q, k, v and perhaps sinks."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return kernel(q, k, v, metadata, replace(options, sinks=sinks))
+
+    return attend
 
 
 def results(

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_wlb.attention import kernels_gpu
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.kernels_gpu import load_torch
 from lightning_wlb.attention.varlen import VarlenAttention, available_backends
 from tests.attention.support import (
     SEGMENTS,
     assert_close,
+    attending,
     metadata_of,
     random_inputs,
     reference,
@@ -113,6 +115,27 @@ def test_flash_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -
         "causal": True,
     }
     assert calls == [plain, {**plain, "window_size": (3, 0)}]
+    with pytest.raises(ValueError, match=r"'flash' has no sinks.*attention_backend='torch'"):
+        kernel(*inputs, metadata, AttentionOptions(sinks=torch.zeros(4)))
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("2.6.1.post1", "2.6.1"), ("2.6.2", None), ("2.8.3+cu12torch2.8", None), ("4", "4")],
+)
+def test_a_soft_cap_takes_a_flash_with_a_backward_for_it(
+    monkeypatch: pytest.MonkeyPatch, cuda: None, version: str, refused: str | None
+) -> None:
+    calls = fake_flash(monkeypatch, version)
+    _, kernel = VarlenAttention("flash")._kernels["cuda"]
+    *inputs, _ = random_inputs([(3, 5)], 4, 2)
+    options = AttentionOptions(softcap=50.0)
+    if refused is not None:
+        with pytest.raises(ValueError, match=f"flash-attn {refused} has no backward.*2.6.2 or"):
+            kernel(*inputs, metadata_of([(3, 5)]), options)
+        return
+    kernel(*inputs, metadata_of([(3, 5)]), options)
+    assert [call["softcap"] for call in calls] == [50.0]
 
 
 def varlen_attn_of_2_11(
@@ -150,6 +173,8 @@ def test_torch_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -
         (lengths, {"scale": None, "window_size": (3, 0), **grouped}),
         (lengths, {"scale": 0.5, "window_size": (-1, 0)}),
     ]
+    with pytest.raises(ValueError, match=r"softcap=50\.0: attention backend 'torch'.*'flash'"):
+        kernel(*inputs, metadata, AttentionOptions(softcap=50.0))
     for positional, named in calls:
         signature.bind(*inputs, *positional, **named)
 
@@ -178,8 +203,9 @@ def test_the_torch_signature_has_what_is_passed() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("sliding_window", [None, 1, 4])
-def test_torchs_own_operator_takes_the_call_forward_and_backward(
-    kv_heads: int, sliding_window: int | None
+@pytest.mark.parametrize("sinks", [False, True])
+def test_torchs_own_operators_take_the_call_forward_and_backward(
+    kv_heads: int, sliding_window: int | None, sinks: bool
 ) -> None:
     """Its schema, its shapes and its autograd formula, on tensors without memory."""
 
@@ -188,10 +214,46 @@ def test_torchs_own_operator_takes_the_call_forward_and_backward(
 
     q, k, v = tensor(10, 4, 64), tensor(20, kv_heads, 64), tensor(20, kv_heads, 64)
     metadata = metadata_of([(4, 8), (6, 12)], "meta")
-    out = load_torch()(q, k, v, metadata, AttentionOptions(sliding_window=sliding_window))
+    of_heads = tensor(4) if sinks else None
+    options = AttentionOptions(sliding_window=sliding_window, sinks=of_heads)
+    out = load_torch()(q, k, v, metadata, options)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
-    gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
-    assert [each.shape for each in gradients] == [each.shape for each in (q, k, v)]
+    leaves = [each for each in (q, k, v, of_heads) if each is not None]
+    gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert [each.shape for each in gradients] == [each.shape for each in leaves]
+
+
+def test_sinks_around_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU's operators in their place, which compute what those are documented to.
+
+    Log-sum-exp is [heads, queries], and a window says where nothing is causal by name.
+    """
+    one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def by_head(*every: Tensor) -> list[Tensor]:
+        return [x.transpose(0, 1).unsqueeze(0) for x in every]
+
+    def forward(q, k, v, _q, _k, most_q, most_k, dropout, causal, debug, **rest):
+        assert (most_q, most_k, dropout, causal, debug) == (9, 9, 0.0, True, False)
+        assert rest == {"scale": 0.3, "window_size_left": -1, "window_size_right": 0}
+        out, lse = one(*by_head(q, k, v), 0.0, True, scale=0.3)
+        return out[0].transpose(0, 1), lse[0], None, None, None
+
+    def backward(grad, q, k, v, out, lse, *others, **rest):
+        assert others[2:] == (9, 9, 0.0, True, None, None)
+        assert lse.is_contiguous()
+        assert rest["window_size_left"] == -1
+        found = back(*by_head(grad, q, k, v, out), lse[None], 0.0, True, scale=0.3)
+        return [x[0].transpose(0, 1) for x in found]
+
+    monkeypatch.setattr(kernels_gpu, "_forward", forward)
+    monkeypatch.setattr(kernels_gpu, "_backward", backward)
+    *inputs, gradient = random_inputs([(9, 9)], 3, 3)
+    inputs.append(torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64))
+    options = AttentionOptions(0.3)
+    got = results(attending(load_torch(), metadata_of([(9, 9)]), options), inputs, gradient)
+    assert_close(got, results(reference([(9, 9)], options), inputs, gradient), 1e-12)
 
 
 def test_a_call_on_a_cuda_device_reaches_torchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,15 +321,21 @@ def test_wrong_device_or_dtype_is_explained(monkeypatch: pytest.MonkeyPatch, cud
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["torch", "flash", "auto"])
 @pytest.mark.parametrize("sliding_window", [None, 1, 5, 100])
-def test_gpu_equals_dense(backend: str, dtype: torch.dtype, sliding_window: int | None) -> None:
+@pytest.mark.parametrize("extra", ["none", "softcap", "sinks"])
+def test_gpu_equals_dense(
+    backend: str, dtype: torch.dtype, sliding_window: int | None, extra: str
+) -> None:
     if backend not in ("auto", *available_backends()):
         pytest.skip(f"{backend} is not installed")
+    attention = VarlenAttention(backend)
+    if {"softcap": "torch", "sinks": "flash"}.get(extra) == attention.kernel_name("cuda"):
+        pytest.skip("refused")
     *inputs, gradient = random_inputs(SEGMENTS, 8, 2, head_dim=64)
     metadata = metadata_of(SEGMENTS, "cuda")
-    attention, options = VarlenAttention(backend), AttentionOptions(sliding_window=sliding_window)
-    got = results(
-        lambda q, k, v: attention(q, k, v, metadata, options),
-        [x.to("cuda", dtype) for x in inputs],
-        gradient,
-    )
+    softcap = 2.0 if extra == "softcap" else None
+    options = AttentionOptions(sliding_window=sliding_window, softcap=softcap)
+    if extra == "sinks":
+        inputs.append(torch.linspace(-2, 2, 8, dtype=torch.float64))
+    attend = attending(attention, metadata, options)
+    got = results(attend, [x.to("cuda", dtype) for x in inputs], gradient)
     assert_close(got, results(reference(SEGMENTS, options), inputs, gradient), 1e-2)

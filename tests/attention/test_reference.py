@@ -30,6 +30,23 @@ def test_scale() -> None:
     assert out[1].item() == pytest.approx(math.exp(3) / (1 + math.exp(3)), rel=1e-14)
 
 
+def test_softcap_and_sinks_by_hand() -> None:
+    q = torch.tensor([[[0.0]], [[2.0]]], dtype=torch.float64)
+    k = torch.tensor([[[0.0]], [[3.0]]], dtype=torch.float64)
+    v = torch.tensor([[[8.0]], [[1.0]]], dtype=torch.float64)
+    named = {"document_ids": torch.zeros(2), "positions": torch.arange(2)}
+    capped = 2 * math.tanh(6 / 2)
+    out = dense_attention(q, k, v, **named, softcap=2.0)
+    wanted = (8 + math.exp(capped)) / (1 + math.exp(capped))
+    assert out[1].item() == pytest.approx(wanted, rel=1e-14)
+    # Three times the weight of a score of 0, and no value: the sink is not capped.
+    sinks = torch.tensor([math.log(3)], dtype=torch.float64)
+    out = dense_attention(q, k, v, **named, softcap=2.0, sinks=sinks)
+    assert out[0].item() == pytest.approx(2, rel=1e-14)
+    wanted = (8 + math.exp(capped)) / (4 + math.exp(capped))
+    assert out[1].item() == pytest.approx(wanted, rel=1e-14)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_one_document_is_causal_attention(kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(0)

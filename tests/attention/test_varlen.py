@@ -1,5 +1,6 @@
 """Variable-length attention against the dense reference, its timer, and its answers to mistakes."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.attention.support import (
     SEGMENTS,
     Segments,
     assert_close,
+    attending,
     metadata_of,
     random_inputs,
     reference,
@@ -32,11 +34,8 @@ from tests.attention.support import (
 )
 def test_cpu_equals_dense(heads: int, kv_heads: int, dtype: torch.dtype, bound: float) -> None:
     *inputs, gradient = random_inputs(SEGMENTS, heads, kv_heads)
-    metadata = metadata_of(SEGMENTS)
-    attention = VarlenAttention("cpu")
-    got = results(
-        lambda q, k, v: attention(q, k, v, metadata), [x.to(dtype) for x in inputs], gradient
-    )
+    attend = attending(VarlenAttention("cpu"), metadata_of(SEGMENTS))
+    got = results(attend, [x.to(dtype) for x in inputs], gradient)
     assert {x.dtype for x in got} == {dtype}
     assert_close(got, results(reference(SEGMENTS), inputs, gradient), bound)
 
@@ -51,35 +50,43 @@ def test_cpu_equals_dense(heads: int, kv_heads: int, dtype: torch.dtype, bound: 
     head_dim=st.sampled_from([1, 5, 16]),
     scale=st.sampled_from([None, 0.3]),
     sliding_window=st.none() | st.integers(1, 70),
+    softcap=st.sampled_from([None, 0.7, 50.0]),
+    sinks=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_any_segments_equal_dense(
     segments: Segments,
     heads: tuple[int, int],
     head_dim: int,
     scale: float | None,
     sliding_window: int | None,
+    softcap: float | None,
+    sinks: bool,
 ) -> None:
     *inputs, gradient = random_inputs(segments, *heads, head_dim)
-    metadata = metadata_of(segments)
-    attention, options = VarlenAttention("cpu"), AttentionOptions(scale, sliding_window)
-    got = results(lambda q, k, v: attention(q, k, v, metadata, options), inputs, gradient)
+    if sinks:
+        inputs.append(torch.linspace(-3, 3, heads[0], dtype=torch.float64))
+    options = AttentionOptions(scale, sliding_window, softcap)
+    got = results(
+        attending(VarlenAttention("cpu"), metadata_of(segments), options), inputs, gradient
+    )
     wanted = results(reference(segments, options), inputs, gradient)
     assert_close(got, wanted, 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
-def test_long_sliding_windows_equal_dense(dtype: torch.dtype, bound: float) -> None:
-    """Longer than the blocks that the CPU kernel cuts, so that a key is read by several."""
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_long_sliding_windows_equal_dense(
+    dtype: torch.dtype, bound: float, softcap: float | None
+) -> None:
+    """Longer than the blocks that the CPU kernels cut, so that a key is read by several."""
     segments = [(700, 900), (300, 300)]
     *inputs, gradient = random_inputs(segments, 2, 1)
-    options, metadata = AttentionOptions(sliding_window=600), metadata_of(segments)
-    attention = VarlenAttention("cpu")
-    got = results(
-        lambda q, k, v: attention(q, k, v, metadata, options),
-        [x.to(dtype) for x in inputs],
-        gradient,
-    )
+    inputs.append(torch.tensor([-1.0, 2.0], dtype=torch.float64))
+    options = AttentionOptions(sliding_window=600, softcap=softcap)
+    attend = attending(VarlenAttention("cpu"), metadata_of(segments), options)
+    got = results(attend, [x.to(dtype) for x in inputs], gradient)
+    assert {x.dtype for x in got} == {dtype}
     assert_close(got, results(reference(segments, options), inputs, gradient), bound)
 
 
@@ -111,6 +118,10 @@ def test_no_queries_keep_the_graph() -> None:
     assert out.shape == (0, 4, 8)
     for gradient, x in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v), strict=True):
         assert gradient.shape == x.shape
+    # A sink is there without queries, and its gradient is zero, even if it is not finite.
+    sinks = torch.full((4,), -math.inf, requires_grad=True)
+    out = VarlenAttention("cpu")(q, k, v, metadata, AttentionOptions(sinks=sinks))
+    assert torch.autograd.grad(out.sum(), sinks)[0].tolist() == [0.0] * 4
 
 
 def test_metadata_from_indices_and_to() -> None:
@@ -187,17 +198,29 @@ def test_timer_brackets_the_kernel_in_forward_and_backward(
     assert len(timer.events) == 11
 
 
-def test_timer_changes_no_number() -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_timer_changes_no_number(sinks: bool) -> None:
     *inputs, gradient = random_inputs(SEGMENTS, 4, 2)
+    if sinks:
+        inputs.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
     plain, timed = VarlenAttention("cpu"), VarlenAttention("cpu")
     timed.timer = Counter()
     metadata = metadata_of(SEGMENTS)
     for x, y in zip(
-        results(lambda q, k, v: plain(q, k, v, metadata), inputs, gradient),
-        results(lambda q, k, v: timed(q, k, v, metadata), inputs, gradient),
+        results(attending(plain, metadata), inputs, gradient),
+        results(attending(timed, metadata), inputs, gradient),
         strict=True,
     ):
         assert torch.equal(x, y)
+    assert timed.timer.events == ["start", "stop"] * 2
+
+
+def test_timer_stops_where_sinks_alone_have_a_gradient() -> None:
+    timed = VarlenAttention("cpu")
+    timed.timer = Counter()
+    *inputs, _ = random_inputs([(3, 5)], 4, 2)
+    sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    timed(*inputs, metadata_of([(3, 5)]), AttentionOptions(sinks=sinks)).sum().backward()
     assert timed.timer.events == ["start", "stop"] * 2
 
 
@@ -223,6 +246,9 @@ def test_mismatches_are_explained() -> None:
         attention(q, torch.zeros(5, 3, 8), torch.zeros(5, 3, 8), metadata)
     with pytest.raises(ValueError, match=r"k \(5, 2, 8\), v \(5, 2, 7\)"):
         attention(q, k, k[..., :7], metadata)
+    for sinks in (torch.zeros(2), torch.zeros(4, 1), torch.zeros(4, device="meta")):
+        with pytest.raises(ValueError, match=r"sinks .* one sink for each query head"):
+            attention(q, k, k, metadata, AttentionOptions(sinks=sinks))
     with pytest.raises(ValueError, match="one dtype"):
         attention(q.bfloat16(), k, k, metadata)
     with pytest.raises(ValueError, match=r"one device, not cpu.*meta"):

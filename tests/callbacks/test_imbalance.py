@@ -22,7 +22,8 @@ from lightning_wlb.callbacks.imbalance import (
     slots,
     step_flops,
 )
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.schedule.actions import Action

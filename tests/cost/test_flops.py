@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import (
-    ModelShape,
     PassWork,
     Work,
     attention_flops,
@@ -18,6 +17,7 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
     linear_flops,
 )
+from lightning_wlb.cost.shape import ModelShape
 
 LLAMA2_7B = ModelShape(
     dim=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=32000
@@ -28,9 +28,13 @@ SMALL = ModelShape(dim=6, layers=3, heads=4, kv_heads=2, head_dim=5, ffn_dim=7, 
 def test_linear_flops_are_two_per_parameter_and_token() -> None:
     query, key, value, output = 6 * 20, 6 * 10, 6 * 10, 20 * 6
     feed_forward = 3 * 6 * 7
-    assert layer_linear_flops(SMALL, 9) == 2 * 9 * (query + key + value + output + feed_forward)
+    assert layer_linear_flops(SMALL.each_layer[0], 9) == 2 * 9 * (
+        query + key + value + output + feed_forward
+    )
     assert head_flops(SMALL, 9) == 2 * 9 * 6 * 11
-    assert linear_flops(SMALL, 9) == 3 * layer_linear_flops(SMALL, 9) + head_flops(SMALL, 9)
+    assert linear_flops(SMALL, 9) == 3 * layer_linear_flops(SMALL.each_layer[0], 9) + head_flops(
+        SMALL, 9
+    )
 
 
 @given(
@@ -66,7 +70,7 @@ def test_slices_of_a_piece_cost_what_the_piece_costs(cuts: list[int]) -> None:
 
 def test_reference_constants_of_llama2_7b() -> None:
     """LLaMA2-7B: d²/49,408 token-equivalents forward, d²/42,350 with the backward."""
-    linear = layer_linear_flops(LLAMA2_7B, 1)
+    linear = layer_linear_flops(LLAMA2_7B.each_layer[0], 1)
     for tokens in (1, 4096, 49_408, 131_072):
         attention = attention_flops(LLAMA2_7B, tokens) // LLAMA2_7B.layers
         # Exactly d·(d + 1)/49,408: the diagonal is the difference to d².

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.flops import ModelShape, attention_flops, layer_linear_flops
-from lightning_wlb.cost.latency import LatencyModel, inverse_rate
+from lightning_wlb.cost.flops import attention_flops, layer_linear_flops
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Link, Profile
+from lightning_wlb.cost.rates import inverse_rate
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 
 SHAPE = ModelShape(
@@ -80,7 +82,7 @@ def test_no_segments_and_no_rows_take_no_time() -> None:
 
 def test_linear_work_is_flops_over_the_rate() -> None:
     model = LatencyModel(FLAT, SHAPE)
-    flops = layer_linear_flops(SHAPE, 1000)
+    flops = layer_linear_flops(SHAPE.each_layer[0], 1000)
     assert model.linear_ns(1000, backward=False) == round(flops / RATE * 1e9)
     assert model.linear_ns(1000, backward=True) == round(2 * flops / (RATE / 2) * 1e9)
 
@@ -97,7 +99,7 @@ def test_the_ends_and_the_overhead() -> None:
 def test_short_micro_batches_pay_for_low_utilisation() -> None:
     ramp = LinearTable((100, 200, 400), (1e13, 2e13, 3e13), (1e13, 2e13, 3e13))
     model = LatencyModel(replace(FLAT, layer=ramp), SHAPE)
-    flops = layer_linear_flops(SHAPE, 1)
+    flops = layer_linear_flops(SHAPE.each_layer[0], 1)
     # Linear in rows between the table's points, constant below, at the last rate beyond.
     at = {rows: model.linear_ns(rows, backward=False) for rows in (1, 100, 200, 300, 400, 800)}
     assert at[100] == round(100 * flops / 1e13 * 1e9)
@@ -191,7 +193,7 @@ def test_recomputation_is_added_to_the_backward() -> None:
         assert model.linear_ns(1000, backward=False) == none.linear_ns(1000, backward=False)
     forward = none.linear_ns(1000, backward=False)
     assert full.linear_ns(1000, backward=True) == none.linear_ns(1000, backward=True) + forward
-    share = 6 * 4096 * 11008 / layer_linear_flops(SHAPE, 1)
+    share = 6 * 4096 * 11008 / layer_linear_flops(SHAPE.each_layer[0], 1)
     assert selective.linear_ns(1000, backward=True) - none.linear_ns(
         1000, backward=True
     ) == pytest.approx(share * forward, rel=2e-3)

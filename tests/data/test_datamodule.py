@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import datamodule
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -340,7 +340,7 @@ data:
     micro_batches: 1
     packing: {method: wlb, thresholds: [2, 3]}
     model_shape:
-      class_path: lightning_wlb.cost.flops.ModelShape
+      class_path: lightning_wlb.cost.shape.ModelShape
       init_args: {dim: 8, layers: 1, heads: 1, kv_heads: 1, head_dim: 8, ffn_dim: 8, vocab_size: 9}
 """
 

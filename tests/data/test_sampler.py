@@ -21,7 +21,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_wlb.cost.flops import ModelShape, PassWork, Work
+from lightning_wlb.cost.flops import PassWork, Work
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import sampler
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments

@@ -3,9 +3,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.flops import ModelShape, PassWork, Work
+from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning import DataSettings, Planner

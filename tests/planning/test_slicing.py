@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.flops import ModelShape, PassWork, Work
+from lightning_wlb.cost.flops import PassWork, Work
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.dp_merge import merge_pieces
 from lightning_wlb.planning.replicas import replica_plan

@@ -8,9 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lightning_wlb.cost.flops import ModelShape, Work
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
@@ -61,7 +62,7 @@ def test_equal_micro_batches_take_the_closed_form_of_1f1b(pipeline: int, count: 
     prediction = model.predict(plan_of([[[4096, 2000]] * count]))
     cost = prediction.costs[0][0]
     forward, backward = model.action_ns(0, cost)
-    assert (forward, backward) == tuple(8 // pipeline * time for time in cost.layer_ns)
+    assert (forward, backward) == tuple(8 // pipeline * time for time in cost.layer_ns[0])
     message = model.latency.pipeline_ns(cost.rows, 0)
     lower = (pipeline - 1 + count) * (forward + backward)
     compute = prediction.simulations[0].compute_ns
@@ -79,7 +80,7 @@ def test_attention_split_by_heads_is_equal_on_all_ranks() -> None:
     for backward in (False, True):
         attention = model.latency.attention_ns(every, every, backward=backward, head_split=4)
         assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
-        assert cost.layer_ns[backward] == (
+        assert cost.layer_ns[0][backward] == (
             attention
             + model.latency.head_parallel_ns(cost.rows, backward=backward)
             + model.latency.linear_ns(cost.rows, backward=backward)
@@ -102,7 +103,7 @@ def test_an_action_is_the_sum_of_its_parts() -> None:
         attention = latency.attention_ns(queries, keys, backward=backward)
         assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
         layer = attention + latency.linear_ns(rows, backward=backward)
-        assert cost.layer_ns[backward] == layer
+        assert cost.layer_ns[0][backward] == layer
         overhead = latency.action_ns(rows, backward=backward)
         first, last = len(model.stages[0]), len(model.stages[1])
         assert first + last == 8
@@ -132,10 +133,10 @@ def test_keys_of_slices_are_put_together_and_again_in_backward(checkpointing: st
     added = round(5120 * width // 2 * (2 + 2 * 4) / rate)
     for backward, copies in ((False, read), (True, read + added)):
         rest = later.attention_ns[backward] + latency.linear_ns(1024, backward=backward)
-        assert later.layer_ns[backward] - rest == copies
+        assert later.layer_ns[0][backward] - rest == copies
     # A first slice reads what it has.
     whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_sequence", kept=True)
-    assert whole.layer_ns[0] == whole.attention_ns[0] + latency.linear_ns(1024, backward=False)
+    assert whole.layer_ns[0][0] == whole.attention_ns[0] + latency.linear_ns(1024, backward=False)
 
 
 def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() -> None:
@@ -146,7 +147,7 @@ def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() ->
     # the last one, and before the middle, 99 keys are in sight.
     assert cost.keys == cost.indexed == 4096 + 99
     exchange = model.latency.context_parallel_ns(99, cost.keys, backward=False)
-    assert cost.layer_ns[0] == (
+    assert cost.layer_ns[0][0] == (
         cost.attention_ns[0] + exchange + model.latency.linear_ns(4096, backward=False)
     )
     later = predictor(Mesh(), shape=shape).micro_batch([Slice(0, 0, 4096, 5120)], "per_sequence")
@@ -284,13 +285,13 @@ def test_earlier_keys_travel_in_both_passes() -> None:
         return latency.context_parallel_ns(rows, keys, backward=backward)
 
     for backward in (False, True):
-        expected = whole.layer_ns[backward] - whole.attention_ns[backward]
+        expected = whole.layer_ns[0][backward] - whole.attention_ns[backward]
         expected += later.attention_ns[backward]
         expected += gather(512 + 1500, later.keys, backward) - gather(512, whole.keys, backward)
         if backward:  # which reads them once more
             expected += gather(512 + 1500, later.keys, False) - gather(512, whole.keys, False)
         # The slowest rank may be the one that reads fewer keys.
-        assert later.layer_ns[backward] == pytest.approx(expected, rel=0.005)
+        assert later.layer_ns[0][backward] == pytest.approx(expected, rel=0.005)
 
 
 def test_slices_that_lie_whole_on_a_rank_travel_all_the_same() -> None:
@@ -304,7 +305,7 @@ def test_slices_that_lie_whole_on_a_rank_travel_all_the_same() -> None:
         once = model.latency.context_parallel_ns(100 + 3000, later.keys, backward=False)
         alone = model.latency.linear_ns(100, backward=backward)
         expected = later.attention_ns[backward] + gather + alone + (once if backward else 0)
-        assert later.layer_ns[backward] == expected
+        assert later.layer_ns[0][backward] == expected
 
 
 def shared_plan(tokens: int) -> StepPlan:

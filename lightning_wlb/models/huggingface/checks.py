@@ -30,9 +30,9 @@ def check_config(config: Any) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if others:
         raise ValueError(
-            f"{name} has layers of type {', '.join(others)}. Such a layer carries something from"
-            " row to row that packed documents would share. Choose a family whose layer_types are"
-            f" {' or '.join(sorted(ATTENTION))} (docs/families.md)."
+            f"{name} has layers of type {', '.join(others)}, which read other rows in ways that the"
+            " variable-length kernels do not compute: packed documents would mix. Choose a family"
+            f" whose layer_types are {' or '.join(sorted(ATTENTION))} (docs/families.md)."
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(
@@ -110,8 +110,9 @@ def check_parts(model: Any, known: set[int]) -> None:
 
 
 def _is_dropout(field: str) -> bool:
-    # A classifier's is not used here.
-    return ("dropout" in field or field.endswith("pdrop")) and "classifier" not in field
+    # Those of a classifier or a summary are of heads that are not built here.
+    unused = field.startswith(("classifier", "summary"))
+    return ("dropout" in field or field.endswith("pdrop")) and not unused
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:

@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -39,6 +40,7 @@ from lightning_wlb.models.huggingface.checks import (
     longrope_window,
 )
 from lightning_wlb.models.huggingface.ends import Embedding, Head
+from lightning_wlb.models.huggingface.families import EXACT, TENSOR_PARALLEL
 from lightning_wlb.models.huggingface.initial import initial_values, parameters_without_memory
 from lightning_wlb.models.huggingface.outline import GivenHidden, Stages
 from lightning_wlb.models.huggingface.styles import OWN_PLANS, Split
@@ -76,6 +78,8 @@ class HuggingFaceDecoder(Decoder):
         check_config(config)
         causal = _built(config)
         check_family(causal)
+        if config.model_type not in EXACT:
+            _warn_unchecked(config.model_type, "on packed rows")
         prefix = causal.base_model_prefix
         base = getattr(causal, prefix)
         self.config = base.config
@@ -103,6 +107,7 @@ class HuggingFaceDecoder(Decoder):
         known = {id(parameter) for part in parts for parameter in part.parameters()}
         check_parts(causal, known)
         check_parts(base, known)
+        self._without_values = {name for name, each in self.named_parameters() if each.is_meta}
         self._outline = (causal, base, words)
         self._is_tied = projection.weight is words.weight
         self._family_names = {
@@ -174,6 +179,8 @@ class HuggingFaceDecoder(Decoder):
             )
         if self._refusal is not None:
             raise self._refusal
+        if self.config.model_type not in TENSOR_PARALLEL:
+            _warn_unchecked(self.config.model_type, "under tensor parallelism")
         ends: dict[str, Placement] = {
             "embed.words.weight": Shard(0),
             "head.projection.*": Shard(0),
@@ -200,7 +207,13 @@ class HuggingFaceDecoder(Decoder):
             for name in own:
                 parameter = module._parameters[name]
                 assert parameter is not None
-                assign(parameter, values[name].view(parameter.shape))
+                if name in values:
+                    assign(parameter, values[name].view(parameter.shape))
+                elif f"{prefix}.{name}" in self._without_values:
+                    raise ValueError(
+                        f"transformers has no rule for the initial values of {prefix}.{name}, a"
+                        f" {type(module).__name__}'s. Start from weights: pretrained=True."
+                    )
 
     def family_name(self, name: str) -> str:
         """The family's name of a parameter or buffer, as in ``from_pretrained``'s model."""
@@ -242,12 +255,12 @@ class HuggingFaceDecoder(Decoder):
         for layer in self.layers.values():
             if activation_checkpointing == "full":
                 # Inside the layer's call, so that FSDP's hooks around it run once.
-                layer.forward = recomputed(layer.forward)  # type: ignore[method-assign]
+                layer.forward = recomputed(layer.forward)
             if activation_checkpointing == "selective":
                 for part in layer.children():
                     matrices = any(each.ndim > 1 for each in part.parameters())
                     if matrices and not tensor.attends(part):
-                        part.forward = recomputed(part.forward)  # type: ignore[method-assign]
+                        part.forward = recomputed(part.forward)
 
     def _split(self) -> None:
         """Find out how parameters are split, and let the modules read their shards."""
@@ -286,14 +299,23 @@ def _built(config: Any) -> Any:
     return causal
 
 
-def _part_names(base: nn.Module) -> tuple[str, str, str]:
-    """Names of the base model's embedding, layers and last norm, from its pipeline plan."""
+def _warn_unchecked(model_type: str, how: str) -> None:
+    rank_zero_warn(
+        f"Model type {model_type!r} is not among the Hugging Face families whose gradients are"
+        f" checked {how} (docs/families.md). Compare the first losses with those of one process."
+    )
+
+
+def _part_names(base: Any) -> tuple[str, str, str]:
+    """Names of the base model's embedding, layers and last norm, from its pipeline plan.
+
+    What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
+    """
     plan = list(base.config.base_model_pp_plan)
-    kinds = [isinstance(getattr(base, name, None), nn.ModuleList) for name in plan]
-    if kinds != [False, True, False]:
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
         raise ValueError(
             f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
             " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
         )
-    words, layers, norm = plan
-    return words, layers, norm
+    return plan[0], lists[0], plan[-1]

@@ -15,18 +15,37 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from lightning_wlb.models.initialise import seed_of
 
+_FEW = 64
+"""Values of a parameter that is kept while a model is built: an activation's learned constants."""
+
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules made inside have parameters on the meta device, and buffers with their values."""
-    # Lightning builds under the meta device, where buffers would have no values either.
-    with torch.device("cpu"), init_empty_weights(include_buffers=False):
-        yield
+    """Modules made inside have parameters on the meta device, and buffers with their values.
+
+    Parameters of a few values keep those of their constructor: transformers' rules for initial
+    values leave some of them out.
+    """
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.numel() > _FEW:
+            marks = vars(parameter)
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            vars(parameter).update(marks)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        # Lightning builds under the meta device, where buffers would have no values.
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def initial_values(
@@ -45,21 +64,15 @@ def initial_values(
         seed: of the run, the same on every rank.
         name: the module's name, on any mesh the same.
 
-    Raises:
-        ValueError: a parameter that the rule does not fill.
+    Returns:
+        The parameters that the rule fills.
     """
     twin = _twin(module, shapes)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(seed_of(seed, name))
         rule(twin)
     values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
-    for own, each in values.items():
-        if each.isnan().any():
-            raise ValueError(
-                f"{type(module).__name__} has no rule for the initial values of {name}.{own}."
-                " Start from weights: HuggingFaceModule(..., pretrained=True)."
-            )
-    return values
+    return {own: each for own, each in values.items() if not each.isnan().any()}
 
 
 def _twin(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:

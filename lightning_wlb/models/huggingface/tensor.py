@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -62,11 +62,11 @@ def present(module: nn.Module, views: Mapping[str, View]) -> None:
     """
     if views:
         module.__dict__["_views"] = dict(views)
-        module.__class__ = _presenting(type(module), tuple(sorted(views)))
+        module.__class__ = _presenting(cast(Any, type(module)), tuple(sorted(views)))
 
 
 @cache
-def _presenting(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _presenting(base: Any, names: tuple[str, ...]) -> Any:
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
             parameter = self._parameters[name]
@@ -81,9 +81,7 @@ def _presenting(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     return type(base.__name__, (base,), members | {"__module__": base.__module__})
 
 
-def splits_of(
-    layers: Mapping[str, nn.Module], plan: Mapping[str, str], config: Any
-) -> dict[str, Split]:
+def splits_of(layers: nn.ModuleDict, plan: Mapping[str, str], config: Any) -> dict[str, Split]:
     """How each parameter of layers is split, by its name from ``layers.`` on.
 
     Raises:
@@ -154,7 +152,7 @@ def view_of(split: Split, shape: tuple[int, ...]) -> View:
 
 
 def install(
-    layers: Mapping[str, nn.Module],
+    layers: nn.ModuleDict,
     plan: Mapping[str, str],
     splits: Mapping[str, Split],
     shapes: Mapping[str, tuple[int, ...]],

@@ -1,0 +1,58 @@
+"""Rates between the points of a device profile's tables.
+
+The *inverse* rate is interpolated, linearly over 1/queries, 1/(keys per query) and 1/rows, see
+:mod:`~lightning_wlb.cost.profile`; beyond a table it stays what it is at the table's end. Only the
+four operations of arithmetic are used, so that results are the same on every processor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.cost.profile import AttentionTable
+
+Integers = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+
+
+def inverse_rate(
+    table: AttentionTable, queries: Integers, keys: Integers, *, backward: bool
+) -> _Floats:
+    """Seconds per FLOP of segments, bilinear over 1/queries and 1/(keys per query).
+
+    Beyond the table's last queries or keys the rate stays what it is there.
+    """
+    rates = np.array(table.backward if backward else table.forward, dtype=np.float64)
+    inverse = 1.0 / rates
+    row, row_weight = _cell(queries.astype(np.float64), table.queries)
+    column, column_weight = _cell(keys / queries, table.keys_per_query)
+    next_row = np.minimum(row + 1, rates.shape[0] - 1)
+    next_column = np.minimum(column + 1, rates.shape[1] - 1)
+    low, high = (
+        inverse[at, column] * column_weight + inverse[at, next_column] * (1.0 - column_weight)
+        for at in (row, next_row)
+    )
+    result: _Floats = low * row_weight + high * (1.0 - row_weight)
+    return result
+
+
+def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
+    """The axis point at or below each value, and its weight by 1/value; 0 weight at the next."""
+    points = np.array(axis, dtype=np.float64)
+    values = np.clip(values, points[0], points[-1])
+    index = np.clip(np.searchsorted(points, values, side="right") - 1, 0, max(len(points) - 2, 0))
+    if len(points) == 1:
+        return index, np.ones(len(values))
+    low, high = 1.0 / points[index], 1.0 / points[index + 1]
+    return index, (1.0 / values - high) / (low - high)
+
+
+def inverse_rate_of_rows(value: int, axis: tuple[int, ...], rates: tuple[float, ...]) -> float:
+    """1/rate at ``value``, linear over 1/value between the points of the axis."""
+    if value >= axis[-1]:
+        return 1.0 / rates[-1]
+    index = next(number for number in range(len(axis) - 1) if value < axis[number + 1])
+    low, high = 1.0 / axis[index], 1.0 / axis[index + 1]
+    weight = (1.0 / value - high) / (low - high)
+    return weight / rates[index] + (1.0 - weight) / rates[index + 1]

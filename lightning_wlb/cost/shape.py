@@ -1,0 +1,197 @@
+"""The sizes of a decoder that its FLOPs, its time and its memory follow from.
+
+A plain decoder is eight numbers. Of any other (layers with different windows or heads, mixtures of
+experts, latent attention) each layer says what a token meets in it: heads and their widths, the
+window, and how many parameters the token is multiplied by. The layers of a model are of a few
+*kinds*, and costs are computed once for each kind.
+
+Parameters that a token does not meet (experts that it is not sent to) take memory and no FLOPs.
+Sizes alone are here, no cost: that is in the modules that import this one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from lightning_wlb.arguments import whole
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of one decoder layer that its FLOPs, time and memory depend on.
+
+    Args:
+        heads: query heads.
+        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
+        head_dim: width of a query and of a key of one head.
+        value_dim: width of a value of one head; ``head_dim`` in most models.
+        attention_parameters: elements of the matrices before and after attention.
+        feed_forward_parameters: elements of the matrices that a token meets in the feed-forward
+            network: of a mixture of experts the router, the shared experts, and as many experts as
+            a token is sent to.
+        idle_parameters: elements of the experts' matrices that a token does not meet.
+        vector_parameters: elements of norms and biases.
+        sliding_window: most keys that a query sees, its own included; None for no bound.
+
+    Raises:
+        ValueError: a size is not a whole number, or below 1 (parameters: 0), or ``heads`` is not a
+            multiple of ``kv_heads``.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    attention_parameters: int
+    feed_forward_parameters: int
+    idle_parameters: int = 0
+    vector_parameters: int = 0
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, [field.name for field in fields(self) if "parameters" in field.name])
+
+    @property
+    def head_width(self) -> int:
+        """Of keys and values in the kernel and on their way: the narrower ones are padded."""
+        return max(self.head_dim, self.value_dim)
+
+    def gated_width(self, dim: int) -> int:
+        """Hidden width of a gated feed-forward network of as many parameters, rounded down."""
+        return self.feed_forward_parameters // (3 * dim)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder that its FLOPs depend on.
+
+    The first eight are those of a plain decoder: layers all alike, with a gated feed-forward
+    network. :meth:`of_layers` describes any other by its layers: where windows, heads or parameters
+    differ between them, in a mixture of experts, or where values are narrower than keys.
+
+    Args:
+        dim: width of the residual stream.
+        layers: number of decoder layers.
+        heads: query heads; of layers that differ, the most.
+        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``); of
+            layers that differ, the most.
+        head_dim: width of one head; of layers that differ, the most.
+        ffn_dim: hidden width of the gated feed-forward network (three matrices); of layers that
+            differ, the most, each taken as a gated network of as many parameters, rounded down.
+        vocab_size: rows of the output projection; 0 leaves the output projection out.
+        sliding_window: most keys that a query sees, its own included; None for no bound. Of layers
+            that differ, the widest.
+        layer_shapes: of each layer, where they are not those of a plain decoder. Make such a shape
+            by :meth:`of_layers`, which sets the fields above by it.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1 (``vocab_size``: 0), ``heads`` is not
+            a multiple of ``kv_heads``, or ``layer_shapes`` say otherwise than the other fields.
+    """
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    sliding_window: int | None = None
+    layer_shapes: tuple[LayerShape, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, ["vocab_size"])
+        if self.layer_shapes is None:
+            return
+        object.__setattr__(self, "layer_shapes", tuple(self.layer_shapes))
+        for name, value in _summary(self.dim, self.each_layer).items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"ModelShape: {name}={getattr(self, name)}, but by layer_shapes it is {value}."
+                    " Change the layers, and make the shape with ModelShape.of_layers."
+                )
+
+    @staticmethod
+    def of_layers(dim: int, vocab_size: int, layer_shapes: Iterable[LayerShape]) -> ModelShape:
+        """The shape of a decoder whose layers are not those of a plain one.
+
+        Raises:
+            ValueError: no layer, or a size out of range.
+        """
+        layer_shapes = tuple(layer_shapes)
+        if not layer_shapes:
+            raise ValueError("ModelShape.of_layers: layer_shapes is empty; give one of each layer.")
+        dim = whole("ModelShape: dim", dim, 1)
+        sizes = _summary(dim, layer_shapes)
+        return ModelShape(dim, vocab_size=vocab_size, layer_shapes=layer_shapes, **sizes)
+
+    @cached_property
+    def each_layer(self) -> tuple[LayerShape, ...]:
+        """The shape of each layer."""
+        return self.layer_shapes or (self._plain_layer,) * self.layers
+
+    @cached_property
+    def kinds(self) -> dict[LayerShape, int]:
+        """The different layers, in the order in which they come first, and how many there are."""
+        return dict(Counter(self.each_layer))
+
+    @property
+    def split_sizes(self) -> list[tuple[str, int]]:
+        """What tensor-parallel ranks split evenly, by name.
+
+        How layers of their own split their feed-forward network is not in the shape.
+        """
+        heads = [("heads", layer.heads) for layer in self.kinds]
+        plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []
+        return [*heads, *plain, ("vocab_size", self.vocab_size)]
+
+    @property
+    def _plain_layer(self) -> LayerShape:
+        return LayerShape(
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            value_dim=self.head_dim,
+            attention_parameters=2 * self.dim * self.head_dim * (self.heads + self.kv_heads),
+            feed_forward_parameters=3 * self.dim * self.ffn_dim,
+            vector_parameters=2 * self.dim,
+            sliding_window=self.sliding_window,
+        )
+
+
+def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -> None:
+    """Make sizes whole numbers, or raise ValueError."""
+    kind = type(shape).__name__
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        if field.name != "layer_shapes" and (field.name != "sliding_window" or value is not None):
+            least = 0 if field.name in may_be_zero else 1
+            object.__setattr__(shape, field.name, whole(f"{kind}: {field.name}", value, least))
+    if getattr(shape, "layer_shapes", None) is None and shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"{kind}: heads={shape.heads} is not a multiple of kv_heads={shape.kv_heads};"
+            " every key/value head serves the same number of query heads."
+        )
+
+
+def _summary(dim: int, layers: Sequence[LayerShape]) -> dict[str, Any]:
+    """What a ModelShape says of layers that differ."""
+    return {
+        "layers": len(layers),
+        **{name: max(getattr(layer, name) for layer in layers) for name in _MOST},
+        "ffn_dim": max(1, *(layer.gated_width(dim) for layer in layers)),
+        "sliding_window": max((layer.sliding_window for layer in layers), key=window_width),
+    }
+
+
+_MOST = ("heads", "kv_heads", "head_dim")
+
+
+def window_width(window: int | None) -> float:
+    """For comparing windows: None, no bound, is the widest."""
+    return inf if window is None else window

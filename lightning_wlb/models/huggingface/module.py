@@ -1,0 +1,105 @@
+"""HuggingFaceModule: a LanguageModule whose model is any Hugging Face decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.shape import shape_of
+from lightning_wlb.models.language_module import LanguageModule
+
+
+class HuggingFaceModule(LanguageModule):
+    """Next-token training of a Hugging Face decoder, by transformers' own modules.
+
+    Args:
+        config: the model: a folder with a ``config.json``, a name on the hub, a transformers
+            ``PretrainedConfig``, or a mapping of a config's fields with ``model_type`` among them
+            (as LightningCLI gives it).
+        pretrained: start from weights: True reads them from the folder or name that ``config`` is,
+            a string from that folder or name. False: random values by the family's rules. A
+            checkpoint that the Trainer resumes from takes their place.
+        lora: train low-rank adapters on a frozen model: fields of peft's ``LoraConfig``, as in
+            ``{"r": 16, "lora_alpha": 32}``. None trains all parameters.
+        options: those of :class:`.LanguageModule`.
+
+    Raises:
+        ValueError: a config that is not understood, or of a model that cannot be trained exactly
+            on packed rows; the message says why, and what can.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        pretrained: bool | str = False,
+        lora: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, **options)
+        if pretrained is True:
+            if not isinstance(config, str | Path):
+                raise ValueError(
+                    f"pretrained=True with config of type {type(config).__name__}: there is no"
+                    " folder to read weights from. Give it as pretrained='FOLDER'."
+                )
+            pretrained = str(config)
+        self.pretrained = str(pretrained) if pretrained else None
+        self.lora = None if lora is None else dict(lora)
+        self.save_hyperparameters({"pretrained": self.pretrained or False, "lora": self.lora})
+
+    def read_config(self, config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
+        """A transformers config and its fields, whatever of the kinds above was given."""
+        understood = read_config(config)
+        # By JSON: plain types only, as a checkpoint keeps them.
+        return understood, json.loads(understood.to_json_string(use_diff=False))
+
+    @cached_property
+    def model_shape(self) -> ModelShape:
+        """The sizes that the cost model plans with, from the model's own modules."""
+        return shape_of(self.config)
+
+    def build_model(self) -> HuggingFaceDecoder:
+        """The whole model; on the meta device it takes no memory."""
+        return HuggingFaceDecoder(
+            self.config,
+            activation_checkpointing=self.activation_checkpointing,
+            attention_backend=self.attention_backend,
+        )
+
+
+def read_config(config: Any) -> PretrainedConfig:
+    """A transformers config: itself, from a mapping, or from a folder, file or name.
+
+    Raises:
+        ValueError: naming what was given and what can be.
+    """
+    if isinstance(config, PretrainedConfig):
+        return config
+    if isinstance(config, Mapping):
+        kind = config.get("model_type")
+        if kind not in CONFIG_MAPPING:
+            raise ValueError(
+                f"config is a mapping with model_type={kind!r}, which transformers does not know."
+                " Give the fields of a config.json, model_type: llama for example among them."
+            )
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    if isinstance(config, str | Path):
+        try:
+            return AutoConfig.from_pretrained(str(config))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"config={str(config)!r} is neither a folder with a config.json nor a name that"
+                f" transformers can resolve: {error}"
+            ) from error
+    raise ValueError(
+        f"config of type {type(config).__name__}. Give a folder with a config.json, a name on the"
+        " hub, a transformers PretrainedConfig or a mapping of its fields."
+    )
