@@ -81,7 +81,7 @@ class _Block:
         return x.unflatten(1, (-1, self.count)).permute(2, 0, 1, 3).flatten(1, 2)
 
     def capped_tanh(self) -> Tensor:
-        """Scaled scores over the cap, through tanh over the cap: [kv_heads, group · count, keys]."""
+        """Tanh of the scaled scores over the cap: [kv_heads, group · count, keys]."""
         return (self.query @ self.keys.mT).mul_(self.scale / self.cap).tanh_()
 
     def masked(self, scores: Tensor, window: int | None) -> Tensor:

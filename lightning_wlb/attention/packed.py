@@ -8,7 +8,8 @@ Values may be narrower than keys, as in DeepSeek's multi-head latent attention. 
 travel as one tensor, and kernels want them equally wide, so that zeros are put behind the values
 here and cut off the result.
 
-Cost: that of the way taken. Narrow values travel, and are multiplied, as wide as the keys.
+Cost: that of the way taken. Narrow values travel, are kept for backward and multiplied as wide
+as the keys.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def head_parallel_attention(
     q, k, v = q[:own], k[:own], v[:own]
     if tokens:
         q, k, v = _to_heads(q, k, v, metadata.head_rows, group)
-    if options.sinks is not None:
-        options = replace(options, sinks=options.sinks.chunk(size)[dist.get_rank(group)])
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.chunk(size)[dist.get_rank(group)])
     out = attention(q, k, v, whole, options)
     if tokens:
         out = _to_rows(out, own, metadata.head_rows, group)

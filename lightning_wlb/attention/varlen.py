@@ -4,15 +4,17 @@ Segments (:class:`.kernel.Kernel`) are whole documents, with as many keys as que
 of context-parallel sharding, with a prefix of keys before them. The backend is chosen when
 :class:`VarlenAttention` is made:
 
-=========  ==============================================  =======================  ==========
-name       kernel                                          dtypes                   device
-=========  ==============================================  =======================  ==========
-``cpu``    torch's CPU kernel, two calls per segment        float16 to float64       CPU
-``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)     float16, bfloat16        CUDA
-``flash``  the ``flash_attn`` package, 2.x or 4.x           float16, bfloat16        CUDA
-=========  ==============================================  =======================  ==========
+=========  ============================================  ==================  ======  ==============
+name       kernel                                        dtypes              device  lacks
+=========  ============================================  ==================  ======  ==============
+``cpu``    torch's CPU kernel, two calls per segment     float16 to float64  CPU     nothing
+``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)  float16, bfloat16   CUDA    softcap
+``flash``  ``flash_attn`` from 2.6.2 on, below 3         float16, bfloat16   CUDA    sinks
+``flash``  ``flash_attn``, older 2.x or 4.x              float16, bfloat16   CUDA    sinks, softcap
+=========  ============================================  ==================  ======  ==============
 
-``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``.
+``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
+an option (:class:`.kernel.AttentionOptions`) that the backend lacks is refused.
 
 A new backend is a loader and a line in :data:`BACKENDS`. The CUDA backends have not been run by
 this project (:mod:`.kernels_gpu`).

@@ -172,9 +172,8 @@ class PassWork:
 
     def __add__(self, other: PassWork) -> PassWork:
         """The work of both passes."""
-        windows: dict[int | None, int] = defaultdict(int, self.windows)
-        for window, per_pair in other.windows.items():
-            windows[window] += per_pair
+        assert self.windows.keys() == other.windows.keys(), "passes of one model have its windows"
+        windows = {window: each + other.windows[window] for window, each in self.windows.items()}
         return PassWork.of_windows(self.per_token + other.per_token, windows)
 
     def tokens_within(self, work: int) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
-from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.flops import Work, causal_pairs
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, ReplicaPlan
@@ -132,13 +132,23 @@ class PipelineJudge:
 
     def _work(self, replica: ReplicaPlan, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """Forward work, backward work and tokens of a micro-batch on one of its replicas."""
+        # Pairs are counted once for both passes: this is a hot loop of `auto`.
         forward, both = self.work.forward, self.work.total
-        tokens = first = total = 0
+        window = forward.window
+        tokens = pairs = 0
         for index in micro_batch.slices:
             _, origin, start, stop = replica.slices[index]
             tokens += stop - start
-            first += forward(stop - start, start - origin)
-            total += both(stop - start, start - origin)
+            pairs += causal_pairs(stop - start, start - origin, window)
+        first = forward.per_token * tokens + forward.per_pair * pairs
+        total = both.per_token * tokens + both.per_pair * pairs
+        for (window, of_forward), (_, of_both) in zip(forward.narrower, both.narrower, strict=True):
+            pairs = sum(
+                causal_pairs(part.tokens, part.context, window)
+                for part in replica.slices_of(micro_batch)
+            )
+            first += of_forward * pairs
+            total += of_both * pairs
         members = len(micro_batch.replicas)
         if members > 1:
             total, first = shared_work(total, members), shared_work(first, members)

@@ -142,9 +142,10 @@ def rank_errors(
         error = mine[: metadata.queries].double() - whole[tokens]
         errors.append(float(error.norm() / whole.norm().clamp(min=1)))
     if sinks:
+        total = found[3].contiguous()  # the gradient of a sum is one element, expanded
         if made.ranks > 1:
-            dist.all_reduce(found[3])
-        errors.append(float((found[3] - wanted[4]).norm() / wanted[4].norm().clamp(min=1)))
+            dist.all_reduce(total)
+        errors.append(float((total - wanted[4]).norm() / wanted[4].norm().clamp(min=1)))
     assert not any(map(math.isnan, errors))
     return errors
 

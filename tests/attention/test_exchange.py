@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_wlb.attention import context_parallel
 from lightning_wlb.attention.context_parallel import context_parallel_attention
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import layout, rank_indices
@@ -44,7 +45,7 @@ def test_key_gradients_are_summed_in_float32() -> None:
     assert run_ranks(key_gradient, 2) == [258, 0]
 
 
-def kept_keys(rank: int, recomputed: bool) -> list[bool]:
+def kept_keys(rank: int, recomputed: bool, options: AttentionOptions) -> list[bool]:
     """Whether the keys and values that the kernel read are still there after forward."""
     made = layout("per_document", [64, 40], 2, 1)
     metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
@@ -62,7 +63,7 @@ def kept_keys(rank: int, recomputed: bool) -> list[bool]:
     attention.timer = Recorder(events)
     q, k, v = inputs
     out = context_parallel_attention(
-        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD
+        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD, options
     )
     kept = [not torch.UntypedStorage._expired(each) for each in storages]
     gather = context_parallel.all_gather_into
@@ -81,17 +82,28 @@ class Recorder:
 
 
 def kept_keys_both(rank: int) -> list[list[bool]]:
-    return [kept_keys(rank, recomputed) for recomputed in (False, True)]
+    capped = AttentionOptions(softcap=2.0, sinks=torch.zeros(2))
+    return [
+        kept_keys(rank, recomputed, options)
+        for options in (PLAIN, capped)
+        for recomputed in (False, True)
+    ]
 
 
 def test_gathered_keys_are_not_kept_for_backward() -> None:
-    assert run_ranks(kept_keys_both, 2) == [[[False] * 2, [True] * 2]] * 2
+    assert run_ranks(kept_keys_both, 2) == [[[False] * 2, [True] * 2] * 2] * 2
 
 
-def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> list[str]:
-    """What happens in which order, forward and backward; without what the kernel does."""
-    made = layout(sharding, lengths, 2, 1)
-    metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, 2)
+def order_of(
+    rank: int, lengths: list[int], sharding: str, recomputed: bool, inside: bool
+) -> list[str]:
+    """What happens in which order, forward and backward; without what the kernel does.
+
+    ``inside`` says whether attention is given the two projections or what is between them.
+    """
+    size = dist.get_world_size()
+    made = layout(sharding, lengths, size, 1)
+    metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, size)
     metadata = metadata.for_layer(0, recomputed)
     events: list[str] = []
 
@@ -131,15 +143,19 @@ def order_of(rank: int, lengths: list[int], sharding: str, recomputed: bool) -> 
         logged(context_parallel, "reduce_scatter_into"),
         logged(dist, "all_to_all_single"),
     ):
-        out = context_parallel_attention(
-            lambda: Project.apply(hidden, "queries"),
-            k,
-            v,
-            lambda out: Project.apply(out, "output"),
-            metadata,
-            VarlenAttention("cpu"),
-            dist.group.WORLD,
-        )
+        rest = metadata, VarlenAttention("cpu"), dist.group.WORLD
+        if inside:
+            out = context_parallel_attention(
+                lambda: Project.apply(hidden, "queries"),
+                k,
+                v,
+                lambda out: Project.apply(out, "output"),
+                *rest,
+            )
+        else:
+            q = Project.apply(hidden, "queries")
+            out = context_parallel_attention(lambda: q, k, v, as_it_is, *rest)
+            out = Project.apply(out, "output")
         events.append("|")
         out.sum().backward()
     return events
@@ -150,12 +166,13 @@ EXCHANGES: list[tuple[list[int], str, tuple[str, str] | None]] = [
     ([64, 40], "per_document", ("all_gather_into", "reduce_scatter_into")),
     ([64, 40], "per_sequence", ("all_to_all_single", "all_to_all_single")),
     ([128] * 4, "hybrid", None),  # every piece whole on a rank
+    ([1], "per_document", None),
 ]
 
 
 def orders(rank: int) -> list[list[str]]:
     return [
-        order_of(rank, lengths, sharding, recomputed)
+        order_of(rank, lengths, sharding, recomputed, inside=True)
         for lengths, sharding, _ in EXCHANGES
         for recomputed in (False, True)
     ]
@@ -172,6 +189,41 @@ def test_projections_run_while_keys_travel() -> None:
                     refetch = [posted[0], "output", "wait"]
             wanted.append([*forward, "output", "|", *refetch, *backward])
     assert run_ranks(orders, 2) == [wanted] * 2
+
+
+def orders_between_projections(rank: int) -> list[list[str]]:
+    return [
+        order_of(rank, lengths, sharding, recomputed, inside=False)
+        for lengths, sharding, _ in EXCHANGES
+        for recomputed in (False, True)
+    ]
+
+
+def test_every_rank_exchanges_in_one_order_where_others_project() -> None:
+    """Then nothing is hidden, but what is posted on one rank is posted on all, and waited for."""
+    wanted = []
+    for _, _, posted in EXCHANGES:
+        for recomputed in (False, True):
+            send, back = ([post, "wait"] for post in posted) if posted else ([], [])
+            again = [] if recomputed else send
+            wanted.append(["queries", *send, "output", "|", "output", *again, *back, "queries"])
+    assert run_ranks(orders_between_projections, 2) == [wanted] * 2
+
+
+def orders_of_three_tokens(rank: int) -> tuple[bool, list[list[str]]]:
+    """On four ranks; whether this one has any of them, and the orders."""
+    any_of_them = len(rank_indices(layout("per_document", [3], 4, 1), rank).offset) > 0
+    return any_of_them, [
+        order_of(rank, [3], "per_document", False, inside) for inside in (False, True)
+    ]
+
+
+def test_a_rank_without_queries_exchanges_in_the_order_of_the_others() -> None:
+    some, every = zip(*run_ranks(orders_of_three_tokens, 4), strict=True)
+    assert set(some) == {True, False}
+    assert all(orders == every[0] for orders in every)
+    for events in every[0]:
+        assert events.count("wait") == 3
 
 
 def mismatch(rank: int) -> None:

@@ -13,24 +13,18 @@ from pathlib import Path
 VERSION = "5.23"
 """Of transformers."""
 
-TENSOR_PARALLEL: frozenset[str] = frozenset(
-    """
-    afmoe apertus arcee aria_text axk1 beam cohere cohere2 cohere2_moe cwm deepseek_v2
-    deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
-    gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite
-    granite_swa helium hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama
-    mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
-    mixtral olmo olmo2 olmo3 phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-    solar_open starcoder2 vaultgemma youtu
-    """.split()
-)
+_CHECKED = """
+afmoe apertus arcee aria_text axk1 beam cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
+dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
+gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granite_swa helium
+hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash
+minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral olmo olmo2 olmo3 phi
+phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+"""
+TENSOR_PARALLEL = frozenset(_CHECKED.split())
 """Exact on packed rows, and under tensor parallelism."""
 
-ONE_RANK: frozenset[str] = frozenset(
-    """
-
-    """.split()
-)
+ONE_RANK: frozenset[str] = frozenset()
 """Exact on packed rows; no plan for tensor parallelism, or one that cannot be followed."""
 
 EXACT = TENSOR_PARALLEL | ONE_RANK
@@ -49,27 +43,20 @@ REFUSED: dict[str, str] = {
 def page() -> str:
     """docs/families.md."""
     refused = "\n".join(f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items()))
-    one_rank = (
-        f"""
-Exact likewise, on one tensor-parallel rank only: {_listed(ONE_RANK)}.
-"""
-        if ONE_RANK
-        else ""
-    )
     return f"""# Hugging Face families
 
 Made by `python -m lightning_wlb.models.huggingface.families`; the tests in
-[tests/models/huggingface](../tests/models/huggingface) hold every line of it. A family is a `model_type` of
-transformers {VERSION}, in a tiny configuration.
+[tests/models/huggingface](../tests/models/huggingface) hold every line of it. A family is a
+`model_type` of transformers {VERSION}, in a tiny configuration.
 
 ## Exact
 
-In float64 the logits of packed rows and the gradients of every parameter equal those of transformers' own
-model, run on each document by itself, to 1e-10; and so do the parameters after three AdamW steps on two
-tensor-parallel ranks:
+In float64 the logits of packed rows and the gradients of every parameter equal those of
+transformers' own model, run on each document by itself, to 1e-10. The same holds for gradients,
+losses and parameters of three AdamW steps on two tensor-parallel ranks.
 
 {_listed(TENSOR_PARALLEL)}.
-{one_rank}
+{_on_one_rank()}
 `make test` runs a covering choice; `python -m pytest -m families` all of it.
 
 ## Refused
@@ -84,8 +71,14 @@ A family that is in neither list runs with a warning.
 """
 
 
+def _on_one_rank() -> str:
+    if not ONE_RANK:
+        return ""
+    return f"\nExact likewise, without tensor parallelism: {_listed(ONE_RANK)}.\n"
+
+
 def _listed(names: frozenset[str]) -> str:
-    return "\n".join(textwrap.wrap(", ".join(f"`{name}`" for name in sorted(names)), 110))
+    return "\n".join(textwrap.wrap(", ".join(f"`{name}`" for name in sorted(names)), 100))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""Shapes of Hugging Face decoders against torch's FLOP counter, and real sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_wlb.cost.flops import Work, attention_flops, causal_pairs, linear_flops
+from lightning_wlb.cost.shape import ModelShape
+from tests.models.huggingface.configs import WINDOW, tiny
+
+transformers = pytest.importorskip("transformers")
+
+from lightning_wlb.models.huggingface.shape import shape_of  # noqa: E402
+
+TOKENS = 16
+FAMILIES = [
+    "llama", "qwen3", "gemma2", "gemma3_text", "phi3", "deepseek_v3", "mixtral", "qwen2_moe",
+    "gpt_oss", "cohere2", "starcoder2", "granite", "granite_swa", "mimo_v2_flash",
+]  # fmt: skip
+
+
+@contextmanager
+def model_without_attention(config: Any) -> Iterator[Any]:
+    """A model whose attention computes nothing."""
+
+    def attention(module, query, key, value, *_, **__):
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "none", attention)
+        yield transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="none", experts_implementation="eager"
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_that_torch_counts_and_every_parameter_counts_once(family: str) -> None:
+    config = tiny(family)
+    shape = shape_of(config)
+    assert (shape.dim, shape.layers, shape.vocab_size) == (32, 4, 64)
+    with (
+        model_without_attention(config) as model,
+        FlopCounterMode(display=False) as counter,
+        torch.no_grad(),
+    ):
+        model(torch.randint(3, 60, (1, TOKENS)), use_cache=False)
+    assert linear_flops(shape, TOKENS) == counter.get_total_flops()
+    for layer, counted in zip(model.model.layers, shape.each_layer, strict=True):
+        parameters = (value for name, value in asdict(counted).items() if "parameters" in name)
+        assert sum(parameters) == sum(parameter.numel() for parameter in layer.parameters())
+
+
+def test_a_plain_decoder_is_a_plain_shape() -> None:
+    shape = shape_of(tiny("llama"))
+    plain = ModelShape(dim=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64)
+    assert shape.each_layer == plain.each_layer
+    assert Work.of(shape) == Work.of(plain)
+
+
+def test_attention_is_counted_by_each_layers_window() -> None:
+    shape = shape_of(tiny("gemma3_text"))
+    windows = [layer.sliding_window for layer in shape.each_layer]
+    assert sorted(windows, key=str) == [WINDOW, WINDOW, None, None]
+    assert shape.sliding_window is None
+    pairs = 2 * causal_pairs(100) + 2 * causal_pairs(100, 0, WINDOW)
+    assert attention_flops(shape, 100) == 4 * 4 * 8 * pairs
+
+
+def test_latent_attention_has_narrower_values_and_a_mixture_idle_experts() -> None:
+    dense, mixture = shape_of(tiny("deepseek_v3")).kinds
+    assert (dense.heads, dense.kv_heads, dense.head_dim, dense.value_dim) == (4, 4, 12, 8)
+    assert dense.feed_forward_parameters == 3 * 32 * 48
+    assert dense.idle_parameters == 0
+    # Two of four experts, a shared one, and the router.
+    assert mixture.feed_forward_parameters == 3 * 3 * 32 * 16 + 4 * 32
+    assert mixture.idle_parameters == 2 * 3 * 32 * 16
+
+
+def test_real_sizes() -> None:
+    """At 128K the widest window of all layers would count 5.7 and 2 times the attention."""
+
+    def excess(config: Any) -> float:
+        shape = shape_of(config)
+        pairs = causal_pairs(131_072, 0, shape.sliding_window)
+        widest = 4 * shape.layers * shape.heads * shape.head_dim * pairs
+        return widest / attention_flops(shape, 131_072)
+
+    gemma = transformers.Gemma3TextConfig(
+        hidden_size=5376, num_hidden_layers=62, intermediate_size=21_504, num_attention_heads=32,
+        num_key_value_heads=16, head_dim=128, sliding_window=1024,
+    )  # fmt: skip
+    assert excess(gemma) == pytest.approx(5.7, abs=0.05)
+    assert excess(transformers.GptOssConfig(num_hidden_layers=24)) == pytest.approx(2, abs=0.01)
+
+
+def test_a_shape_leaves_the_config_as_it_was() -> None:
+    config = tiny("qwen3")
+    before = config.to_dict()
+    shape_of(config)
+    assert config.to_dict() == before
+    assert config._attn_implementation != "lightning_wlb_probe"
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("longcat_flash", "LongcatFlashDecoderLayer calls attention 2 times"),
+        ("minimax", "MiniMaxDecoderLayer calls attention 0 times"),
+        ("deepseek_v32", "DeepseekV32Model does not run on embeddings and positions alone"),
+        ("t5", "cannot be built as a causal language model"),
+    ],
+)
+def test_families_without_one_attention_a_layer_are_refused(family: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_of(tiny(family))
