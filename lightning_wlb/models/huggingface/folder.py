@@ -60,8 +60,10 @@ class Folder:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor if None."""
         if box is None:
-            return self._file(self._files[name]).get_tensor(name)  # type: ignore[no-any-return]
-        return self._slice(name)[box]  # type: ignore[no-any-return]
+            whole: Tensor = self._file(self._files[name]).get_tensor(name)
+            return whole
+        part: Tensor = self._slice(name)[box]
+        return part
 
     def _slice(self, name: str) -> Any:
         try:
