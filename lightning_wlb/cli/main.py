@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_wlb.cli import plan, profile
+from lightning_wlb.cli import export, plan, profile
 
-COMMANDS: dict[str, ModuleType] = {"plan": plan, "profile": profile}
+COMMANDS: dict[str, ModuleType] = {"export": export, "plan": plan, "profile": profile}
 """Subcommands by name."""
 
 
