@@ -39,7 +39,7 @@ def parameters_without_memory() -> Iterator[None]:
             vars(parameter).update(marks)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[assignment,method-assign]
     try:
         # Lightning builds under the meta device, where buffers would have no values.
         with torch.device("cpu"):

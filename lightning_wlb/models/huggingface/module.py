@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.shape import shape_of
 from lightning_wlb.models.language_module import LanguageModule

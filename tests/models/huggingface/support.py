@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
+from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
 from lightning_wlb.models.initialise import assign
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -166,19 +167,19 @@ def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
             )
             runner = trainer(strategy, int(np.prod(run.mesh)), callbacks=[recorder])
             runner.fit(module, data(run.case))
-        record = recorder.record()
-        decoder = module.model
-        names = {
-            f"model.{name}": decoder.family_name(decoder.tied.get(name, name))
-            for name, _ in decoder.named_parameters()
-        }
-        record["parameters"] = {names[n]: p for n, p in record["parameters"].items()}
-        record["gradients"] = [
-            {names[name]: gradient for name, gradient in step.items()}
-            for step in record["gradients"]
-        ]
-        results.append(record)
+        results.append(named_by_family(recorder.record(), module.model))
     return results
+
+
+def named_by_family(record: dict[str, Any], decoder: HuggingFaceDecoder) -> dict[str, Any]:
+    """A record whose parameters and gradients go by the family's names."""
+    names = {
+        f"model.{name}": decoder.family_name(decoder.tied.get(name, name))
+        for name, _ in decoder.named_parameters()
+    }
+    steps = (record["parameters"], *record["gradients"])
+    parameters, *gradients = ({names[n]: each for n, each in step.items()} for step in steps)
+    return record | {"parameters": parameters, "gradients": gradients}
 
 
 def worst_error(records: list[dict[str, Any]], wanted: dict[str, Any]) -> float:

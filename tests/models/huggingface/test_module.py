@@ -1,0 +1,189 @@
+"""HuggingFaceModule: what it takes, what its checkpoints hold, and short runs of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig
+
+import lightning_wlb as wlb
+from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.shape import shape_of
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.models.huggingface.configs import tiny
+from tests.models.huggingface.support import (
+    OPTIONS,
+    KeepDouble,
+    Packed,
+    Run,
+    by_document,
+    named_by_family,
+    packed_rows,
+    worst_error,
+)
+from tests.ranks import run_ranks
+from tests.strategy.harness import Recorder, data, trainer
+
+FAMILY = "qwen2_moe"
+
+
+def test_the_ways_to_name_a_model_give_one_config(tmp_path):
+    config = tiny("llama")
+    config.save_pretrained(tmp_path)
+    mapping = {"model_type": "llama"} | config.to_dict()
+    for given in (config, str(tmp_path), tmp_path, mapping):
+        module = wlb.HuggingFaceModule(given)
+        assert module.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
+            name: module.config.to_dict()[name] for name in ("_name_or_path",) if name in mapping
+        }
+        assert module.model_shape == shape_of(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hidden_size": 8}, "model_type=None"),
+        ({"model_type": "no_such"}, "'no_such'"),
+        ("no/such/folder", "'no/such/folder' is neither a folder"),
+        (7, "of type int"),
+    ],
+)
+def test_a_config_that_is_not_understood(config, said):
+    with pytest.raises(ValueError, match=said):
+        wlb.HuggingFaceModule(config)
+
+
+def test_pretrained_needs_a_folder():
+    with pytest.raises(ValueError, match="pretrained='FOLDER'"):
+        wlb.HuggingFaceModule(tiny("llama"), pretrained=True)
+
+
+def test_hyperparameters_are_plain_and_make_the_module_again(tmp_path):
+    module = wlb.HuggingFaceModule(tiny("gemma3_text"), learning_rate=1e-4, seed=3)
+    path = tmp_path / "hyperparameters.pt"
+    torch.save(dict(module.hparams), path)
+    again = wlb.HuggingFaceModule(**torch.load(path, weights_only=True))
+    assert again.config.to_dict() == module.config.to_dict()
+    assert (again.learning_rate, again.seed) == (1e-4, 3)
+    assert dict(again.hparams) == dict(module.hparams)
+
+
+def test_initial_values_are_the_familys_and_a_function_of_the_seed():
+    decoder = HuggingFaceDecoder(tiny("gpt_oss", hidden_size=128, initializer_range=0.05))
+    decoder.initialise(3)
+    first = {name: each.detach().clone() for name, each in decoder.named_parameters()}
+    weight = first["layers.1.self_attn.q_proj.weight"]
+    assert float(weight.std()) == pytest.approx(0.05, rel=0.1)
+    assert not torch.equal(weight, first["layers.2.self_attn.q_proj.weight"])
+    assert torch.equal(first["head.norm.weight"], torch.ones(128))
+    decoder.initialise(3)
+    assert all(torch.equal(each, first[name]) for name, each in decoder.named_parameters())
+    decoder.initialise(4)
+    assert not torch.equal(decoder.layers["1"].self_attn.q_proj.weight, weight)
+
+
+def test_constants_without_a_rule_keep_their_constructors_values_on_the_meta_device():
+    config = tiny("apertus")
+    with torch.device("meta"):
+        deferred = HuggingFaceDecoder(config)
+    real = dict(HuggingFaceDecoder(config).named_parameters())
+    name = "layers.0.mlp.act_fn.alpha_p"
+    assert torch.equal(deferred.get_parameter(name), real[name])
+    assert deferred.layers["0"].mlp.down_proj.weight.is_meta
+    assert not any(buffer.is_meta for buffer in deferred.buffers())
+
+
+def resume(rank: int, mesh: tuple[int, ...], folder: str, first: bool) -> dict:
+    recorder = Recorder()
+    with KeepDouble():
+        module = Packed(tiny(FAMILY), **OPTIONS)
+        steps = 2 if first else 3
+        runner = trainer(
+            WLBStrategy(*mesh), int(np.prod(mesh)), max_steps=steps, callbacks=[recorder]
+        )
+        runner.fit(module, data(Run(FAMILY).case), ckpt_path=None if first else folder)
+        if first:
+            runner.save_checkpoint(folder)
+    return named_by_family(recorder.record(), module.model)
+
+
+def test_a_checkpoint_resumes_on_another_mesh(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(resume, 4, (1, 2, 1, 2), folder, True, process_group=False)
+    records = run_ranks(resume, 2, (1, 1, 2, 1), folder, False, process_group=False)
+    wanted = by_document(Run(FAMILY))
+    wanted["losses"], wanted["gradients"] = wanted["losses"][2:], wanted["gradients"][2:]
+    assert worst_error(records, wanted) < 1e-12
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+@cache
+def losses(family: str, precision: str) -> list[float]:
+    """Of two steps; the buffers stay what they are made."""
+    callback = Losses()
+    module = wlb.HuggingFaceModule(tiny(family), learning_rate=1e-3, seed=7)
+    runner = trainer(WLBStrategy(), 1, precision=precision, max_steps=2, callbacks=[callback])
+    runner.fit(module, data(Run(family).case))
+    assert {str(each.dtype) for each in module.model.buffers()} == {"torch.float32"}
+    return callback.losses
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "tolerance"),
+    [("qwen2_moe", "32-true", 1e-5), ("llama", "bf16-mixed", 1e-2), ("llama", "bf16-true", 1e-2)],
+)
+def test_precisions(family, precision, tolerance):
+    assert losses(family, precision) == pytest.approx(losses(family, "64-true"), rel=tolerance)
+
+
+def test_70_billion_parameters_are_built_in_less_than_a_gibibyte():
+    script = """
+import resource, torch
+from transformers import LlamaConfig
+from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+config = LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
+    num_key_value_heads=8, intermediate_size=28672, vocab_size=128256)
+with torch.device("meta"):
+    decoder = HuggingFaceDecoder(config)
+print(sum(each.numel() for each in decoder.parameters()))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    parameters, mebibytes = map(int, done.stdout.split()[-2:])
+    assert parameters == 70_553_706_496
+    assert mebibytes < 1024
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("lightning_wlb.models.hugg")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-wlb\[hf\]'"):
+        _ = wlb.HuggingFaceModule
+
+
+def test_logits_of_a_micro_batch_without_labels():
+    decoder = HuggingFaceDecoder(tiny("cohere"))
+    decoder.initialise(0)
+    _, rows = packed_rows((5, 2))
+    assert decoder(replace(rows, labels=None)).shape == (7, 64)
