@@ -11,6 +11,7 @@ as peft reads them.
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,16 +112,19 @@ def export(
             " Use it by LanguageModule.load_from_checkpoint (docs/guide.md, 'Checkpoints and"
             " resuming')."
         )
-    source = _tokenizer_of(tokenizer, given)
     _require_transformers()
-    from lightning_wlb.models.huggingface.export import copy_files
+    from lightning_wlb.models.huggingface.export import files_beside
 
+    source = _tokenizer_of(tokenizer, given)
+    copied = files_beside(source) if source is not None else []
+    if tokenizer is not None and not any("token" in name for name in copied):
+        raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
     replacing.begin(folder)
     aside = replacing.aside_of(folder)
     tensors = _write(stored, given, aside, dtype, report)
-    copied = copy_files(source, aside) if source is not None else []
-    if tokenizer is not None and not any("token" in name for name in copied):
-        raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
+    for name in copied:
+        assert source is not None
+        shutil.copyfile(source / name, aside / name)
     replacing.finish(folder)
     return Exported(tensors, tuple(copied))
 

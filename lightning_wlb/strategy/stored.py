@@ -8,6 +8,7 @@ other strategy, which is mapped into memory.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -73,5 +74,8 @@ class StoredCheckpoint:
             for name in names
         }
         state = {f"{WEIGHTS}.{name}": value for name, value in values.items()}
-        dcp.load(state, storage_reader=self._reader, no_dist=True)
+        with warnings.catch_warnings():
+            # That no process group is there, which no_dist says.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(state, storage_reader=self._reader, no_dist=True)
         return values

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ from lightning_wlb.models.huggingface.weights import skeleton
 Read = Callable[[Iterable[str]], Mapping[str, Tensor]]
 Report = Callable[[int, int], None]
 FILE_BYTES = 5 * 10**9
-"""Most bytes of a file of weights, as the hub recommends."""
+"""Most bytes of a file of weights, unless a single tensor has more."""
 
 GENERATION = "generation_config.json"
 _TOKENIZER = (
@@ -50,7 +49,6 @@ def write_model(
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
-    file_bytes: int = FILE_BYTES,
     report: Report = lambda done, of: None,
 ) -> int:
     """Write weights, config and generation config.
@@ -61,7 +59,6 @@ def write_model(
         folder: exists, and is filled.
         dtype: of the parameters; the config's if None, and where it has none as they are read.
             Buffers, and what the family always keeps in float32, are written as they are read.
-        file_bytes: most bytes of a file, unless a single tensor has more.
         report: called with the number of groups of tensors that are written, and of all.
 
     Returns:
@@ -73,7 +70,7 @@ def write_model(
     dtype = dtype or _dtype(config)
     kept = tuple(model._keep_in_fp32_modules_strict or ())
     buffers = {name for name, _ in decoder.persistent_buffers()}
-    files = _Files(folder, file_bytes)
+    files = _Files(folder)
     groups = list(_groups(decoder))
     for number, names in enumerate(groups):
         state = {}
@@ -102,13 +99,10 @@ def outline(config: Any, **options: Any) -> HuggingFaceDecoder:
         return HuggingFaceDecoder(config, **options)
 
 
-def copy_files(source: Path, folder: Path) -> list[str]:
-    """Copy tokenizer files and the generation config from a model's folder; their names."""
+def files_beside(source: Path) -> list[str]:
+    """Names of the tokenizer's files, and of the generation config, in a model's folder."""
     names = {each.name for pattern in _TOKENIZER for each in source.glob(pattern)}
-    found = sorted(name for name in {*names, GENERATION} if (source / name).is_file())
-    for name in found:
-        shutil.copyfile(source / name, folder / name)
-    return found
+    return sorted(name for name in {*names, GENERATION} if (source / name).is_file())
 
 
 def _groups(decoder: HuggingFaceDecoder) -> Iterator[list[str]]:
@@ -126,18 +120,17 @@ def _dtype(config: Any) -> torch.dtype | None:
 
 
 class _Files:
-    """Tensors in files of at most so many bytes; their names say how many files there are."""
+    """Tensors in files of at most FILE_BYTES; their names say how many files there are."""
 
-    def __init__(self, folder: Path, most: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._most = most
         self._waiting: dict[str, Tensor] = {}
         self._of: dict[str, int] = {}
         self._files = 0
         self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if _bytes(self._waiting.values()) + tensor.nbytes > self._most:
+        if _bytes(self._waiting.values()) + tensor.nbytes > FILE_BYTES:
             self._flush()
         # What a conversion cuts from one tensor shares its memory, which a file would hold whole.
         shares = tensor.untyped_storage().nbytes() != tensor.nbytes

@@ -12,7 +12,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.folder import resolve
 from lightning_wlb.models.huggingface.shape import shape_of
+from lightning_wlb.models.huggingface.weights import load
 from lightning_wlb.models.language_module import LanguageModule
 
 
@@ -73,6 +75,14 @@ class HuggingFaceModule(LanguageModule):
             activation_checkpointing=self.activation_checkpointing,
             attention_backend=self.attention_backend,
         )
+
+    def init_weights(self) -> None:
+        """Read the rank's part of the pretrained weights, or draw values as a function of names."""
+        if self.pretrained is None:
+            super().init_weights()
+            return
+        assert isinstance(self.model, HuggingFaceDecoder)
+        load(self.model, resolve(self.pretrained))
 
 
 def read_config(config: Any) -> PretrainedConfig:

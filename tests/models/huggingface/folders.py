@@ -15,6 +15,10 @@ def plain_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **eager, dtype=dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if name in (model._keep_in_fp32_modules_strict or ()) and dtype == torch.bfloat16:
+                module._buffers[name] = buffer.float()
     generator = torch.Generator().manual_seed(0)
     stored = {id(each): each for each in model.state_dict(keep_vars=True).values()}
     with torch.no_grad():
