@@ -158,7 +158,7 @@ class ImbalanceMonitor(L.Callback):
             if warning is not None:
                 rank_zero_warn(warning)
         rates = self._records.rates(record.tokens, record.flops, record.seconds)
-        pl_module.log_dict(_logged(record, rates), batch_size=1)
+        pl_module.log_dict({**_logged(record, rates), **_epochs(batch.state)}, batch_size=1)
 
     def _record(
         self, plan: StepPlan, work: Work, seconds: float, wait: float, measured: Imbalance
@@ -245,6 +245,14 @@ def _logged(record: StepRecord, rates: dict[str, float]) -> dict[str, float]:
     # A figure is not a number where nothing was predicted, or where no attention was timed, as in
     # a model without our kernel.
     return {f"wlb/{name}": float(value) for name, value in figures.items() if not np.isnan(value)}
+
+
+def _epochs(state: dict[str, Any]) -> dict[str, float]:
+    """How often each store of a mixture has been passed, parts of a pass included."""
+    return {
+        f"wlb/epoch/{name}": standing["passes"] + standing["position"] / standing["documents"]
+        for name, standing in state.get("mixture", {}).items()
+    }
 
 
 def _mesh_name(mesh: Mesh) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
-from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.documents import DocumentStore, check_tokens
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Slice, StepPlan
 from lightning_wlb.prediction.executed import layout_of, units
@@ -40,6 +40,7 @@ def make_step_batch(
     next_digest: int,
     last: bool,
     sliding_window: int | None = None,
+    vocab_size: int | None = None,
 ) -> StepBatch:
     """The tensors that a rank needs to run ``plan``.
 
@@ -51,9 +52,11 @@ def make_step_batch(
         next_digest: digest of the following step's plan, 0 if there is none in this epoch.
         last: whether the run's bound on tokens is reached with this step.
         sliding_window: of the model's widest layer: keys that no query sees do not travel.
+        vocab_size: of the model; None: not known.
 
     Raises:
-        ValueError: the plan is for another number of replicas.
+        ValueError: the plan is for another number of replicas, or a token is outside the
+            vocabulary.
     """
     mesh = rank.mesh
     if len(plan.replicas) != mesh.data:
@@ -91,6 +94,7 @@ def make_step_batch(
                 replace(attention, replicas=len(micro_batch.replicas)),
                 store,
                 rank,
+                vocab_size,
             )
         )
     return StepBatch(plan, rank.data, executed, micro_batches, state, next_digest, last)
@@ -119,6 +123,7 @@ def _tensors(
     attention: AttentionMetadata,
     store: DocumentStore,
     rank: Rank,
+    vocab_size: int | None,
 ) -> MicroBatchTensors:
     """One micro-batch on one rank; ``offsets`` are the positions of its real rows."""
     rows = attention.rows
@@ -127,7 +132,7 @@ def _tensors(
     tokens = np.zeros(rows, np.int64) if rank.first_stage else None
     labels = np.full(rows, IGNORE, np.int64) if rank.last_stage else None
     if tokens is not None or labels is not None:
-        _read(slices, indices, store, tokens, labels)
+        _read(slices, indices, store, vocab_size, tokens, labels)
     return MicroBatchTensors(
         tokens=None if tokens is None else torch.from_numpy(tokens),
         labels=None if labels is None else torch.from_numpy(labels),
@@ -141,6 +146,7 @@ def _read(
     slices: tuple[Slice, ...],
     indices: RankIndices,
     store: DocumentStore,
+    vocab_size: int | None,
     tokens: np.ndarray | None,
     labels: np.ndarray | None,
 ) -> None:
@@ -153,12 +159,15 @@ def _read(
         start = part.start + int(indices.offset[row])
         stop = start + end - row
         # One token more than the rows, for the last row's label, where the document has it.
-        label_stop = min(stop + 1, int(store.lengths[part.document]))
+        # Numbers go on beyond the last document where a mixture passes a store again.
+        length = int(store.lengths[part.document % len(store.lengths)])
+        label_stop = min(stop + 1, length)
         first = start if tokens is not None else start + 1
         until = label_stop if labels is not None else stop
         if until <= first:
             continue
         read = np.asarray(store.read(part.document, first, until), np.int64)
+        check_tokens(read, vocab_size, store, part.document, first)
         if tokens is not None:
             tokens[row:end] = read[: stop - start]
         if labels is not None:

@@ -8,7 +8,7 @@ the documents: that of the last optimiser step taken (:mod:`lightning_wlb.data.s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,9 +21,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_wlb.arguments import choice, flag, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.data import opening
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
-from lightning_wlb.data.opening import check_documents, hold_out, is_documents, open_documents
+from lightning_wlb.data.mixture import MixedDocuments
+from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
 from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.planning import DataSettings, Planner
@@ -41,8 +43,9 @@ class WLBDataModule(L.LightningDataModule):
     """Documents of any length as balanced optimiser steps: one batch is one step.
 
     Args:
-        documents: ``"stdlib"`` (the standard library's top-level definitions as bytes), a
-            document store, or sequences of token numbers.
+        documents: whatever :func:`lightning_wlb.documents` opens: a path of a corpus, a mapping
+            ``{"path": ..., option: value}``, a document store, sequences of token numbers, or
+            ``"stdlib"`` (the standard library's top-level definitions as bytes).
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
             batch is the next documents until at least N·C tokens, over all replicas.
@@ -65,23 +68,23 @@ class WLBDataModule(L.LightningDataModule):
             then (``Trainer(max_epochs=-1)``).
         num_workers: loader worker processes, which plan and read ahead of training; more than one
             helps only where reading is slow. 0: in the training process, between steps.
-        validation_documents: a document store, or how many of ``documents`` to hold out.
-        test_documents: a document store for ``trainer.test``.
+        validation_documents: further documents, or how many of ``documents`` to hold out.
+        test_documents: documents for ``trainer.test``.
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
             LightningModule.
         pin_memory: None: where the device is a CUDA GPU.
 
     Raises:
-        MisconfigurationException: documents that are no store, more documents held out than
-            there are, or (when a Trainer runs it) no model shape, a vocabulary smaller than the
-            documents', data parallelism under a strategy that does not divide the plan, or a
-            Trainer of another namespace.
+        MisconfigurationException: documents that are not known or not there, more documents held
+            out than there are, or (when a Trainer runs it) no model shape, a vocabulary smaller
+            than the documents', data parallelism under a strategy that does not divide the plan, or
+            a Trainer of another namespace.
         ValueError: settings that contradict each other, from the planner and the stores.
     """
 
     def __init__(
         self,
-        documents: str | DocumentStore | Sequence[Sequence[int]] = "stdlib",
+        documents: Documents = "stdlib",
         *,
         context_window: int,
         micro_batches: int,
@@ -94,8 +97,8 @@ class WLBDataModule(L.LightningDataModule):
         shuffle: bool = True,
         max_tokens: int | None = None,
         num_workers: int = 1,
-        validation_documents: int | DocumentStore = 0,
-        test_documents: DocumentStore | None = None,
+        validation_documents: int | Documents = 0,
+        test_documents: Documents | None = None,
         model_shape: ModelShape | None = None,
         pin_memory: bool | None = None,
     ) -> None:
@@ -158,8 +161,10 @@ class WLBDataModule(L.LightningDataModule):
         )
 
     def prepare_data(self) -> None:
-        """Tokenise the standard library once per node, while the node's other ranks wait."""
+        """Make what is made of documents once per node, while the node's other ranks wait."""
         self._stores()
+        if self.test_documents is not None:
+            opening.documents(self.test_documents)
 
     def setup(self, stage: str) -> None:
         """Open the documents."""
@@ -201,9 +206,15 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...) a"
                 " document store."
             )
-        return self._evaluation(open_documents(self.test_documents))
+        return self._evaluation(opening.documents(self.test_documents))
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
+        if isinstance(store, MixedDocuments):
+            raise MisconfigurationException(
+                f"{store!r} is a mixture, whose stores are repeated in proportions, but validation"
+                " and test pass every document once. Give one store, or a number of documents to"
+                " hold out."
+            )
         settings = replace(self.settings, shuffle=False, max_tokens=None)
         return self._loader(self._dataset(store, settings), lambda: None)
 
@@ -263,9 +274,9 @@ class WLBDataModule(L.LightningDataModule):
     def _stores(self) -> tuple[DocumentStore, DocumentStore | None]:
         """The documents to train on and those to validate on, opened once."""
         if self._opened is None:
-            store, held_out = open_documents(self.documents), self.validation_documents
+            store, held_out = opening.documents(self.documents), self.validation_documents
             if not isinstance(held_out, int):
-                self._opened = store, open_documents(held_out)
+                self._opened = store, opening.documents(held_out)
             else:
                 seed = self.settings.seed
                 self._opened = hold_out(store, held_out, seed) if held_out else (store, None)
@@ -299,6 +310,8 @@ class WLBDataModule(L.LightningDataModule):
 
 def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:
     lengths = np.asarray(store.lengths)
+    if isinstance(store, MixedDocuments):
+        rank_zero_info(store.describe() + ".")
     queues = (
         f"outlier queues from {', '.join(map(str, planner.thresholds))} tokens"
         if planner.thresholds

@@ -1,45 +1,271 @@
-"""From what a user gives as documents (a name, a store, sequences of token numbers) to stores."""
+"""From what a user gives as documents (a name, a path, a mapping, sequences, a store) to stores.
+
+:data:`KINDS` lists what is known, in one place: a further kind of documents is one more entry.
+"""
 
 from __future__ import annotations
 
+import glob
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.data import tokenising
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
+from lightning_wlb.data.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.arrow import PARTIAL, ArrowDocuments
+from lightning_wlb.data.stores.flat import FlatDocuments
+from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
+from lightning_wlb.data.stores.parquet import ParquetDocuments
+from lightning_wlb.planning.arrivals import document_numbers
+
+Documents = str | Path | DocumentStore | Mapping[str, Any] | Sequence[Any]
+"""What :func:`documents` opens, in the order in which LightningCLI tries them."""
+
+PATH = "path"
+"""Entry of a mapping that holds a path; the others are the store's options."""
 
 
-def is_documents(documents: Any) -> bool:
-    """Whether this is a store, or a sequence that may become one."""
-    return isinstance(documents, DocumentStore | Sequence)
+class Kind(NamedTuple):
+    """Something that documents can be given as.
+
+    Attributes:
+        description: how errors list it.
+        fits: whether a source is of this kind, by its type and by what files there are; files are
+            not opened. Paths come as one :class:`~pathlib.Path`, or a list of them for a pattern.
+            None: the kind is recognised by its ``key`` only.
+        open: the store, from the source and the user's options.
+        key: the entry of a mapping that holds the source, where such a mapping is of this kind;
+            its other entries are options.
+    """
+
+    description: str
+    fits: Callable[[Any], bool] | None
+    open: Callable[..., DocumentStore]
+    key: str | None = None
 
 
-def check_documents(name: str, documents: Any) -> None:
-    """Refuse what :func:`open_documents` could not open, without opening anything."""
-    if isinstance(documents, str) and documents != "stdlib":
-        raise MisconfigurationException(
-            f"{name}={documents!r}: the only store with a name is 'stdlib'. Pass a document"
-            " store or sequences of token numbers for anything else."
+def _files(source: Any, *suffixes: str) -> bool:
+    """Whether this is a folder with such files, such a file, or several."""
+    if isinstance(source, Path) and source.is_dir():
+        return any(path.suffix in suffixes for path in source.iterdir())
+    paths = source if isinstance(source, list) else [source]
+    return bool(paths) and all(
+        isinstance(path, Path) and path.suffix in suffixes and path.is_file() for path in paths
+    )
+
+
+def _is_arrow(source: Any) -> bool:
+    marks = (PARTIAL, "state.json", "dataset_dict.json")
+    if isinstance(source, Path) and any((source / mark).exists() for mark in marks):
+        return True
+    return _files(source, ".arrow", ".feather", ".ipc")
+
+
+def _is_sequences(source: Any) -> bool:
+    if isinstance(source, str) or not isinstance(source, Sequence):
+        return False
+    return not any(_is_path(each) for each in source[:1])
+
+
+def _stdlib(
+    name: str,
+    unit: Literal["definition", "file"] = "definition",
+    tokenizer: Literal["bytes", "bpe"] = "bytes",
+    vocab_size: int | None = None,
+) -> StdlibDocuments:
+    return StdlibDocuments(unit, tokenizer, vocab_size)
+
+
+def _texts(
+    source: str | Path,
+    tokenizer: str | Path | None = None,
+    column: str | None = None,
+    eos: bool | str = True,
+) -> ArrowDocuments:
+    return ArrowDocuments(tokenising.texts(source, tokenizer, column, eos))
+
+
+def _chats(
+    source: str | Path, tokenizer: str | Path | None = None, column: str | None = None
+) -> ArrowDocuments:
+    return ArrowDocuments(tokenising.chats(source, tokenizer, column))
+
+
+def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
+    return open_mixture(entries, documents)
+
+
+KINDS: list[Kind] = [
+    Kind("the name 'stdlib'", lambda source: source == "stdlib", _stdlib),
+    Kind(
+        "a Hugging Face datasets folder (save_to_disk, lightning-wlb tokenize) or .arrow files",
+        _is_arrow,
+        ArrowDocuments,
+    ),
+    Kind(".parquet files, or a folder of them", lambda s: _files(s, ".parquet"), ParquetDocuments),
+    Kind(
+        "Megatron's .bin with .idx, by their common path",
+        lambda source: isinstance(source, Path) and has_index(source),
+        MegatronDocuments,
+    ),
+    Kind(
+        "a mapping {'tokens': 'tokens.npy', 'offsets': 'offsets.npy'}",
+        None,
+        FlatDocuments,
+        key="tokens",
+    ),
+    Kind(
+        "a mapping {'texts': 'corpus.jsonl', 'tokenizer': ...} (JSON lines or text files)",
+        None,
+        _texts,
+        key="texts",
+    ),
+    Kind("a mapping {'chats': 'chats.jsonl', 'tokenizer': ...}", None, _chats, key="chats"),
+    Kind(
+        "a mapping {'mixture': [{'documents': ..., 'weight': 0.7}, ...]}",
+        None,
+        _mixture,
+        key="mixture",
+    ),
+    Kind("sequences of token numbers", _is_sequences, InMemoryDocuments),
+]
+"""What documents can be given as; a source that fits two entries is refused."""
+
+
+def documents(source: Any, **options: Any) -> DocumentStore:
+    """Open documents, whatever they are given as.
+
+    Args:
+        source: ``"stdlib"``; a path of a folder or file, or a pattern such as
+            ``"corpus/*.parquet"``; a mapping ``{"path": ..., option: value, ...}``, or one of the
+            kind's own; sequences of token numbers; or a store, which is returned as it is.
+            docs/guide.md lists what is known.
+        options: of the kind of store, such as ``vocab_size`` or ``empty="drop"``.
+
+    Returns:
+        A store whose lengths are known, and whose tokens are read when they are asked for.
+
+    Raises:
+        ValueError: a source that is not known or not there, an option that the kind has not, or
+            damaged files.
+    """
+    if isinstance(source, DocumentStore):
+        if options:
+            raise ValueError(
+                f"documents: {source!r} is open already and takes no options; {_listed(options)}"
+                " were given. Give them to the store's own constructor."
+            )
+        return source
+    kind, source, options = _resolved("documents", source, options)
+    known = list(signature(kind.open).parameters)[1:]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"documents{_shown(source)} is taken for {kind.description}, which has no option"
+                f" {option!r}. It takes {', '.join(known)}."
+            )
+    return kind.open(source, **options)
+
+
+def check_documents(name: str, given: Any) -> None:
+    """Refuse what :func:`documents` would not recognise, without opening anything.
+
+    Raises:
+        MisconfigurationException: with what documents can be given as.
+    """
+    if isinstance(given, DocumentStore):
+        return
+    try:
+        _resolved(name, given, {})
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+def is_documents(given: Any) -> bool:
+    """Whether this may be meant as documents, rather than as a number of them."""
+    return isinstance(given, DocumentStore | Sequence | Mapping | Path)
+
+
+def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, Any, dict[str, Any]]:
+    """The kind of a source, what it opens, and with which options."""
+    kind = None
+    if isinstance(source, Mapping):
+        keys: dict[str, Kind | None] = {PATH: None}
+        keys |= {kind.key: kind for kind in KINDS if kind.key is not None}
+        given = dict(source)
+        named = [key for key in keys if key in given]
+        if len(named) != 1:
+            raise ValueError(
+                f"{name}={given!r}: a mapping of documents has one of {', '.join(keys)}, and the"
+                " options of what it names."
+            )
+        kind, source = keys[named[0]], given.pop(named[0])
+        both = sorted(given.keys() & options.keys())
+        if both:
+            raise ValueError(f"{name}: {', '.join(both)} given twice. Give each option once.")
+        options = {**given, **options}
+    if kind is None:
+        source = _with_paths(name, source)
+        kind = _kind_of(name, source)
+    return kind, source, options
+
+
+def _with_paths(name: str, source: Any) -> Any:
+    """The source with texts as paths, and a pattern as the list of those that fit it."""
+    if isinstance(source, str) and glob.has_magic(source) and not Path(source).exists():
+        found = sorted(map(Path, glob.glob(source, recursive=True)))
+        if not found:
+            raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
+        return found
+    if isinstance(source, str) and source != "stdlib":
+        return Path(source).expanduser()
+    if isinstance(source, list | tuple) and source and all(_is_path(each) for each in source):
+        return [Path(each).expanduser() for each in source]
+    return source
+
+
+def _kind_of(name: str, source: Any) -> Kind:
+    fitting = [kind for kind in KINDS if kind.fits is not None and kind.fits(source)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        both = ", or ".join(kind.description for kind in fitting)
+        raise ValueError(
+            f"{name}{_shown(source)} may be {both}. Give the files of one of these, by a pattern"
+            " such as 'folder/*.arrow'."
         )
-    if not is_documents(documents):
-        raise MisconfigurationException(
-            f"{name} of type {type(documents).__name__} are no document store: it needs lengths,"
-            " vocab_size, read, targets and mask (lightning_wlb.data.documents.DocumentStore)."
-            " Give one, or sequences of token numbers."
-        )
+    paths = source if isinstance(source, list) else [source]
+    missing = [path for path in paths if isinstance(path, Path) and not path.exists()]
+    what = f"there is no file {missing[0]}" if missing else "these are no documents that are known"
+    raise ValueError(
+        f"{name}{_shown(source)}: {what}. Give a document store (lengths, vocab_size, read, targets"
+        " and mask: lightning_wlb.DocumentStore), or one of: "
+        + "; ".join(kind.description for kind in KINDS)
+        + "."
+    )
 
 
-def open_documents(documents: Any) -> DocumentStore:
-    """The store that a user has named or given; sequences are held in memory."""
-    if isinstance(documents, str):
-        return StdlibDocuments()
-    if isinstance(documents, DocumentStore):
-        return documents
-    return InMemoryDocuments(documents)
+def _shown(source: Any) -> str:
+    if isinstance(source, Path | str):
+        return f"={str(source)!r}"
+    if isinstance(source, Mapping):
+        return f"={dict(source)!r}"
+    return f" of type {type(source).__name__}"
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "(none)"
+
+
+def _is_path(source: Any) -> bool:
+    return isinstance(source, str | Path)
 
 
 def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore, DocumentStore]:
@@ -60,5 +286,7 @@ def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore
     # Python's own generator: its samples are the same on every version.
     held_out = np.zeros(documents, bool)
     held_out[random.Random(seed).sample(range(documents), count)] = True
-    kept, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    kept, chosen = document_numbers(documents)[~held_out], np.flatnonzero(held_out)
+    if isinstance(store, MixedDocuments):
+        return store.subset(kept), DocumentSubset(store, chosen)
     return DocumentSubset(store, kept), DocumentSubset(store, chosen)

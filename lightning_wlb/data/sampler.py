@@ -28,7 +28,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -41,10 +41,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import layers_kernel_cost
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.data import opening
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
-from lightning_wlb.data.opening import check_documents, open_documents
+from lightning_wlb.data.mixture import MixedDocuments
+from lightning_wlb.data.opening import Documents
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
@@ -76,6 +78,8 @@ class StepDataset(IterableDataset[StepBatch]):
             first epoch. Set it between iterations to begin elsewhere.
         predictor: of times on a device, by which an adaptive sharding and packings that try several
             plans of a step choose; None: by the reference kernel cost and by work alone.
+        vocab_size: of the model: no step is made of a token outside ``[0, vocab_size)``; None: any
+            token from 0 on.
     """
 
     store: DocumentStore
@@ -86,11 +90,12 @@ class StepDataset(IterableDataset[StepBatch]):
     schedule: str = "1f1b"
     state: dict[str, Any] | None = None
     predictor: Predictor | None = None
+    vocab_size: int | None = None
 
     @classmethod
     def for_model(
         cls,
-        documents: str | DocumentStore | Sequence[Sequence[int]],
+        documents: Documents,
         data: DataSettings,
         shape: ModelShape,
         rank: Rank | None = None,
@@ -101,7 +106,7 @@ class StepDataset(IterableDataset[StepBatch]):
         """The steps of a model of this shape: documents weigh what it computes on them.
 
         Args:
-            documents: ``"stdlib"``, a document store, or sequences of token numbers.
+            documents: whatever :func:`lightning_wlb.documents` opens.
             data: which documents enter a step.
             shape: of the model, such as ``LanguageModule.model_shape``.
             rank: where this rank stands in the mesh; None: the only rank.
@@ -112,11 +117,12 @@ class StepDataset(IterableDataset[StepBatch]):
         Raises:
             MisconfigurationException: documents that are no store, or a vocabulary smaller than
                 theirs.
-            ValueError: heads that the sharding cannot spread over the context-parallel group.
+            ValueError: documents that cannot be opened, or heads that the sharding cannot spread
+                over the context-parallel group.
         """
-        check_documents("documents", documents)
-        store, rank = open_documents(documents), rank or Rank()
-        if 0 < shape.vocab_size < store.vocab_size:
+        opening.check_documents("documents", documents)
+        store, rank = opening.documents(documents), rank or Rank()
+        if store.vocab_size is not None and 0 < shape.vocab_size < store.vocab_size:
             raise MisconfigurationException(
                 f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
@@ -124,7 +130,16 @@ class StepDataset(IterableDataset[StepBatch]):
         if sharding == HEADS and rank.mesh.context > 1:
             for layer in shape.kinds:
                 check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
-        return cls(store, data, Work.of(shape), rank, sharding, schedule, predictor=predictor)
+        return cls(
+            store,
+            data,
+            Work.of(shape),
+            rank,
+            sharding,
+            schedule,
+            predictor=predictor,
+            vocab_size=shape.vocab_size or store.vocab_size,
+        )
 
     def planner(self) -> Planner:
         """A planner that stands at ``state``."""
@@ -143,6 +158,7 @@ class StepDataset(IterableDataset[StepBatch]):
                 else predictor.latency.segment_cost
             ),
             judge=None if predictor is None else PredictedJudge(predictor),
+            mixture=self.store.shares if isinstance(self.store, MixedDocuments) else (),
         )
         if self.state is not None:
             planner.load_state_dict(self.state)
@@ -171,6 +187,7 @@ class StepDataset(IterableDataset[StepBatch]):
                     next_digest=0 if following is None else following.digest,
                     last=following is None and planner.finished,
                     sliding_window=self.work.total.window,
+                    vocab_size=self.vocab_size,
                 )
                 self.state = state
                 yield batch

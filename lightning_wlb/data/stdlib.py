@@ -15,25 +15,20 @@ one walk over the source tree. Not for training a useful model: it is 30 MB of P
 from __future__ import annotations
 
 import ast
-import hashlib
 import os
 import platform
-import shutil
-import sys
 import sysconfig
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities import rank_zero_only
-from platformdirs import user_cache_dir
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.data.cached import built_once, fingerprint, shown
 from lightning_wlb.data.documents import check_lengths
 
 _CACHE_VERSION = 1
@@ -41,8 +36,6 @@ _DEFAULT_BPE_VOCABULARY = 4096
 _TRAINING_SAMPLE_CHARACTERS = 2_000_000
 _ENCODE_AT_ONCE = 256
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
-
-_Item = TypeVar("_Item")
 
 
 class StdlibDocuments:
@@ -141,43 +134,13 @@ class StdlibDocuments:
 def _cached(directory: Path, unit: str, tokenizer: str, vocab_size: int) -> Path:
     """The folder with the arrays, built where there is none."""
     files = _source_files(directory)
-    fingerprint = hashlib.sha256()
-    for path in files:
-        status = path.stat()
-        name = path.relative_to(directory).as_posix()
-        fingerprint.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     key = (
         f"stdlib-{platform.python_implementation().lower()}{platform.python_version()}-{unit}"
-        f"-{tokenizer}{vocab_size}-v{_CACHE_VERSION}-{fingerprint.hexdigest()[:16]}"
+        f"-{tokenizer}{vocab_size}-v{_CACHE_VERSION}-{fingerprint(files, directory)}"
     )
-    roots = [Path(user_cache_dir("lightning_wlb")), Path(tempfile.gettempdir(), "lightning_wlb")]
-    for root in roots:
-        if (root / key).is_dir():
-            return root / key
-    for root in roots:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
-        except OSError:
-            continue
-        break
-    else:
-        root = aside = Path(tempfile.mkdtemp(prefix="lightning_wlb-"))
-    try:
-        _build(aside, directory, files, unit, tokenizer, vocab_size)
-        if aside is root:
-            return aside
-        aside.chmod(0o755)
-        try:
-            aside.rename(root / key)
-        except OSError:
-            # Another rank was first; anything else is an error that must be seen.
-            if not (root / key).is_dir():
-                raise
-    finally:
-        if aside is not root:
-            shutil.rmtree(aside, ignore_errors=True)
-    return root / key
+    return built_once(
+        key, lambda folder: _build(folder, directory, files, unit, tokenizer, vocab_size)
+    )
 
 
 def _source_files(directory: Path) -> list[Path]:
@@ -194,7 +157,7 @@ def _build(
     folder: Path, directory: Path, files: list[Path], unit: str, tokenizer: str, vocab_size: int
 ) -> None:
     texts: list[bytes] = []
-    for path in _shown(files, f"Reading Python sources ({unit}s)"):
+    for path in shown(files, f"Reading Python sources ({unit}s)"):
         source = path.read_bytes()
         texts += [source] if unit == "file" else _definitions(source)
     check_lengths(
@@ -248,7 +211,7 @@ def _train(texts: list[str], vocab_size: int) -> Tokenizer:
 
 def _encode(model: Tokenizer, texts: list[bytes], dtype: Any) -> Iterator[npt.NDArray[Any]]:
     starts = range(0, len(texts), _ENCODE_AT_ONCE)
-    for first in _shown(starts, "Encoding documents"):
+    for first in shown(starts, "Encoding documents"):
         chunk = texts[first : first + _ENCODE_AT_ONCE]
         for encoding in model.encode_batch([_decoded(text) for text in chunk]):
             yield np.array(encoding.ids, dtype)
@@ -256,13 +219,3 @@ def _encode(model: Tokenizer, texts: list[bytes], dtype: Any) -> Iterator[npt.ND
 
 def _decoded(text: bytes) -> str:
     return text.decode("utf-8", errors="replace")
-
-
-def _shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
-    """The items, with a progress bar where someone is watching."""
-    if getattr(rank_zero_only, "rank", 0) != 0 or not sys.stderr.isatty():
-        return items
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(items, what, len(items), console=Console(stderr=True), transient=True)

@@ -16,7 +16,22 @@ Vocabulary (docs/design.md):
 Cost: validation is linear in the number of slices.
 """
 
-from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan.parts import (
+    MicroBatch,
+    Piece,
+    ReplicaPlan,
+    Slice,
+    piece_counts,
+    symmetric_backward,
+)
 from lightning_wlb.plan.step import StepPlan
 
-__all__ = ["MicroBatch", "Piece", "ReplicaPlan", "Slice", "StepPlan", "symmetric_backward"]
+__all__ = [
+    "MicroBatch",
+    "Piece",
+    "ReplicaPlan",
+    "Slice",
+    "StepPlan",
+    "piece_counts",
+    "symmetric_backward",
+]

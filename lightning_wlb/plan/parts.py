@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+_AT_ONCE = 1 << 18
+"""Documents that are looked at together, so that millions of them need no further memory."""
+
 
 class Piece(NamedTuple):
     """Tokens ``[origin, stop)`` of a document, which attend to each other and nothing else.
@@ -23,6 +29,27 @@ class Piece(NamedTuple):
     def tokens(self) -> int:
         """Length in tokens."""
         return self.stop - self.origin
+
+
+def piece_counts(lengths: NDArray[np.int64], window: int) -> dict[int, int]:
+    """How many pieces of each length documents are cut into.
+
+    Args:
+        lengths: tokens of each document.
+        window: most tokens of a piece.
+
+    Returns:
+        Tokens -> pieces of so many, where there are any.
+    """
+    counts = np.zeros(window + 1, np.int64)
+    for first in range(0, len(lengths), _AT_ONCE):
+        whole, rest = np.divmod(lengths[first : first + _AT_ONCE], window)
+        counts += np.bincount(rest, minlength=window + 1)
+        counts[window] += whole.sum()
+    present = np.flatnonzero(counts)
+    found = dict(zip(present.tolist(), counts[present].tolist(), strict=True))
+    found.pop(0, None)  # documents of whole windows leave no rest
+    return found
 
 
 class Slice(NamedTuple):

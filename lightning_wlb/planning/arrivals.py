@@ -5,7 +5,8 @@ epoch))``. Where the packing method cuts the stream of documents, a global batch
 tokens, cut every C. Else it is the next whole documents until N·C tokens: the document that crosses
 the line belongs to it, and the surplus is taken off the following global batches.
 
-Cost: linear in the documents of the global batches drawn; once per epoch a permutation.
+Cost: linear in the documents of the global batches drawn; once per epoch a permutation, of 4 bytes
+for each document.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 from lightning_wlb.plan import Piece
 
 
-class _Position(NamedTuple):
+class Position(NamedTuple):
+    """Where an epoch stands."""
+
     position: int = 0  # in the order: documents before it have arrived
     offset: int = 0  # tokens of the document at `position` that a cut stream has taken
     surplus: int = 0  # tokens that earlier global batches took beyond N·C
@@ -52,10 +55,10 @@ class GlobalBatches:
     def start_epoch(self, epoch: int) -> None:
         """Go to the first document of an epoch."""
         self.epoch = epoch
-        self._order = np.arange(len(self._lengths))
+        self._order = document_numbers(len(self._lengths))
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(self._order)
-        self._at = _Position()
+        self._at = Position()
 
     @property
     def exhausted(self) -> bool:
@@ -80,15 +83,15 @@ class GlobalBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         self.start_epoch(state["epoch"])
-        self._at = _Position(state["position"], state["offset"], state["surplus"])
+        self._at = Position(state["position"], state["offset"], state["surplus"])
 
-    def _after(self, at: _Position) -> tuple[list[tuple[int, int, int]], _Position]:
+    def _after(self, at: Position) -> tuple[list[tuple[int, int, int]], Position]:
         """The (document, origin, stop) of the global batch at a position, and where it ends."""
         if self._cuts_stream:
             cut, position, offset = cut_stream(
                 self._order, self._lengths, at.position, at.offset, self._tokens, self._window
             )
-            return cut, _Position(position, offset)
+            return cut, Position(position, offset)
         pieces: list[tuple[int, int, int]] = []
         tokens, position = at.surplus, at.position
         while tokens < self._tokens and position < len(self._order):
@@ -100,11 +103,16 @@ class GlobalBatches:
             )
             tokens += length
             position += 1
-        return pieces, _Position(position, surplus=max(tokens - self._tokens, 0))
+        return pieces, Position(position, surplus=max(tokens - self._tokens, 0))
+
+
+def document_numbers(count: int) -> NDArray[np.signedinteger[Any]]:
+    """The numbers 0 to ``count - 1``, in 4 bytes each where these suffice."""
+    return np.arange(count, dtype=np.int32 if count <= np.iinfo(np.int32).max else np.int64)
 
 
 def cut_stream(
-    documents: NDArray[np.int64],
+    documents: NDArray[np.signedinteger[Any]],
     lengths: NDArray[np.int64],
     position: int,
     offset: int,

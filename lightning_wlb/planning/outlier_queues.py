@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.plan import Piece
+from lightning_wlb.plan import Piece, piece_counts
 
 
 def thresholds_from_lengths(
@@ -46,13 +46,7 @@ def thresholds_from_lengths(
     """
     if queues == 0:
         return ()
-    whole, rest = np.divmod(lengths, window)
-    values, counts = np.unique(rest, return_counts=True)
-    total = int(whole.sum()) * work(window) + sum(
-        count * work(value)
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True)
-        if value
-    )
+    total = sum(count * work(tokens) for tokens, count in piece_counts(lengths, window).items())
     tokens = int(lengths.sum())
     # work(L_1) >= window · (total / tokens) / queues, in integers.
     first = 1 + bisect_left(

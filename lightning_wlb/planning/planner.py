@@ -10,7 +10,8 @@ number, the order comes from ``numpy.random.default_rng((seed, epoch))``. The st
 global, so a run resumes on any mesh.
 
 Cost: milliseconds of plain Python for a step of some hundred pieces, part of it the validation of
-the plan; once per epoch a permutation of the document numbers.
+the plan; once per epoch a permutation of the document numbers, of 4 bytes each. The planner of ten
+million documents is ready in seconds (``benchmarks/results/scale.json``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
+from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -55,6 +57,9 @@ class Planner:
             sharding is chosen.
         judge: what methods that try several plans of a step choose by, such as
             ``planning.judge.PredictedJudge``; None: simulations of ``work``.
+        mixture: where documents are those of several stores, one store's after another's: what is
+            taken of each. A document's number then grows by the number of all documents with
+            each pass (:mod:`lightning_wlb.planning.mixture`).
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
@@ -73,6 +78,7 @@ class Planner:
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         judge: Judge | None = None,
+        mixture: Sequence[Share] = (),
     ) -> None:
         self._data = data
         self._mesh = mesh
@@ -88,13 +94,17 @@ class Planner:
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
-        self._arrivals = GlobalBatches(
+        self._mixture = tuple(mixture)
+        stream = (
             self._lengths,
             data.nominal_tokens,
             data.context_window,
             data.packer.cuts_stream,
             data.seed,
             data.shuffle,
+        )
+        self._arrivals = (
+            MixedBatches(self._mixture, *stream) if self._mixture else GlobalBatches(*stream)
         )
         self._settings = self._fingerprint()
         self._step = 0  # steps planned
@@ -113,7 +123,7 @@ class Planner:
     @property
     def dropped_tokens(self) -> int:
         """Tokens per epoch that ``long_documents="truncate"`` leaves out."""
-        return int((self._store_lengths - self._lengths).sum())
+        return int(self._store_lengths.sum()) - int(self._lengths.sum())
 
     @property
     def finished(self) -> bool:
@@ -208,15 +218,17 @@ class Planner:
         return sharding, layout(sharding, lengths, *sizes).rows
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
-        return max(min(stop, int(self._store_lengths[document]) - 1) - start, 0)
+        length = int(self._store_lengths[document % len(self._store_lengths)])
+        return max(min(stop, length - 1) - start, 0)
 
     def _fingerprint(self) -> dict[str, Any]:
         """The data settings, resolved, with what identifies the documents and the cost model."""
         data, total = self._data, self._work.total
         return {
             "documents": len(self._store_lengths),
+            # A view, not bytes: a copy of ten million lengths is 80 MB.
             "document_lengths": hashlib.sha256(
-                self._store_lengths.astype("<i8").tobytes()
+                np.ascontiguousarray(self._store_lengths, "<i8").data
             ).hexdigest()[:16],
             "context_window": data.context_window,
             "micro_batches": data.micro_batches,
@@ -232,6 +244,7 @@ class Planner:
                 total.window,
                 *map(list, total.narrower),
             ],
+            **({"mixture": [list(share) for share in self._mixture]} if self._mixture else {}),
             **data.packing_choice.options.fingerprint,
         }
 

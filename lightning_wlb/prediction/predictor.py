@@ -35,7 +35,7 @@ from lightning_wlb.cost.flops import (
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan
+from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory
 from lightning_wlb.prediction.micro_batch import micro_batch_cost
@@ -78,9 +78,8 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
         lengths: tokens of each document.
         context_window: longer documents are pieces of so many tokens.
     """
-    whole, rest = np.divmod(lengths, context_window)
-    pairs = int(whole.sum()) * causal_pairs(context_window)
-    pairs += sum(causal_pairs(tokens) for tokens in rest.tolist())
+    counts = piece_counts(lengths, context_window)
+    pairs = sum(count * causal_pairs(tokens) for tokens, count in counts.items())
     return pairs // max(int(lengths.sum()), 1)
 
 

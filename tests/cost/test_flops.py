@@ -23,18 +23,21 @@ LLAMA2_7B = ModelShape(
     dim=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=32000
 )
 SMALL = ModelShape(dim=6, layers=3, heads=4, kv_heads=2, head_dim=5, ffn_dim=7, vocab_size=11)
+LAYER = SMALL.each_layer[0]
+
+
+def with_windows(windows: list[int | None]) -> ModelShape:
+    """SMALL with a layer of each window."""
+    layers = [replace(LAYER, sliding_window=window) for window in windows]
+    return ModelShape.of_layers(SMALL.dim, SMALL.vocab_size, layers)
 
 
 def test_linear_flops_are_two_per_parameter_and_token() -> None:
     query, key, value, output = 6 * 20, 6 * 10, 6 * 10, 20 * 6
     feed_forward = 3 * 6 * 7
-    assert layer_linear_flops(SMALL.each_layer[0], 9) == 2 * 9 * (
-        query + key + value + output + feed_forward
-    )
+    assert layer_linear_flops(LAYER, 9) == 2 * 9 * (query + key + value + output + feed_forward)
     assert head_flops(SMALL, 9) == 2 * 9 * 6 * 11
-    assert linear_flops(SMALL, 9) == 3 * layer_linear_flops(SMALL.each_layer[0], 9) + head_flops(
-        SMALL, 9
-    )
+    assert linear_flops(SMALL, 9) == 3 * layer_linear_flops(LAYER, 9) + head_flops(SMALL, 9)
 
 
 @given(
@@ -55,9 +58,14 @@ def test_causal_pairs_count_the_mask(tokens: int, context: int, sliding_window: 
     assert attention_flops(shape, tokens, context) == len(mask) * 2 * 2 * 5 * 4 * 3
 
 
-@given(cuts=st.lists(st.integers(1, 1000), min_size=1, max_size=6))
-def test_slices_of_a_piece_cost_what_the_piece_costs(cuts: list[int]) -> None:
-    work = Work.of(SMALL)
+@given(
+    cuts=st.lists(st.integers(1, 1000), min_size=1, max_size=6),
+    windows=st.lists(st.none() | st.integers(1, 3000), min_size=1, max_size=4),
+)
+def test_slices_of_a_piece_cost_what_the_piece_costs(
+    cuts: list[int], windows: list[int | None]
+) -> None:
+    work = Work.of(with_windows(windows))
     context, forward, backward = 0, 0, 0
     for tokens in cuts:
         forward += work.forward(tokens, context)
@@ -109,6 +117,48 @@ def test_tokens_within_is_the_inverse_of_work(linear, pair, window, tokens) -> N
 
 
 @given(
+    linear=st.integers(1, 10**9),
+    windows=st.dictionaries(
+        st.none() | st.integers(1, 3000), st.integers(0, 10**9), min_size=1, max_size=4
+    ),
+    tokens=st.integers(0, 10**4),
+)
+def test_tokens_within_is_the_inverse_of_work_where_windows_differ(linear, windows, tokens) -> None:
+    work = PassWork.of_windows(linear, windows)
+    assert work.windows == windows
+    assert work(tokens) == linear * tokens + sum(
+        per_pair * causal_pairs(tokens, 0, window) for window, per_pair in windows.items()
+    )
+    assert work.tokens_within(work(tokens)) == tokens
+    assert work.tokens_within(work(tokens + 1) - 1) == tokens
+
+
+@given(
+    windows=st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=5),
+    tokens=st.integers(0, 100),
+    context=st.integers(0, 100),
+)
+def test_work_of_layers_with_different_windows_is_the_sum_over_layers(
+    windows, tokens, context
+) -> None:
+    work = Work.of(with_windows(windows))
+    linear = linear_flops(with_windows(windows), tokens)
+    assert linear == len(windows) * layer_linear_flops(LAYER, tokens) + head_flops(SMALL, tokens)
+    pairs = sum(causal_pairs(tokens, context, window) for window in windows)
+    assert work.forward(tokens, context) == linear + 4 * 4 * 5 * pairs
+    assert work.backward(tokens, context) == 2 * linear + 10 * 4 * 5 * pairs
+    assert work.total.window == (None if None in windows else max(windows))
+
+
+def test_narrower_values_count_once_in_forward_and_twice_in_backward() -> None:
+    layer = replace(LAYER, value_dim=3)
+    work = Work.of(ModelShape.of_layers(6, 0, [layer]))
+    assert work.forward.per_pair == 2 * 4 * (5 + 3)
+    # Scores again, and gradients of queries and keys; of probabilities, and of values.
+    assert work.backward.per_pair == 2 * 4 * (3 * 5 + 2 * 3)
+
+
+@given(
     tokens=st.integers(0, 300_000),
     context=st.integers(0, 300_000),
     window=st.none() | st.integers(1, 300_000),
@@ -130,6 +180,9 @@ def test_work_as_data_is_the_work_of_the_shape(tokens, context, window) -> None:
         ((1, -1), "per_pair=-1, but it must be at least 0"),
         ((1, 1.5), "per_pair=1.5 is of type float"),
         ((1, 1, 0), "window=0, but it must be at least 1"),
+        ((1, 1, None, ((0, 1),)), "narrower window=0, but it must be at least 1"),
+        ((1, 1, 5, ((5, 1),)), "give windows that ascend, all below window"),
+        ((1, 1, None, ((5, 1), (4, 1))), "give windows that ascend"),
     ],
 )
 def test_impossible_work_is_refused(coefficients, message) -> None:

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_cost
+from lightning_wlb.cost.kernel import (
+    OVERHEAD,
+    TILE,
+    UNITS,
+    layers_kernel_cost,
+    reference_kernel_cost,
+)
 
 
 def by_tiles(queries: int, keys: int, overhead: int, sliding_window: int | None) -> float:
@@ -68,3 +74,12 @@ def test_a_cut_is_free_between_tiles_and_never_a_gain(length: int, data: st.Data
     assert parts >= cost(0, length)
     if cut > TILE and length - cut > TILE and (length - cut) % TILE == 0:
         assert parts == cost(0, length)
+
+
+def test_layers_whose_windows_differ_cost_their_sum() -> None:
+    queries, keys = np.array([300, 128, 1]), np.array([4000, 128, 900])
+    near = reference_kernel_cost(queries, keys, sliding_window=200)
+    full = reference_kernel_cost(queries, keys)
+    assert (layers_kernel_cost(queries, keys, {200: 30, None: 6}) == 5 * near + full).all()
+    assert (layers_kernel_cost(queries, keys, {200: 77}) == near).all()
+    assert (layers_kernel_cost(queries, keys, {None: 0}) == 0).all()

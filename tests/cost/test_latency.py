@@ -257,3 +257,35 @@ def test_an_unknown_dtype_and_an_indivisible_model_are_refused() -> None:
         LatencyModel(H100, SHAPE, Mesh(tensor=5))
     with pytest.raises(ValueError, match="activation_checkpointing='some'"):
         LatencyModel(H100, SHAPE, activation_checkpointing="some")  # type: ignore[arg-type]
+
+
+def test_layers_that_differ_have_a_model_each() -> None:
+    layer = SHAPE.each_layer[0]
+    near = replace(layer, sliding_window=1024, feed_forward_parameters=3 * 4096 * 4096)
+    mixed = LatencyModel(FLAT, ModelShape.of_layers(4096, 32_000, [near, layer, near, near]))
+    alike = LatencyModel(FLAT, replace(SHAPE, ffn_dim=4096, sliding_window=1024))
+    whole = LatencyModel(FLAT, SHAPE)
+    assert alike.kinds == (alike,)
+    segments = arrays((4096, 8192), (300, 300))
+    for kind, same in zip(mixed.kinds, (alike, whole), strict=True):
+        for backward in (False, True):
+            attention = same.attention_ns(*segments, backward=backward)
+            assert kind.attention_ns(*segments, backward=backward) == attention
+            assert kind.linear_ns(900, backward=backward) == same.linear_ns(900, backward=backward)
+    # A sharding is chosen by what all layers take.
+    costs = 3 * alike.segment_cost(*segments) + whole.segment_cost(*segments)
+    assert (mixed.segment_cost(*segments) == costs).all()
+
+
+def test_narrower_values_are_padded_to_the_keys() -> None:
+    layer = replace(SHAPE.each_layer[0], head_dim=192, value_dim=128)
+    latent = LatencyModel(FLAT, ModelShape.of_layers(4096, 32_000, [layer]), Mesh(context=2))
+    wide = LatencyModel(FLAT, replace(SHAPE, head_dim=192), Mesh(context=2))
+    segments = arrays((4096, 8192))
+    for backward in (False, True):
+        assert latent.attention_ns(*segments, backward=backward) == wide.attention_ns(
+            *segments, backward=backward
+        )
+        assert latent.context_parallel_ns(10, 20, backward=backward) == wide.context_parallel_ns(
+            10, 20, backward=backward
+        )

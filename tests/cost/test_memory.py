@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
@@ -146,3 +149,30 @@ def test_keys_that_later_slices_read() -> None:
     assert memory.key_gradient_bytes(StageParts((3,)), 10) == 4 * keys  # summed in float32
     again = MemoryModel(CONFIG.shape, activation_checkpointing="full", dtype="bfloat16")
     assert again.kept_keys_bytes(StageParts((3,)), 10) == 2 * keys
+
+
+def test_layers_that_differ_are_counted_by_kind() -> None:
+    experts = replace(LAYER, feed_forward_parameters=5000, idle_parameters=90_000)
+    mixed = ModelShape.of_layers(64, 256, [LAYER, experts, experts])
+    model, plain = MemoryModel(mixed), MemoryModel(CONFIG.shape)
+    both, first = StageParts((1, 2)), StageParts((1, 0))
+    # Idle experts take memory, but nothing of a token is saved for them.
+    assert model.parameters(first) == plain.parameters(StageParts((1,)))
+    attention = LAYER.attention_parameters + LAYER.vector_parameters
+    assert model.parameters(both) - model.parameters(first) == 2 * (attention + 95_000)
+    saved = model.micro_batch_bytes(both, 96) - model.micro_batch_bytes(first, 96)
+    assert saved == 2 * model.layer_bytes(experts, 96)
+    assert plain.layer_bytes(LAYER, 96) - model.layer_bytes(experts, 96) == (
+        4 * 96 * (176 - 5000 // (3 * 64)) * 2
+    )
+    # What lives inside one pass is that of the largest layer that the stage has.
+    assert model.transient_bytes(both, 96, 96) == plain.transient_bytes(StageParts((3,)), 96, 96)
+
+
+def test_tensor_parallel_ranks_share_idle_experts_too() -> None:
+    experts = replace(LAYER, idle_parameters=1000)
+    one, two = (
+        MemoryModel(ModelShape.of_layers(64, 0, [experts]), Mesh(tensor=size)) for size in (1, 2)
+    )
+    whole, norms = one.parameters(StageParts((1,))), LAYER.vector_parameters
+    assert two.parameters(StageParts((1,))) == (whole - norms) // 2 + norms

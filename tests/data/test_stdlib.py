@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_wlb.data import stdlib
+from lightning_wlb.data import cached, stdlib
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.stdlib import StdlibDocuments
 
@@ -32,8 +32,8 @@ SOURCE_B = "async def third(): return '\u00e9'\n".encode()
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setattr(stdlib, "user_cache_dir", lambda name: str(folder / name))
-    monkeypatch.setattr(stdlib.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cached, "user_cache_dir", lambda name: str(folder / name))
+    monkeypatch.setattr(cached.tempfile, "tempdir", str(tmp_path))
     return folder / "lightning_wlb"
 
 
@@ -94,7 +94,7 @@ def test_byte_pairs_are_fewer_and_the_same_each_time(
     assert 256 < store.vocab_size <= 300
     assert store.lengths[1] < len(SOURCE_A)
     assert store.read(1, 0, int(store.lengths[1])).max() < store.vocab_size
-    monkeypatch.setattr(stdlib, "user_cache_dir", lambda name: str(tmp_path / "other"))
+    monkeypatch.setattr(cached, "user_cache_dir", lambda name: str(tmp_path / "other"))
     again = StdlibDocuments("file", "bpe", 300, directory=sources)
     for number, length in enumerate(store.lengths.tolist()):
         assert again.read(number, 0, length).tolist() == store.read(number, 0, length).tolist()

@@ -367,3 +367,31 @@ def test_what_cannot_be_predicted_is_refused() -> None:
         predictor(Mesh(pipeline=2, virtual_stages=2))
     with pytest.raises(ValueError, match="unknown schedule"):
         predictor(Mesh(), schedule="zigzag")
+
+
+def test_layers_that_differ_are_predicted_by_kind_and_split_by_cost() -> None:
+    layer, mesh = SHAPE.each_layer[0], Mesh(pipeline=2)
+    near = replace(layer, sliding_window=512)
+    shape = ModelShape.of_layers(1024, 0, [near] * 6 + [layer] * 4)
+    split = model_stages(shape, 2, 50_000)
+    assert split == [range(0, 8), range(8, 10)]
+    model = Predictor(LatencyModel(H100, shape, mesh), tuple(split))
+    pieces = [Slice(0, 0, 0, 40_000), Slice(1, 0, 0, 300)]
+    cost = model.micro_batch(pieces, "per_sequence")
+    alike = [
+        predictor(mesh, shape=replace(HEADLESS, sliding_window=window)).micro_batch(
+            pieces, "per_sequence"
+        )
+        for window in (512, None)
+    ]
+    assert cost.layer_ns == tuple(each.layer_ns[0] for each in alike)
+    for backward in (False, True):
+        near_ns, full_ns = (each.attention_ns[backward] for each in alike)
+        assert cost.attention_ns[backward] == round((6 * near_ns + 4 * full_ns) / 10)
+        near_ns, full_ns = (each.layer_ns[0][backward] for each in alike)
+        overhead = model.latency.action_ns(cost.rows, backward=backward)
+        embedding = model.latency.embedding_ns(cost.rows, backward=backward)
+        first, second = (model.action_ns(stage, cost)[backward] for stage in (0, 1))
+        assert first == 6 * near_ns + 2 * full_ns + overhead + embedding
+        assert second == 2 * full_ns + overhead
+    assert [parts.layers for parts in model.memory.rank_parts] == [(6, 2), (0, 2)]

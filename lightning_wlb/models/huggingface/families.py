@@ -52,8 +52,8 @@ Made by `python -m lightning_wlb.models.huggingface.families`; the tests in
 ## Exact
 
 In float64 the logits of packed rows and the gradients of every parameter equal those of
-transformers' own model, run on each document by itself, to 1e-10. The same holds for gradients,
-losses and parameters of three AdamW steps on two tensor-parallel ranks.
+transformers' own model, run on each document by itself, to 1e-10. The same holds for loss,
+gradients and parameters of an AdamW step on two tensor-parallel ranks.
 
 {_listed(TENSOR_PARALLEL)}.
 {_on_one_rank()}

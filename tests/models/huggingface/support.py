@@ -128,7 +128,7 @@ class ByDocument(Packed):
 
 @dataclass(frozen=True)
 class Run:
-    """A run of three AdamW steps of a family's tiny model."""
+    """A run of AdamW steps of a family's tiny model."""
 
     family: str
     mesh: tuple[int, int, int, int] = (1, 1, 1, 1)
@@ -137,6 +137,7 @@ class Run:
     schedule: str = "1f1b"
     virtual: int = 1
     checkpointing: str = "none"
+    steps: int = 3
 
     @property
     def case(self) -> Case:
@@ -151,7 +152,7 @@ def by_document(run: Run) -> dict[str, Any]:
     recorder = Recorder()
     with KeepDouble():
         module = ByDocument(tiny(run.family), **OPTIONS)
-        trainer("auto", 1, callbacks=[recorder]).fit(module, data(run.case))
+        trainer("auto", 1, max_steps=run.steps, callbacks=[recorder]).fit(module, data(run.case))
     return recorder.record()
 
 
@@ -165,7 +166,8 @@ def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
             strategy = WLBStrategy(
                 *run.mesh, schedule=run.schedule, virtual_pipeline_size=run.virtual
             )
-            runner = trainer(strategy, int(np.prod(run.mesh)), callbacks=[recorder])
+            ranks = int(np.prod(run.mesh))
+            runner = trainer(strategy, ranks, max_steps=run.steps, callbacks=[recorder])
             runner.fit(module, data(run.case))
         results.append(named_by_family(recorder.record(), module.model))
     return results

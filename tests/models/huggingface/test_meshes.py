@@ -72,7 +72,7 @@ def check(runs: tuple[Run, ...]) -> None:
     ranks = int(np.prod(runs[0].mesh))
     records = run_ranks(on_ranks, ranks, runs, process_group=False)
     for number, run in enumerate(runs):
-        wanted = expected(Run(run.family, packing=run.packing))
+        wanted = expected(Run(run.family, packing=run.packing, steps=run.steps))
         error = worst_error([each[number] for each in records], wanted)
         assert error < TOLERANCE, (run, error)
 
@@ -99,4 +99,5 @@ def test_families_sliced_interleaved_by_heads_and_recomputed(family, mixture):
 @pytest.mark.families
 @pytest.mark.parametrize("family", sorted(TENSOR_PARALLEL - set(FAMILIES)))
 def test_the_other_families_under_tensor_parallelism(family):
-    check((Run(family, (1, 1, 1, 2)),))
+    # Adam makes of a gradient that is zero but for rounding a step of its full size.
+    check((Run(family, (1, 1, 1, 2), steps=1),))

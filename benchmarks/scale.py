@@ -1,0 +1,152 @@
+"""Ten million documents: when a planner and a first batch are there, and in how much memory.
+
+A store of flat arrays is made in a temporary folder, of 1 to 39 tokens a document as 16-bit
+numbers, and removed at the end. Each case runs in a process of its own, and opens the store, as a
+rank does: planner, mean context, first batch, state after some steps, and the first batch of a
+loader's worker with all that it needs. Memory is what the process has resident above what it had
+when the store was open: at its most until the first batch is read, and then without the pages of
+the mapped tokens, which all processes share and the system takes back when it needs them.
+
+Run ``python -m benchmarks.scale --help``. Prints a table and then, as its last line, one JSON
+object. Needs Linux, and half a gigabyte for ten million documents.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import lightning_wlb as wlb
+from benchmarks import report
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.opening import hold_out
+from lightning_wlb.prediction.predictor import mean_context_of
+
+CASES = (("auto", 0), ("wlb", 0), ("auto", 10_000))
+"""Packing, and how many documents are held out for validation."""
+LIMITS = {"planner_seconds": 5.0, "memory_mb": 200.0, "batch_seconds": 1.0}
+SETTINGS = {"context_window": 4096, "micro_batches": 8}
+MOST_TOKENS = 39
+STEPS = 20
+
+
+def make_store(folder: Path, documents: int) -> dict[str, str]:
+    """Arrays of random tokens and lengths; what :func:`lightning_wlb.documents` opens them by."""
+    rng = np.random.default_rng(0)
+    offsets = np.zeros(documents + 1, np.int64)
+    np.cumsum(rng.integers(1, MOST_TOKENS + 1, documents), out=offsets[1:])
+    spec = {name: str(folder / f"{name}.npy") for name in ("tokens", "offsets")}
+    np.save(spec["offsets"], offsets)
+    np.save(spec["tokens"], rng.integers(0, 32_000, int(offsets[-1]), np.uint16))
+    return spec
+
+
+def megabytes(field: str) -> float:
+    """A field of this process's memory as Linux counts it, such as ``VmRSS``, in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise ValueError(f"/proc/self/status has no {field}. This benchmark needs Linux.")
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that it took, and its result."""
+    begin = time.perf_counter()
+    result = run()
+    return time.perf_counter() - begin, result
+
+
+def case(spec: dict[str, str], packing: str, held_out: int) -> dict[str, Any]:
+    """Everything that is measured of one case, in a process that has opened nothing yet."""
+    opening, store = timed(lambda: wlb.documents(spec, vocab_size=32_000))
+    # The most that was resident, counted anew from here on.
+    Path("/proc/self/clear_refs").write_text("5")
+    begin, own = megabytes("VmRSS"), megabytes("RssAnon")
+    shape = wlb.TransformerConfig.preset("tiny", vocab_size=32_000).shape
+    data = wlb.DataSettings(packing=packing, **SETTINGS)
+
+    def ready() -> tuple[wlb.StepDataset, Any]:
+        kept = hold_out(store, held_out, 0)[0] if held_out else store
+        dataset = wlb.StepDataset.for_model(kept, data, shape)
+        return dataset, dataset.planner()
+
+    planner_seconds, (dataset, planner) = timed(ready)
+    lengths = np.asarray(dataset.store.lengths)
+    mean_context, _ = timed(lambda: mean_context_of(lengths, data.context_window))
+
+    def first_batch() -> Any:
+        # As StepDataset does, which plans one step ahead.
+        plan, state = planner.next_step(), planner.state_dict()
+        following = planner.next_step()
+        return make_step_batch(
+            plan, dataset.store, dataset.rank, state, following.digest, False, None, 32_000
+        )
+
+    most = megabytes("VmHWM") - begin
+    batch_seconds, _ = timed(first_batch)
+    memory = max(most, megabytes("RssAnon") - own)
+    for _ in range(STEPS):
+        planner.next_step()
+    state = planner.state_dict()
+    # The worker makes a planner of its own, from the beginning.
+    loader = wlb.StepLoader(dataset, num_workers=1)
+    worker_seconds, _ = timed(lambda: next(iter(loader)))
+    row: dict[str, Any] = {
+        "packing": packing,
+        "held_out": held_out,
+        "opening_seconds": opening,
+        "planner_seconds": planner_seconds,
+        "mean_context_seconds": mean_context,
+        "batch_seconds": batch_seconds,
+        "first_batch_of_a_worker_seconds": worker_seconds,
+        "memory_mb": memory,
+        "process_mb": begin,
+        "state_bytes": len(json.dumps(state)),
+    }
+    return {
+        name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = report.parser("scale", __doc__)
+    parser.add_argument("--documents", type=int, default=10_000_000)
+    parser.add_argument("--output", type=Path, help="also write the result to this .json")
+    arguments = parser.parse_args(argv)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        spec = make_store(Path(folder), arguments.documents)
+        for each in CASES:
+            # Spawned: a fork would begin with this process's memory.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                rows.append(process.submit(case, spec, *each).result())
+    passed = all(row[name] <= limit for row in rows for name, limit in LIMITS.items())
+    headings = [name.replace("_", " ") for name in rows[0]]
+    cells = [[str(value) for value in row.values()] for row in rows]
+    title = f"{arguments.documents:,} documents"
+    Console(width=200).print(report.table(title, headings, cells))
+    report.finish(
+        {
+            "benchmark": "scale",
+            "documents": arguments.documents,
+            "python": sys.version.split()[0],
+            "limits": LIMITS,
+            "passed": passed,
+            "rows": rows,
+        },
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+r"""Tokenise texts or chats into documents to train on.
+
+SOURCE is a .jsonl or .jsonl.gz file, a .txt or .md file (one document), or a folder of these. OUT
+becomes a folder that `WLBDataModule(documents=...)` takes, `lightning-wlb plan --lengths` too, and
+`datasets.load_from_disk`. A run that was ended goes on where it was when the same command is given.
+
+  lightning-wlb tokenize corpus.jsonl corpus-tokens --tokenizer tokenizer.json
+  lightning-wlb tokenize chats.jsonl chats-tokens --tokenizer path/to/model --chats
+
+Texts are encoded as the tokenizer does, with the special tokens that it adds by itself, and end in
+its end-of-document token. Chats are written by the tokenizer's chat template, and only what the
+assistant says may be a target. Lines that cannot be read end the command, with file and line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_wlb.data.tokenising import COLUMNS, Kind, Request, tokenise
+
+_BAR = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the options."""
+    parser.add_argument("source", metavar="SOURCE", help="file or folder of texts or chats")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        help="a tokenizer.json file, or the folder or name of a Hugging Face tokenizer",
+    )
+    parser.add_argument(
+        "--chats",
+        action="store_true",
+        help='the rows are chats: [{"role": "user", "content": "..."}, ...]',
+    )
+    parser.add_argument(
+        "--column",
+        help=f"of JSON lines (default: {COLUMNS['texts']}; {COLUMNS['chats']} with --chats)",
+    )
+    end = parser.add_mutually_exclusive_group()
+    end.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        default=True,
+        help="the token that ends a document, by its text (default: the tokenizer's own, if it"
+        " has one; never twice)",
+    )
+    end.add_argument(
+        "--no-eos", dest="eos", action="store_false", help="end documents where their text ends"
+    )
+    parser.add_argument(
+        "--workers", type=int, help="processes (default: one a core); do not change the result"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Tokenise, and say what came of it.
+
+    Raises:
+        ValueError: what cannot be read, or a folder that is not for this.
+    """
+    kind: Kind = "chats" if arguments.chats else "texts"
+    request = Request(arguments.source, arguments.tokenizer, kind, arguments.column, arguments.eos)
+    print(request.encoder.describe())
+    if left_out := request.files.left_out:
+        print(f"Left out: {_counted(len(left_out), 'other file')}, such as {left_out[0]}.")
+    begin = time.perf_counter()
+    made = tokenise(request, arguments.out, arguments.workers)
+    seconds = time.perf_counter() - begin
+    print(*summary(made, kind), sep="\n")
+    print(f"In {seconds:.1f} s; the documents are in {arguments.out}. Next:\n")
+    print(next_command(arguments.out, made))
+
+
+def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
+    """What was made, in lines, with the distribution of lengths as a picture.
+
+    Args:
+        made: what is in the folder's ``lightning_wlb.json``.
+        kind: ``"texts"`` or ``"chats"``.
+    """
+    documents, tokens = made["documents"], made["tokens"]
+    yield (
+        f"{_counted(documents, 'document')} with {tokens:,} tokens,"
+        f" {tokens / documents:,.0f} on average,"
+        f" {made['longest']:,} the longest; vocabulary {made['vocab_size']:,}."
+    )
+    if kind == "chats":
+        yield f"Of the tokens {made['targets'] / tokens:.1%} may be targets."
+    if made["skipped"]:
+        why = "the assistant says nothing" if kind == "chats" else "the text is empty"
+        yield f"Skipped: {_counted(made['skipped'], 'row')} in which {why}."
+    yield ""
+    yield f"{'tokens':>21}  {'documents':>13}  share of tokens"
+    counted = [number for number, (count, _) in enumerate(made["by_length"]) if count]
+    for number in range(counted[0], counted[-1] + 1):
+        count, share = made["by_length"][number][0], made["by_length"][number][1] / tokens
+        lengths = f"{1 << number:,} to {(2 << number) - 1:,}"
+        yield f"{lengths:>21}  {count:>13,}  {'█' * round(share * _BAR)} {share:.1%}"
+    yield ""
+
+
+def next_command(out: Path, made: dict[str, Any]) -> str:
+    """The command that plans a run on these documents, with a window that they suggest."""
+    window = suggested_window(made)
+    long = " --long-documents split" if made["longest"] > window else ""
+    return (
+        f"  lightning-wlb plan --lengths {shlex.quote(str(out))}"
+        f" --model 7b,vocab_size={made['vocab_size']} --mesh 2,4,1,1 \\\n"
+        f"      --context-window {window}{long} --profile h100"
+    )
+
+
+def suggested_window(made: dict[str, Any]) -> int:
+    """The least power of two that holds the documents in which 99 % of the tokens are."""
+    shares = np.cumsum([tokens for _, tokens in made["by_length"]])
+    return 2 << int(np.argmax(shares >= 0.99 * made["tokens"]))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

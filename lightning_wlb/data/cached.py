@@ -1,0 +1,94 @@
+"""What is made of files once and kept in a cache folder, whose name says what it was made of.
+
+The folder is written aside and renamed when it is complete, so that ranks may race and an
+interrupted one leaves nothing behind that could be taken for whole.
+
+Cost: that of making it, once; later one look at the cache folders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from lightning.pytorch.utilities import rank_zero_only
+from platformdirs import user_cache_dir
+
+Item = TypeVar("Item")
+
+
+BESIDE = ".lightning_wlb"
+"""Folder beside a source in which what was made of it is kept."""
+
+
+def built_once(key: str, build: Callable[[Path], None], source: Path | None = None) -> Path:
+    """The folder of this name, built where there is none.
+
+    Args:
+        key: its name, which holds whatever the content depends on.
+        build: fills an empty folder.
+        source: the file that it is made of: it is kept beside it (:data:`BESIDE`) where one may
+            write there. None, and else: in the user's cache folder, or one for temporary files.
+    """
+    roots = [Path(user_cache_dir("lightning_wlb")), Path(tempfile.gettempdir(), "lightning_wlb")]
+    roots = roots if source is None else [source.parent / BESIDE, *roots]
+    for root in roots:
+        if (root / key).is_dir():
+            return root / key
+    for root in roots:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
+        except OSError:
+            continue
+        break
+    else:
+        root = aside = Path(tempfile.mkdtemp(prefix="lightning_wlb-"))
+    try:
+        build(aside)
+        if aside is root:
+            return aside
+        aside.chmod(0o755)
+        try:
+            aside.rename(root / key)
+        except OSError:
+            # Another rank was first; anything else is an error that must be seen.
+            if not (root / key).is_dir():
+                raise
+    finally:
+        if aside is not root:
+            shutil.rmtree(aside, ignore_errors=True)
+    return root / key
+
+
+def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
+    """Sixteen hexadecimal digits that change with files (name, size, time of change) and settings.
+
+    Args:
+        files: in an order that does not change.
+        root: folder that their names are relative to.
+        settings: what else the content depends on.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        status = path.stat()
+        name = path.relative_to(root).as_posix()
+        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    for setting in settings:
+        digest.update(f"{setting!r}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def shown(items: Sequence[Item], what: str) -> Iterable[Item]:
+    """The items, with a progress bar where someone is watching."""
+    if getattr(rank_zero_only, "rank", 0) != 0 or not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, what, len(items), console=Console(stderr=True), transient=True)

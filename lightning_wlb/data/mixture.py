@@ -1,0 +1,178 @@
+"""Several stores as one, mixed in given proportions of tokens.
+
+:class:`MixedDocuments` numbers the documents of its stores one store after another, and says by
+its ``shares`` what a planner shall take of each (:mod:`lightning_wlb.planning.mixture` has the
+order, and what an epoch is). Where a store is passed several times, the documents of a later pass
+have numbers of their own, above those of the passes before it; every method here understands them.
+
+Cost: 8 bytes for each document; reading is a look-up of the store and then the store's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.arguments import flag, number
+from lightning_wlb.data.documents import DocumentStore, DocumentSubset
+from lightning_wlb.planning.mixture import Share
+
+_ENTRIES = ("documents", "weight", "repeat", "name")
+
+
+class MixedDocuments:
+    """Documents of several stores, in the proportions of a mixture.
+
+    Args:
+        stores: the stores.
+        shares: what is taken of each.
+
+    Raises:
+        ValueError: no stores, or two of the same name.
+    """
+
+    def __init__(self, stores: Sequence[DocumentStore], shares: Sequence[Share]) -> None:
+        assert [len(store.lengths) for store in stores] == [each.documents for each in shares]
+        names = [share.name for share in shares]
+        if not stores or len(set(names)) < len(names):
+            raise ValueError(
+                f"A mixture of stores named {', '.join(names) or '(none)'}: it needs stores, and"
+                " for each a name of its own (name: ...)."
+            )
+        self.stores, self.shares = tuple(stores), tuple(shares)
+        self.lengths: npt.NDArray[np.int64] = np.concatenate(
+            [np.asarray(store.lengths, np.int64) for store in stores]
+        )
+        self._first = np.cumsum([0, *(share.documents for share in shares)])
+        known = [store.vocab_size for store in stores if store.vocab_size is not None]
+        # Not known before they are read where it is not known of every store.
+        self.vocab_size: Any = max(known) if len(known) == len(stores) else None
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
+        store, own = self._find(document)
+        return store.read(own, start, stop)
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target."""
+        store, own = self._find(document)
+        return store.targets(own, start, stop)
+
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Whether each token of ``[start, stop)`` may be a target."""
+        store, own = self._find(document)
+        return store.mask(own, start, stop)
+
+    def name_of(self, document: int) -> str:
+        """How errors call a document: by the store's name in the mixture and its number there."""
+        store, own = self._find(document)
+        return f"document {own} of {self.shares[self.stores.index(store)].name}, {store!r},"
+
+    def subset(self, numbers: npt.NDArray[np.int64]) -> MixedDocuments:
+        """The same mixture of some of the documents, which stay in the order of the stores.
+
+        Args:
+            numbers: of documents, ascending, each once.
+
+        Raises:
+            ValueError: no document of a store is left.
+        """
+        bounds = np.searchsorted(numbers, self._first)
+        own = [
+            numbers[bounds[place] : bounds[place + 1]] - self._first[place]
+            for place in range(len(self.stores))
+        ]
+        for share, left in zip(self.shares, own, strict=True):
+            if not len(left):
+                raise ValueError(
+                    f"No document of {share.name} is left in the mixture, of {share.documents}."
+                    " Hold fewer documents out, or give validation documents of their own."
+                )
+        return MixedDocuments(
+            [DocumentSubset(store, left) for store, left in zip(self.stores, own, strict=True)],
+            [
+                share._replace(documents=len(left))
+                for share, left in zip(self.shares, own, strict=True)
+            ],
+        )
+
+    def describe(self) -> str:
+        """The mixture in words."""
+        weights = sum(share.weight for share in self.shares)
+        return "Mixture, in shares of the tokens: " + "; ".join(
+            f"{share.name} {share.weight / weights:.1%} ({share.documents} documents,"
+            f" {'repeated' if share.repeat else 'once an epoch'})"
+            for share in self.shares
+        )
+
+    def _find(self, document: int) -> tuple[DocumentStore, int]:
+        document %= len(self.lengths)
+        place = int(np.searchsorted(self._first, document, side="right")) - 1
+        return self.stores[place], document - int(self._first[place])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"MixedDocuments({', '.join(map(repr, self.stores))})"
+
+
+def open_mixture(
+    entries: Sequence[Mapping[str, Any]], open_store: Callable[[Any], DocumentStore]
+) -> MixedDocuments:
+    """The mixture of a specification.
+
+    Args:
+        entries: for each store a mapping with ``documents`` (whatever ``open_store`` opens),
+            ``weight`` (its proportion of the tokens), and optionally ``repeat`` (whether it begins
+            anew when it runs out, as it does unless told otherwise) and ``name`` (in the log and in
+            checkpoints; else that of its file or folder).
+        open_store: opens documents.
+
+    Raises:
+        ValueError: other entries, or a weight that is no number above 0.
+    """
+    if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence) or not entries:
+        raise ValueError(
+            f"mixture={entries!r} is no list of stores. Give [{{documents: ..., weight: 0.7}},"
+            " {documents: ..., weight: 0.3}]."
+        )
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not {"documents", "weight"} <= set(entry) <= set(
+            _ENTRIES
+        ):
+            raise ValueError(
+                f"mixture[{place}]={entry!r}: give documents and weight, and besides only repeat"
+                " and name."
+            )
+    weights = [
+        number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
+        for place, entry in enumerate(entries)
+    ]
+    repeats = [
+        flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
+        for place, entry in enumerate(entries)
+    ]
+    names = [
+        str(entry.get("name") or _name(entry["documents"], place))
+        for place, entry in enumerate(entries)
+    ]
+    stores = [open_store(entry["documents"]) for entry in entries]
+    return MixedDocuments(
+        stores,
+        [
+            Share(name, len(store.lengths), weight, repeat)
+            for name, store, weight, repeat in zip(names, stores, weights, repeats, strict=True)
+        ],
+    )
+
+
+def _name(documents: Any, place: int) -> str:
+    """The name of a file or folder, or else the store's place in the list."""
+    if isinstance(documents, Mapping):
+        documents = next(iter(documents.values()), None)
+    return Path(documents).stem if isinstance(documents, str | Path) else str(place)

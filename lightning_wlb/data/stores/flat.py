@@ -1,0 +1,157 @@
+"""The tokens of all documents one after another in one array, and where each document begins.
+
+The array is a ``.npy`` file or raw numbers of a known type, and is mapped into memory. Where the
+documents begin is told by offsets, or by a token that ends each document: then the tokens are gone
+through once, block by block, and the offsets are kept in a cache (:mod:`.cached`).
+
+Cost: opening reads the offsets, 8 bytes for each document, and no tokens; a read is a slice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.arguments import whole
+from lightning_wlb.data.cached import built_once, fingerprint, shown
+from lightning_wlb.data.stores.base import Array, Empty, MappedDocuments
+
+_BLOCK = 1 << 24
+"""Tokens that are searched at once for the end of a document."""
+
+
+class FlatDocuments(MappedDocuments):
+    """Documents in one array of tokens.
+
+    Args:
+        tokens: a ``.npy`` file of integers [tokens], or a file of raw numbers of ``dtype``.
+        offsets: a ``.npy`` file of integers [documents + 1]: document i is
+            ``tokens[offsets[i]:offsets[i + 1]]``; begins with 0, ends with the number of tokens.
+        end_of_document: in place of offsets, the token that ends each document and belongs to it;
+            tokens after the last one are a document too.
+        mask: a ``.npy`` file of booleans or of 0 and 1 [tokens]: whether each token may be a
+            target; None: all may.
+        dtype: of raw numbers, such as ``"uint16"``; None for ``.npy``.
+        vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
+        empty: ``"refuse"`` documents without tokens, or ``"drop"`` them.
+
+    Raises:
+        ValueError: files that are missing, truncated or of another type, offsets out of order or
+            that do not cover the tokens, or documents without tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: str | Path,
+        offsets: str | Path | None = None,
+        end_of_document: int | None = None,
+        mask: str | Path | None = None,
+        dtype: str | None = None,
+        vocab_size: int | None = None,
+        empty: Empty = "refuse",
+    ) -> None:
+        name = f"FlatDocuments({tokens})"
+        arguments = {
+            "tokens": tokens, "offsets": offsets, "end_of_document": end_of_document, "mask": mask,
+            "dtype": dtype, "vocab_size": vocab_size, "empty": empty,
+        }  # fmt: skip
+        self._array = array_of(Path(tokens), "iu", dtype)
+        if (offsets is None) == (end_of_document is None):
+            raise ValueError(
+                f"{name}: give either offsets=... (where each document begins) or"
+                " end_of_document=... (the token that ends each), so that documents are known."
+            )
+        if offsets is None:
+            ends = whole(f"{name}: end_of_document", end_of_document, 0)
+            offsets = _cached_offsets(Path(tokens), self._array, ends)
+        self._offsets = array_of(Path(offsets), "iu")
+        lengths = _lengths(self._offsets, len(self._array), str(offsets), name)
+        self._mask = None if mask is None else array_of(Path(mask), "biu")
+        if self._mask is not None and len(self._mask) != len(self._array):
+            raise ValueError(
+                f"{mask} has {len(self._mask)} entries, {tokens} has {len(self._array)} tokens."
+                " Give one entry for each token."
+            )
+        super().__init__(name, lengths, vocab_size, empty, arguments)
+
+    def _tokens(self, row: int, start: int, stop: int) -> Array:
+        begin = int(self._offsets[row])
+        return self._array[begin + start : begin + stop]
+
+    def _flags(self, row: int, start: int, stop: int) -> Array | None:
+        if self._mask is None:
+            return None
+        begin = int(self._offsets[row])
+        return self._mask[begin + start : begin + stop]
+
+
+def array_of(path: Path, kinds: str, dtype: str | None = None) -> Array:
+    """The one-dimensional array of a file, mapped into memory.
+
+    Args:
+        path: a ``.npy`` file, or raw numbers.
+        kinds: of numpy types that may be in it: ``b``, ``i`` and ``u``.
+        dtype: of raw numbers; None for ``.npy``.
+
+    Raises:
+        ValueError: a file that is missing, truncated or of another type.
+    """
+    if (path.suffix == ".npy") != (dtype is None):
+        raise ValueError(
+            f"{path} with dtype={dtype!r}: a .npy file says its type itself, a file of raw numbers"
+            " needs one, such as dtype='uint16'."
+        )
+    try:
+        if dtype is None:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            array = np.memmap(path, np.dtype(dtype), "r")
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Check the file.") from error
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        wanted = "integers" if "b" not in kinds else "booleans or integers"
+        raise ValueError(
+            f"{path} is an array of {array.dtype} with shape {array.shape}, not of {wanted} in one"
+            " dimension. Check the file."
+        )
+    return np.asarray(array)
+
+
+def _lengths(offsets: Array, tokens: int, source: str, name: str) -> npt.NDArray[np.int64]:
+    first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
+    if first != 0 or last != tokens:
+        raise ValueError(
+            f"{name}: the offsets in {source} run from {first} to {last}, but there are {tokens}"
+            " tokens. They must begin with 0 and end with the number of tokens: one of the files is"
+            " truncated, or belongs to another corpus."
+        )
+    whole_numbers = np.asarray(offsets, np.int64)
+    lengths = whole_numbers[1:] - whole_numbers[:-1]
+    falling = np.flatnonzero(lengths < 0)
+    if len(falling):
+        row = int(falling[0])
+        raise ValueError(
+            f"{name}: the offsets in {source} are out of order: document {row} runs from"
+            f" {offsets[row]} to {offsets[row + 1]}. Make them again."
+        )
+    return lengths
+
+
+def _cached_offsets(path: Path, tokens: Array, end_of_document: int) -> Path:
+    """The file of offsets of documents that end with a token, made once."""
+
+    def build(folder: Path) -> None:
+        blocks = range(0, len(tokens), _BLOCK)
+        found = [
+            np.flatnonzero(tokens[first : first + _BLOCK] == end_of_document) + first + 1
+            for first in shown(blocks, f"Finding the documents of {path.name}")
+        ]
+        offsets = np.concatenate([np.zeros(1, np.int64), *found])
+        rest = [len(tokens)] if offsets[-1] < len(tokens) else []
+        np.save(folder / "offsets.npy", np.concatenate((offsets, np.array(rest, np.int64))))
+
+    made_of = fingerprint([path], path.parent, tokens.dtype.str, end_of_document)
+    folder = built_once(f"{path.name}-offsets-{made_of}", build, path)
+    return folder / "offsets.npy"

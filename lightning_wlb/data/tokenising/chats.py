@@ -1,0 +1,193 @@
+"""From chats to token numbers and masks, by the chat template of a Hugging Face tokenizer.
+
+A chat is a list of messages, ``[{"role": ..., "content": ...}, ...]``. Its text is what the
+template makes of it, and only what the assistant said may be a target:
+
+* A template with ``{% generation %}`` marks that by itself.
+* Else an assistant's turn is what the chat up to and with this turn has more than the chat before
+  it with the generation prompt. It begins after the header that the prompt writes, and ends with
+  the end-of-turn token. That is right only if each of these texts begins the text of the whole
+  chat, and a template that writes earlier turns otherwise (leaving out what was thought, say) is
+  refused.
+
+A token that spans a border belongs to what follows it. Nothing is added to what the template
+writes, no end-of-document token either. Rows may have ``tools``, which the template is given.
+
+Cost: without ``{% generation %}`` two renderings of the template for each turn of the assistant;
+the text is tokenised once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_wlb.data.tokenising.encoders import (
+    Document,
+    check_encodable,
+    column_of,
+    digest_of,
+    hugging_face_tokenizer,
+    tokenizer_file,
+)
+from lightning_wlb.data.tokenising.sources import Row
+
+Span = tuple[int, int]
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatEncoder:
+    """Documents of chats; see the module.
+
+    Args:
+        name: folder or name of a Hugging Face tokenizer with a chat template.
+        column: of a row that holds the messages.
+
+    Raises:
+        ValueError: no such tokenizer, or one without a chat template.
+    """
+
+    masked = True
+
+    def __init__(self, name: str, column: str) -> None:
+        if tokenizer_file(name) is not None:
+            raise ValueError(
+                f"The tokenizer {name!r} is a tokenizers file, which has no chat template. Give the"
+                " folder or name of a Hugging Face tokenizer that has one."
+            )
+        self._column, self._tokenizer = column, hugging_face_tokenizer(name)
+        try:
+            self._template = self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ValueError(
+                f"The tokenizer {name!r} has no chat template. Give one that has, such as that of"
+                " an instruction-tuned model, or set its chat_template and save it."
+            ) from error
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        definition = self._tokenizer.backend_tokenizer.to_str().encode()
+        self.digest = digest_of(
+            definition, self._template, sorted(self._tokenizer.special_tokens_map.items())
+        )
+
+    def documents(self, rows: Sequence[Row]) -> list[Document | None]:
+        """Tokens and mask of each chat; None for one in which the assistant says nothing."""
+        rendered = [self._rendered(row) for row in rows]
+        encoded = self._tokenizer(
+            [text for text, _ in rendered],
+            add_special_tokens=False,
+            truncation=False,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        result: list[Document | None] = []
+        for (_, spans), tokens, offsets in zip(
+            rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            mask = _mask(spans, offsets)
+            result.append(Document(np.array(tokens, np.int32), mask) if mask.any() else None)
+        return result
+
+    def describe(self) -> str:
+        """How the assistant's part is found, in words."""
+        how = (
+            "as the chat template marks it"
+            if _MARKS.search(self._template)
+            else "as the difference between the chat with and without each of its turns"
+        )
+        return (
+            f"Targets are what the assistant says, {how}. Documents begin and end as the template"
+            " writes them."
+        )
+
+    def _rendered(self, row: Row) -> tuple[str, list[Span]]:
+        """The text of a chat, and the ranges of characters that the assistant said."""
+        messages, tools = _messages(row, self._column), row.record.get("tools")
+        try:
+            if _MARKS.search(self._template):
+                text, spans = self._marked(messages, tools)
+            else:
+                text, spans = self._differences(messages, tools)
+        except Exception as error:  # A template raises what it likes.
+            raise ValueError(
+                f"{row.place()}: the chat template refuses the chat: {error}"
+            ) from error
+        check_encodable(row, text)
+        return text, spans
+
+    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        # apply_chat_template makes masks of these spans, but leaves them out from the first one on
+        # that begins with a space which the tokenizer's offsets do not count.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(tools=tools)
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        return texts[0], [(start, stop) for start, stop in spans[0]]
+
+    def _differences(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        def render(count: int, prompt: bool = False) -> str:
+            return self._tokenizer.apply_chat_template(
+                messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
+
+        text, spans = render(len(messages)), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if number == 0:
+                raise ValueError(
+                    "it begins with the assistant, so that there is no prompt to tell the"
+                    " assistant's part from. Put a message of the system or the user before it, or"
+                    " use a template with {% generation %}."
+                )
+            before, after = render(number, prompt=True), render(number + 1)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    f"with more messages it writes the first {number + 1} otherwise than alone, so"
+                    " that what the assistant said cannot be found. Use a template with"
+                    " {% generation %} around it."
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+
+def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
+    """Which tokens, by their ranges of characters, lie in one of the spans, bool [tokens].
+
+    The end of a token decides: tokenizers may count the space before a word to it or not.
+    """
+    ends = np.array([stop for _, stop in offsets], np.int64).reshape(-1)
+    mask = np.zeros(len(ends), bool)
+    for start, stop in spans:
+        mask |= (ends > start) & (ends <= stop)
+    return mask
+
+
+def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+    messages = column_of(row, column)
+    wanted = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{row.place()}: {column!r} is no list of messages, as in {wanted}.")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            keys = list(message) if isinstance(message, dict) else type(message).__name__
+            raise ValueError(
+                f"{row.place()}: message {number} has no role, but {keys}. Write the chat as"
+                f" {wanted}."
+            )
+    return [
+        {name: value for name, value in message.items() if value is not None}
+        for message in messages
+    ]

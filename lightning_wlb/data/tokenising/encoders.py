@@ -1,0 +1,259 @@
+"""From texts to token numbers, by a tokenizer that the user names.
+
+A tokenizer is a ``tokenizer.json`` file of the tokenizers library, or the folder or name of a
+Hugging Face tokenizer, which needs transformers. A document's tokens are what the tokenizer makes
+of its text, special tokens that it adds by itself (such as a beginning-of-text token) included,
+and then the end-of-document token, unless the tokens end in it already. Settings of the tokenizer
+that cut or pad texts are turned off: documents are never cut here.
+
+Cost: that of the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from lightning_wlb.data.tokenising.sources import Row
+
+EXTRA = "pip install 'lightning-wlb[hf]'"
+
+
+class Document(NamedTuple):
+    """Tokens of a document, int32, and which of them may be targets; None: all may."""
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_] | None = None
+
+
+class Encoder(Protocol):
+    """What makes documents of rows, in any process."""
+
+    digest: str
+    """A fingerprint of all that decides which tokens come out."""
+
+    vocab_size: int
+    """Tokens are in ``[0, vocab_size)``."""
+
+    masked: bool
+    """Whether documents have masks."""
+
+    def documents(self, rows: Sequence[Row]) -> list[Document | None]:
+        """The document of each row; None for a row in which there is nothing to learn."""
+
+    def describe(self) -> str:
+        """Which tokens mark the beginning and the end of a document, in words."""
+
+
+class TextEncoder:
+    """Documents of texts.
+
+    Args:
+        name: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
+        column: of a row that holds the text.
+        eos: the end-of-document token: True, the tokenizer's own, where it has one; a token, by
+            its text; or False, none.
+
+    Raises:
+        ValueError: no such tokenizer, or no such token in it.
+    """
+
+    masked = False
+
+    def __init__(self, name: str, column: str, eos: bool | str = True) -> None:
+        self._column, self._eos = column, eos
+        file = tokenizer_file(name)
+        self._hf = None if file is not None else hugging_face_tokenizer(name)
+        if file is not None:
+            self._file = _from_file(file)
+            own = _eos_beside(file)
+            vocabulary, definition = self._file.get_vocab(True), file.read_bytes()
+        else:
+            assert self._hf is not None
+            own, vocabulary = self._hf.eos_token, self._hf.get_vocab()
+            definition = self._hf.backend_tokenizer.to_str().encode()
+        self.vocab_size = max(vocabulary.values()) + 1
+        end = own if eos is True else eos or None
+        if end is not None and end not in vocabulary:
+            raise ValueError(
+                f"The end-of-document token {end!r} is not in the vocabulary of tokenizer {name}."
+                " Name one that is, or ask for none (--no-eos, eos: false)."
+            )
+        self._end, self._end_number = end, None if end is None else vocabulary[end]
+        self.digest = digest_of(definition, self._end_number)
+
+    def documents(self, rows: Sequence[Row]) -> list[Document | None]:
+        """The tokens of each row's text; None for an empty text, or one of white space alone."""
+        texts = [text_of(row, self._column) for row in rows]
+        wanted = [number for number, text in enumerate(texts) if text and not text.isspace()]
+        result: list[Document | None] = [None] * len(rows)
+        for number, tokens in zip(
+            wanted, self._encode([texts[each] for each in wanted]), strict=True
+        ):
+            if not tokens:
+                continue
+            if self._end_number is not None and tokens[-1] != self._end_number:
+                tokens.append(self._end_number)
+            result[number] = Document(np.array(tokens, np.int32))
+        return result
+
+    def describe(self) -> str:
+        """Which tokens mark the beginning and the end of a document, in words."""
+        added = self._added()
+        start = f"begin with what the tokenizer adds, {added}" if added else ""
+        if self._end is not None:
+            end = f"end in {self._end!r}"
+        elif self._eos is False:
+            end = "have no end-of-document token, as asked"
+        else:
+            end = (
+                "have no end-of-document token, since the tokenizer names none (--eos TOKEN,"
+                " eos: TOKEN adds one)"
+            )
+        return f"Documents {' and '.join(filter(None, (start, end)))}."
+
+    def _encode(self, texts: list[str], special: bool = True) -> list[list[int]]:
+        if not texts:
+            return []
+        if self._hf is not None:
+            return self._hf(
+                texts,
+                add_special_tokens=special,
+                truncation=False,
+                padding=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+        encoded = self._file.encode_batch_fast(texts, add_special_tokens=special)
+        return [each.ids for each in encoded]
+
+    def _added(self) -> str:
+        """The tokens that the tokenizer puts before every text by itself."""
+        plain, whole = self._encode(["a"], special=False)[0], self._encode(["a"])[0]
+        before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        names = self._hf.convert_ids_to_tokens if self._hf is not None else _names(self._file)
+        return " ".join(map(repr, names(whole[:before])))
+
+
+def text_of(row: Row, column: str) -> str:
+    """The text of a row.
+
+    Raises:
+        ValueError: naming file and line where there is none.
+    """
+    text = column_of(row, column)
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{row.place()}: {column!r} holds {json.dumps(text)[:80]}, which is no text."
+            + (" These are chats: say so (--chats, chats:)." if isinstance(text, list) else "")
+            + " Mend or remove the line."
+        )
+    check_encodable(row, text)
+    return text
+
+
+def column_of(row: Row, column: str) -> Any:
+    """What a row holds in a column.
+
+    Raises:
+        ValueError: naming file, line and the columns that there are.
+    """
+    if column not in row.record:
+        raise ValueError(
+            f"{row.place()} has no {column!r}, only {', '.join(map(repr, row.record)) or 'nothing'}"
+            f". Name the column (--column, column:), or mend the line."
+            + (" Chats want --chats (chats:)." if "messages" in row.record else "")
+        )
+    return row.record[column]
+
+
+def check_encodable(row: Row, text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{row.place()}: character {error.start + 1} of the text is half of a surrogate pair."
+            " Mend or remove the line."
+        ) from error
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """The tokenizers file that a name stands for; None where it is a Hugging Face tokenizer."""
+    path = Path(name)
+    if path.is_dir() and not (path / "tokenizer_config.json").is_file():
+        path = path / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def hugging_face_tokenizer(name: str) -> Any:
+    """A tokenizer of transformers, by folder or name.
+
+    Raises:
+        ValueError: transformers is missing, there is no such tokenizer, or one without the
+            tokenizers library behind it.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"The tokenizer {name!r} is no tokenizer.json file, and any other needs transformers:"
+            f" {EXTRA}."
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"The tokenizer {name!r} cannot be opened: {first} Give a tokenizer.json file, or the"
+            " folder or name of a Hugging Face tokenizer."
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."
+            " Convert it with the tokenizers library first."
+        )
+    return tokenizer
+
+
+def digest_of(*parts: object) -> str:
+    """A fingerprint of what decides the tokens."""
+    fingerprint = hashlib.sha256()
+    for part in parts:
+        fingerprint.update(part if isinstance(part, bytes) else repr(part).encode())
+        fingerprint.update(b"\0")
+    return fingerprint.hexdigest()[:16]
+
+
+def _from_file(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing more exact.
+        raise ValueError(
+            f"{path} is no tokenizer of the tokenizers library: {error}. Give a tokenizer.json"
+            " file, or the folder or name of a Hugging Face tokenizer."
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _eos_beside(file: Path) -> str | None:
+    """The end token that the file's neighbour names: a tokenizer.json does not say which it is."""
+    neighbour = file.with_name("tokenizer_config.json")
+    if not neighbour.is_file():
+        return None
+    token = json.loads(neighbour.read_text(encoding="utf-8")).get("eos_token")
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _names(tokenizer: Tokenizer) -> Any:
+    return lambda numbers: [tokenizer.id_to_token(number) for number in numbers]

@@ -1,0 +1,200 @@
+"""Where texts and chats lie, cut into shards, and their rows with the place of each.
+
+A source is a file of JSON lines (``.jsonl``, ``.jsonl.gz``), a text file (``.txt``, ``.md``: one
+document), or a folder of one of these kinds, searched with everything below it, in order of path.
+Hidden files and folders are passed over, and so are text files beside JSON lines.
+
+Shards are ranges of bytes of the files one after another, about equal, and depend on the files'
+sizes alone: never on how many processes read them. A line belongs to the shard in which it begins;
+text files and compressed files are not divided.
+
+Cost: one look at every file's size and time of change; a shard is read once, from its first byte.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+LINES = (".jsonl", ".jsonl.gz")
+TEXTS = (".txt", ".md")
+TEXT_COLUMN = "text"
+
+_MOST_SHARDS = 1024
+_LEAST_SHARD_BYTES = 4 << 20
+
+
+class Part(NamedTuple):
+    """Bytes ``[start, stop)`` of a file: the lines that begin there, or a file as a whole."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+class Row(NamedTuple):
+    """One record, and where it begins and how long it is in bytes of the (uncompressed) file."""
+
+    record: dict[str, Any]
+    path: Path
+    at: int
+    size: int
+
+    def place(self) -> str:
+        """``file:line``, or the file where it is one document; counts lines, so for errors only."""
+        return _place(self.path, self.at)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a source, in order.
+
+    Args:
+        path: of the file or folder.
+        files: what is read of it.
+        left_out: files of the folder that are not read, by their names relative to it.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    left_out: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Source:
+        """Find the files of a source.
+
+        Raises:
+            ValueError: nothing is there, or nothing that can be read.
+        """
+        path = Path(path)
+        known = f"files ending in {', '.join([*LINES, *TEXTS])}, or a folder of such files"
+        if path.is_file():
+            if not path.name.endswith(LINES + TEXTS):
+                raise ValueError(f"{path} is not a source of texts. Give {known}.")
+            return cls(path, (path,))
+        if not path.is_dir():
+            raise ValueError(f"{path} is neither a file nor a folder. Give {known}.")
+        found = _files_below(path)
+        chosen = [each for each in found if each.name.endswith(LINES)]
+        chosen = chosen or [each for each in found if each.name.endswith(TEXTS)]
+        if not chosen:
+            raise ValueError(
+                f"{path} holds {len(found)} files and none that can be read. Give {known}."
+            )
+        left_out = [each.relative_to(path).as_posix() for each in found if each not in set(chosen)]
+        return cls(path, tuple(chosen), tuple(left_out))
+
+    @property
+    def is_lines(self) -> bool:
+        """Whether the files hold JSON lines, and not one text each."""
+        return self.files[0].name.endswith(LINES)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of every file."""
+        return tuple(each.stat().st_size for each in self.files)
+
+    def digest(self) -> str:
+        """A fingerprint of the files' names, sizes and times of change, as they are now."""
+        fingerprint = hashlib.sha256()
+        for each in self.files:
+            status = each.stat()
+            name = each.name if each == self.path else each.relative_to(self.path).as_posix()
+            fingerprint.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        return fingerprint.hexdigest()[:16]
+
+    def shards(self) -> list[list[Part]]:
+        """The files cut into shards; every byte is in exactly one part."""
+        most = max(_LEAST_SHARD_BYTES, -(-sum(self.sizes) // _MOST_SHARDS))
+        shards: list[list[Part]] = [[]]
+        room = most
+        for path, size in zip(self.files, self.sizes, strict=True):
+            start = 0
+            while start < size:
+                if room <= 0:
+                    shards.append([])
+                    room = most
+                stop = min(start + room, size) if path.suffix == ".jsonl" else size
+                shards[-1].append(Part(path, start, stop))
+                room -= stop - start
+                start = stop
+        return shards
+
+
+def rows(part: Part) -> Iterator[Row]:
+    """The rows of a part, blank lines left out.
+
+    Raises:
+        ValueError: naming file and line of what is no JSON object, or no UTF-8.
+    """
+    if not part.path.name.endswith(LINES):
+        content = part.path.read_bytes()
+        try:
+            yield Row({TEXT_COLUMN: content.decode("utf-8-sig")}, part.path, 0, len(content))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{part.path}: byte {error.start} is no UTF-8. Convert the file to UTF-8."
+            ) from error
+        return
+    compressed = part.path.suffix == ".gz"
+    with _opened(part.path) as file:
+        at = part.start
+        if at:
+            # The line that is under way here belongs to the part in which it begins.
+            file.seek(at - 1)
+            at += len(file.readline()) - 1
+        while (compressed or at < part.stop) and (line := file.readline()):
+            if not line.isspace():
+                yield Row(_record(line, part.path, at), part.path, at, len(line))
+            at += len(line)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    found = []
+    for at, below, names in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith(".")]
+        found += [Path(at, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _opened(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
+
+
+def _record(line: bytes, path: Path, at: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{_place(path, at)} is no UTF-8 from byte {error.start} of the line on. Convert the"
+            " file to UTF-8."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{_place(path, at)} is no JSON: {error.msg} at character {error.pos + 1} of the line."
+            " Mend or remove the line; each line is one JSON object."
+        ) from error
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{_place(path, at)} holds a {type(record).__name__}, but each line is one JSON object,"
+            ' as in {"text": "..."}. Mend or remove the line.'
+        )
+    return record
+
+
+def _place(path: Path, at: int) -> str:
+    if not path.name.endswith(LINES):
+        return str(path)
+    lines, left = 1, at
+    with _opened(path) as file:
+        while left and (block := file.read(min(left, 1 << 20))):
+            lines += block.count(b"\n")
+            left -= len(block)
+    return f"{path}:{lines}"

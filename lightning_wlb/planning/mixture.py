@@ -1,0 +1,181 @@
+"""The order of documents of several stores, in given proportions of tokens.
+
+The next document is of the store that has the fewest tokens so far for its weight (tokens/weight,
+the first of equals), so that every store's share of the tokens is never further from its weight
+than one document or so. Each store has an order of its own, a permutation by
+``numpy.random.default_rng((seed, number of the store, pass))``, and goes through all of it before
+it begins another pass:
+
+* A store that repeats begins its next pass, in a new order, as soon as it runs out. Its passes go
+  on from one epoch of the mixture to the next.
+* A store that does not is passed once in every epoch of the mixture. When it has run out the
+  others go on, their weights in the same relation to each other.
+
+An epoch of the mixture ends when every store that does not repeat has run out; where all repeat,
+when each has given as many documents as it holds, which for the slowest is one pass.
+
+A document may come twice before a step has taken the first: document d of D has the number
+``d + D·pass``, a number of its own in each pass.
+
+Cost: for a document the number of stores, for a pass of a store a permutation of its documents. The
+state is five integers a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_wlb.planning.arrivals import GlobalBatches, Position, document_numbers
+
+
+class Share(NamedTuple):
+    """What a mixture takes of a store.
+
+    Attributes:
+        name: of the store, unlike any other's.
+        documents: that it holds.
+        weight: its proportion of the tokens, relative to the weights of the others.
+        repeat: whether it begins anew when it runs out.
+    """
+
+    name: str
+    documents: int
+    weight: float
+    repeat: bool = True
+
+
+class _Standing(NamedTuple):
+    """Where a store stands."""
+
+    passes: int = 0  # that are complete; of a store that does not repeat, the mixture's epochs
+    position: int = 0  # documents drawn in this pass
+    drawn: int = 0  # documents drawn in this epoch of the mixture
+    tokens: int = 0  # of these
+
+
+class MixedBatches(GlobalBatches):
+    """The global batches of one epoch of a mixture after another.
+
+    Args:
+        shares: of the stores; the documents of one follow those of another.
+        lengths: tokens of each document of all stores, by document number.
+        tokens: of a global batch, N·C.
+        window: C, tokens of the longest piece.
+        cuts_stream: whether documents are concatenated and cut at every C tokens.
+        seed: of the orders.
+        shuffle: False: the stores' own orders.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        lengths: NDArray[np.int64],
+        tokens: int,
+        window: int,
+        cuts_stream: bool,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._shares = tuple(shares)
+        self._all_lengths = lengths
+        self._first = np.concatenate(([0], np.cumsum([share.documents for share in shares])))
+        assert self._first[-1] == len(lengths)
+        self._standings = tuple(_Standing() for _ in shares)
+        self._orders: dict[int, tuple[int, NDArray[Any]]] = {}
+        super().__init__(lengths[:0], tokens, window, cuts_stream, seed, shuffle)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch: stores that do not repeat from their start, the others go on."""
+        super().start_epoch(epoch)
+        self._standings = tuple(
+            _Standing(standing.passes, standing.position) if share.repeat else _Standing(epoch)
+            for share, standing in zip(self._shares, self._standings, strict=True)
+        )
+        self._make_orders()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the epoch's last global batch has been drawn."""
+        return self._is_over(self._standings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch and every store stand, in plain integers."""
+        mixture = {
+            share.name: {"documents": share.documents, **standing._asdict()}
+            for share, standing in zip(self._shares, self._standings, strict=True)
+        }
+        return {**super().state_dict(), "mixture": mixture}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        super().load_state_dict(state)
+        saved = [state["mixture"][share.name] for share in self._shares]
+        self._standings = tuple(
+            _Standing(*(each[name] for name in _Standing._fields)) for each in saved
+        )
+        self._make_orders()
+
+    def _after(self, at: Position) -> tuple[list[tuple[int, int, int]], Position]:
+        """The pieces of the global batch at a position, and where it ends.
+
+        As many documents as it may need are drawn, and those that it has not taken put back.
+        """
+        numbers: list[int] = []
+        lengths: list[int] = []
+        standings = [self._standings]
+        tokens = -at.offset
+        while tokens < self._tokens and not self._is_over(standings[-1]):
+            number, length, standing = self._drawn(standings[-1])
+            numbers.append(number)
+            lengths.append(length)
+            standings.append(standing)
+            tokens += length
+        self._order, self._lengths = np.arange(len(numbers)), np.array(lengths, np.int64)
+        pieces, at = super()._after(at)
+        self._standings = standings[at.position]
+        return [(numbers[index], origin, stop) for index, origin, stop in pieces], at._replace(
+            position=0
+        )
+
+    def _is_over(self, standings: tuple[_Standing, ...]) -> bool:
+        pairs = list(zip(self._shares, standings, strict=True))
+        once = [each for each in pairs if not each[0].repeat]
+        return all(standing.drawn >= share.documents for share, standing in once or pairs)
+
+    def _drawn(self, standings: tuple[_Standing, ...]) -> tuple[int, int, tuple[_Standing, ...]]:
+        """Number and tokens of the next document, and how the stores stand after it."""
+        chosen = min(
+            (
+                (standing.tokens / share.weight, index)
+                for index, (share, standing) in enumerate(zip(self._shares, standings, strict=True))
+                if share.repeat or standing.drawn < share.documents
+            ),
+        )[1]
+        share, (passes, position, drawn, tokens) = self._shares[chosen], standings[chosen]
+        document = int(self._first[chosen]) + self._in_store(chosen, passes, position)
+        length = int(self._all_lengths[document])
+        after = _Standing(passes, position + 1, drawn + 1, tokens + length)
+        if share.repeat and after.position == share.documents:
+            after = after._replace(passes=passes + 1, position=0)
+        number = document + passes * len(self._all_lengths)
+        return number, length, (*standings[:chosen], after, *standings[chosen + 1 :])
+
+    def _make_orders(self) -> None:
+        """Make the orders of all stores' passes: of many millions of documents it takes seconds."""
+        for chosen, standing in enumerate(self._standings):
+            self._in_store(chosen, standing.passes, 0)
+
+    def _in_store(self, chosen: int, passes: int, position: int) -> int:
+        """The document at a position of a store's pass."""
+        if not self._shuffle:
+            return position
+        known, order = self._orders.get(chosen, (-1, None))
+        if order is None or known != passes:
+            order = document_numbers(self._shares[chosen].documents)
+            np.random.default_rng((self._seed, chosen, passes)).shuffle(order)
+            self._orders[chosen] = passes, order
+        return int(order[position])

@@ -1,0 +1,70 @@
+"""The command says what it did, and what to type next."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_wlb.cli.main import main
+from tests.data.tokenising.support import (
+    MARKED,
+    columns,
+    saved,
+    saved_chat_tokenizer,
+    write_lines,
+)
+
+
+def test_it_says_what_it_did(tmp_path, capsys) -> None:
+    texts = [{"text": "a" * length} for length in (2, 3, 3, 100)] + [{"text": ""}]
+    source = write_lines(tmp_path / "texts" / "a.jsonl", texts)
+    (tmp_path / "texts" / "README.md").write_text("about")
+    out, tokenizer = tmp_path / "my out", saved(tmp_path)
+    command = ["tokenize", str(source.parent), str(out), "--tokenizer", tokenizer, "--workers", "1"]
+    assert main([*command, "--eos", "</s>"]) == 0
+    assert [len(tokens) for tokens in columns(out)["input_ids"]] == [3, 4, 4, 101]
+    printed = capsys.readouterr().out
+    begin, _, end = printed.partition("In ")
+    assert begin == (
+        "Documents end in '</s>'.\n"
+        "Left out: 1 other file, such as README.md.\n"
+        "4 documents with 112 tokens, 28 on average, 101 the longest; vocabulary 300.\n"
+        "Skipped: 1 row in which the text is empty.\n"
+        "\n"
+        "               tokens      documents  share of tokens\n"
+        "               2 to 3              1  █ 2.7%\n"
+        "               4 to 7              2  ███ 7.1%\n"
+        "              8 to 15              0   0.0%\n"
+        "             16 to 31              0   0.0%\n"
+        "             32 to 63              0   0.0%\n"
+        "            64 to 127              1  ████████████████████████████████████ 90.2%\n"
+        "\n"
+    )
+    assert end.split("Next:\n\n")[1] == (
+        f"  lightning-wlb plan --lengths '{out}' --model 7b,vocab_size=300 --mesh 2,4,1,1 \\\n"
+        "      --context-window 128 --profile h100\n"
+    )
+    assert main([*command, "--no-eos"]) == 2
+    assert "was made for another request: eos '</s>' there, False here" in capsys.readouterr().err
+
+
+def test_long_documents_that_are_rare_do_not_set_the_window(tmp_path, capsys) -> None:
+    texts = [{"text": "a" * 30}] * 400 + [{"text": "a" * 100}]
+    source = write_lines(tmp_path / "a.jsonl", texts)
+    out = tmp_path / "out"
+    assert main(["tokenize", str(source), str(out), "--tokenizer", saved(tmp_path)]) == 0
+    assert "--context-window 32 --long-documents split --profile" in capsys.readouterr().out
+
+
+def test_chats_say_what_may_be_a_target(tmp_path, capsys) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = saved_chat_tokenizer(tmp_path / "model", MARKED)
+    asked = {"role": "user", "content": "a"}
+    chats = [{"talk": [asked, {"role": "assistant", "content": "b"}]}, {"talk": [asked]}]
+    source = write_lines(tmp_path / "a.jsonl", chats)
+    command = ["tokenize", str(source), str(tmp_path / "out"), "--tokenizer", tokenizer]
+    assert main([*command, "--chats", "--column", "talk"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Targets are what the assistant says, as the chat template marks it.")
+    assert "1 document with 7 tokens" in printed
+    assert "Of the tokens 28.6% may be targets." in printed
+    assert "Skipped: 1 row in which the assistant says nothing." in printed

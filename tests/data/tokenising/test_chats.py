@@ -1,0 +1,202 @@
+"""Only what the assistant says may be a target, by every way to find it."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.data.tokenising import Request, tokenise
+from lightning_wlb.data.tokenising.chats import ChatEncoder
+from lightning_wlb.data.tokenising.sources import Row
+from tests.data.tokenising.support import (
+    MARKED,
+    PLAIN,
+    columns,
+    saved,
+    saved_chat_tokenizer,
+    write_lines,
+)
+
+pytest.importorskip("transformers")
+
+CONTENT = st.text(max_size=8) | st.sampled_from(["the fox", " jumps ", "\n", "  ", "</s>", "über"])
+CHATS = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "system"]), CONTENT), min_size=1, max_size=6
+).filter(lambda chat: chat[0][0] != "assistant")
+SPOKEN = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""A template without special tokens, in which tokens span the borders of turns."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("chats")
+
+
+def messages_of(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in chat]
+
+
+def row(messages: Any) -> Row:
+    return Row({"messages": messages}, Path("a.txt"), 0, 1)
+
+
+def expected_mask(tokenizer: Any, messages: list[dict[str, str]]) -> list[bool]:
+    """From token numbers alone: what each turn adds to the tokens of what was before it."""
+
+    def ids(count: int, prompt: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(
+            messages[:count], tokenize=False, add_generation_prompt=prompt
+        )
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def common(part: list[int]) -> int:
+        pairs = zip(part, whole, strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    whole = ids(len(messages), False)
+    mask = [False] * len(whole)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, stop = common(ids(number, True)), common(ids(number + 1, False))
+            mask[start:stop] = [True] * (stop - start)
+    return mask
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("template", [PLAIN, SPOKEN], ids=["plain", "spoken"])
+def test_masks_are_the_differences_between_the_turns(folder, template, trims) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "plain", template, trims), "messages")
+
+    @given(CHATS)
+    def check(chat: list[tuple[str, str]]) -> None:
+        messages = messages_of(chat)
+        (document,) = encoder.documents([row(messages)])
+        expected = expected_mask(encoder._tokenizer, messages)
+        assert (document is None) == (not any(expected))
+        if document is not None:
+            text = encoder._tokenizer.apply_chat_template(messages, tokenize=False)
+            ids = encoder._tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert document.tokens.tolist() == ids
+            assert document.mask is not None
+            assert document.mask.tolist() == expected
+
+    check()
+
+
+@given(CHATS)
+def test_marked_and_unmarked_templates_differ_by_the_line_end(tmp_path_factory, chat) -> None:
+    """The marked part is without the line end that the template writes after each turn."""
+    folder = tmp_path_factory.getbasetemp() / "both"
+    if not folder.exists():
+        saved_chat_tokenizer(folder / "marked", MARKED, trims=True)
+        saved_chat_tokenizer(folder / "plain", PLAIN, trims=True)
+    marked, plain = (
+        ChatEncoder(str(folder / name), "messages").documents([row(messages_of(chat))])[0]
+        for name in ("marked", "plain")
+    )
+    assert (marked is None) == (plain is None)
+    if marked is not None and plain is not None:
+        assert marked.mask is not None
+        assert plain.mask is not None
+        assert np.array_equal(marked.tokens, plain.tokens)
+        turns = sum(role == "assistant" for role, _ in chat)
+        assert not (marked.mask & ~plain.mask).any()
+        assert int((plain.mask & ~marked.mask).sum()) == turns
+
+
+def test_the_masks_of_a_marked_template_are_those_of_transformers(folder) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "marked", MARKED), "messages")
+    messages = messages_of([("user", "the fox"), ("assistant", "jumps"), ("assistant", "over it")])
+    theirs = encoder._tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    (document,) = encoder.documents([row(messages)])
+    assert document is not None
+    assert document.mask is not None
+    assert document.tokens.tolist() == theirs["input_ids"]
+    assert document.mask.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_tools_and_missing_entries_reach_the_template(folder) -> None:
+    template = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}" + PLAIN
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "tools", template), "messages")
+    messages = messages_of([("user", "a"), ("assistant", "b")])
+    record = {"messages": [{**each, "name": None} for each in messages]}
+    made = encoder.documents(
+        [Row(record | {"tools": [{"name": "fox"}]}, Path("a.txt"), 0, 1), row(messages)]
+    )
+    assert made[0] is not None
+    assert made[1] is not None
+    fox = encoder._tokenizer("fox")["input_ids"]
+    assert made[0].tokens.tolist() == fox + made[1].tokens.tolist()
+
+
+def test_a_folder_of_chats_has_masks(tmp_path) -> None:
+    datasets = pytest.importorskip("datasets")
+    tokenizer = saved_chat_tokenizer(tmp_path / "model", MARKED)
+    chats = [{"messages": messages_of([("user", "a"), ("assistant", "b" * n)])} for n in range(40)]
+    source = write_lines(tmp_path / "a.jsonl", chats)
+    out = tmp_path / "out"
+    made = tokenise(Request(source, tokenizer, "chats"), out, workers=2)
+    documents = ChatEncoder(tokenizer, "messages").documents(
+        [Row(each, source, 0, 1) for each in chats]
+    )
+    expected = {
+        "input_ids": [each.tokens.tolist() for each in documents if each is not None],
+        "loss_mask": [each.mask.tolist() for each in documents if each is not None],
+    }
+    assert columns(out) == expected
+    assert datasets.load_from_disk(out).to_dict() == expected
+    assert made["targets"] == sum(map(sum, expected["loss_mask"]))
+
+
+FORGETS = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] if loop.last else '') }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (PLAIN, "hello", r"'messages' is no list of messages, as in"),
+        (PLAIN, [], r"'messages' is no list of messages, as in"),
+        (
+            PLAIN,
+            [{"from": "human", "value": "a"}],
+            r"message 0 has no role, but \['from', 'value'\]",
+        ),
+        (PLAIN, messages_of([("assistant", "a")]), r"begins with the assistant"),
+        (
+            PLAIN,
+            [{"role": "system", "content": "a"}, {"role": "assistant"}],
+            r"a.txt: the chat template refuses the chat",
+        ),
+        (PLAIN, messages_of([("user", "\ud800")]), "half of a surrogate pair"),
+        (
+            FORGETS,
+            messages_of([("user", "a"), ("assistant", "b"), ("user", "c")]),
+            r"writes the first 2 otherwise than alone",
+        ),
+    ],
+)
+def test_chats_that_cannot_be_read_are_named(folder, template, messages, message) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "bad", template), "messages")
+    with pytest.raises(ValueError, match=message):
+        encoder.documents([row(messages)])
+
+
+def test_tokenizers_without_a_template_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="is a tokenizers file, which has no chat template"):
+        ChatEncoder(saved(tmp_path), "messages")
+    with pytest.raises(ValueError, match=r"has no chat template\. Give one that has"):
+        ChatEncoder(saved_chat_tokenizer(tmp_path / "model", None), "messages")

@@ -1,0 +1,123 @@
+"""Tokens are the tokenizer's own, with one end-of-document token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.data.tokenising.encoders import TextEncoder
+from lightning_wlb.data.tokenising.sources import Row
+from tests.data.tokenising.support import LINES, saved, tokenizer
+
+TEXTS = st.lists(
+    st.text(max_size=30) | st.sampled_from([*LINES, "", " \n", "ends</s>", "<s>starts"]), max_size=5
+)
+
+
+def documents(encoder: TextEncoder, texts: list[str]) -> list[list[int] | None]:
+    rows = [Row({"text": text}, Path("a.txt"), 0, 1) for text in texts]
+    made = encoder.documents(rows)
+    assert all(document is None or document.mask is None for document in made)
+    return [None if document is None else document.tokens.tolist() for document in made]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("eos", [True, False, "</s>", "<s>"])
+def test_tokens_are_the_tokenizers_own(folder, starts, ends, eos) -> None:
+    model = tokenizer(starts=starts, ends=ends)
+    encoder = TextEncoder(saved(folder, starts=starts, ends=ends), "text", eos)
+    end = model.token_to_id(eos) if isinstance(eos, str) else None
+
+    @given(TEXTS)
+    def check(texts: list[str]) -> None:
+        for text, tokens in zip(texts, documents(encoder, texts), strict=True):
+            expected = model.encode(text).ids
+            if not text.strip():
+                assert tokens is None
+            elif end is None or expected[-1] == end:
+                assert tokens == expected
+            else:
+                assert tokens == [*expected, end]
+
+    check()
+    assert encoder.vocab_size == 300
+    assert ("'<s>'" in encoder.describe()) == (starts or eos == "<s>")
+
+
+def test_the_end_token_is_what_the_neighbour_of_the_file_says(tmp_path) -> None:
+    path = saved(tmp_path)
+    assert "names none" in TextEncoder(path, "text").describe()
+    config = tmp_path / "tokenizer_config.json"
+    for token in ("</s>", {"content": "</s>"}):
+        config.write_text(json.dumps({"eos_token": token}))
+        encoder = TextEncoder(path, "text")
+        assert encoder.describe() == "Documents end in '</s>'."
+        assert documents(encoder, ["fox"]) == [[*tokenizer().encode("fox").ids, 1]]
+        assert documents(TextEncoder(path, "text", False), ["fox"]) == [
+            tokenizer().encode("fox").ids
+        ]
+
+
+def test_a_tokenizer_that_cuts_and_pads_does_neither(tmp_path) -> None:
+    model = tokenizer()
+    model.enable_truncation(2)
+    model.enable_padding(length=50)
+    model.save(str(tmp_path / "tokenizer.json"))
+    assert documents(TextEncoder(str(tmp_path), "text"), LINES) == [
+        tokenizer().encode(line).ids for line in LINES
+    ]
+
+
+def test_a_hugging_face_tokenizer_gives_the_same(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(starts=True), bos_token="<s>", eos_token="</s>"
+    )
+    made.model_max_length = 4
+    made.save_pretrained(tmp_path)
+    encoder = TextEncoder(str(tmp_path), "text")
+    assert documents(encoder, LINES) == [[*made(line)["input_ids"], 1] for line in LINES]
+    assert encoder.describe() == (
+        "Documents begin with what the tokenizer adds, '<s>' and end in '</s>'."
+    )
+    digest = encoder.digest
+    assert TextEncoder(str(tmp_path), "text").digest == digest
+    assert TextEncoder(str(tmp_path), "text", False).digest != digest
+
+
+def test_rows_without_a_text_are_named(tmp_path) -> None:
+    encoder = TextEncoder(saved(tmp_path), "text")
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n{}\n")
+    for record, message in (
+        ({"body": "a"}, r"a.jsonl:2 has no 'text', only 'body'. Name the column \(--column"),
+        ({}, "a.jsonl:2 has no 'text', only nothing"),
+        ({"messages": []}, r"Chats want --chats"),
+        ({"text": None}, "a.jsonl:2: 'text' holds null, which is no text"),
+        ({"text": [{"role": "user"}]}, r"These are chats: say so \(--chats"),
+        ({"text": "ab\ud800"}, "a.jsonl:2: character 3 of the text is half of a surrogate pair"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encoder.documents([Row(record, path, 3, 3)])
+
+
+def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{}")
+    with pytest.raises(ValueError, match=r"is no tokenizer of the tokenizers library"):
+        TextEncoder(str(broken), "text")
+    with pytest.raises(ValueError, match=r"'<end>' is not in the vocabulary of tokenizer"):
+        TextEncoder(saved(tmp_path), "text", "<end>")
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"cannot be opened: .*Give a tokenizer.json file"):
+        TextEncoder(str(tmp_path / "missing" / "folder"), "text")

@@ -1,0 +1,248 @@
+"""The result knows neither the number of processes nor the moments at which a run was ended."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.data.tokenising import Request, job, sources, tokenise
+from tests.data.tokenising.support import columns, contents, saved, tokenizer, write_lines
+
+TEXTS = [f"{number} foxes " + "jump " * (number % 37) for number in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_LEAST_SHARD_BYTES", 2000)
+    monkeypatch.setattr(job, "_BATCH_ROWS", 10)
+
+
+@pytest.fixture
+def request_(tmp_path) -> Request:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*TEXTS, "", " "]])
+    return Request(path, saved(tmp_path), eos="</s>")
+
+
+@pytest.fixture
+def unbroken(request_, tmp_path) -> Path:
+    tokenise(request_, tmp_path / "unbroken", workers=1)
+    return tmp_path / "unbroken"
+
+
+def test_the_folder_holds_the_tokenizers_tokens_and_figures(request_, unbroken) -> None:
+    expected = [[*tokenizer().encode(text).ids, 1] for text in TEXTS]
+    assert columns(unbroken) == {"input_ids": expected}
+    made = json.loads((unbroken / "lightning_wlb.json").read_text())
+    lengths = [len(tokens) for tokens in expected]
+    assert made["documents"] == 300
+    assert made["skipped"] == 2
+    assert made["tokens"] == made["targets"] == sum(lengths)
+    assert made["longest"] == max(lengths)
+    assert made["vocab_size"] == 300
+    assert made["format"] == 1
+    for number, counts in enumerate(made["by_length"]):
+        here = [length for length in lengths if 1 << number <= length < 2 << number]
+        assert counts == [len(here), sum(here)]
+    assert len(list(unbroken.glob("data-*.arrow"))) == len(request_.files.shards()) > 5
+    assert not (unbroken / "lightning_wlb.partial.json").exists()
+    assert not list(unbroken.glob(".*"))
+
+
+def test_datasets_opens_the_folder(unbroken) -> None:
+    datasets = pytest.importorskip("datasets")
+    opened = datasets.load_from_disk(unbroken)
+    assert opened.to_dict() == columns(unbroken)
+    assert opened.features == datasets.Features(
+        {"input_ids": datasets.List(datasets.Value("int32"))}
+    )
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_do_not_change_the_result(request_, unbroken, tmp_path, workers) -> None:
+    out = tmp_path / "parallel"
+    made = tokenise(request_, out, workers)
+    assert contents(out) == contents(unbroken)
+    assert made == json.loads((out / "lightning_wlb.json").read_text())
+
+
+def _run_until(request: Request, out: Path, renames: int) -> None:
+    """In a process of its own: end without any tidying up before a file takes its name."""
+    replace, left = Path.replace, iter(range(renames))
+
+    def counted(self: Path, target: Path) -> Path:
+        if next(left, None) is None:
+            os._exit(9)
+        return replace(self, target)
+
+    Path.replace = counted  # type: ignore[method-assign]
+    tokenise(request, out, workers=1)
+
+
+def test_a_run_that_is_ended_anywhere_goes_on(request_, unbroken, tmp_path) -> None:
+    out, expected = tmp_path / "broken", contents(unbroken)
+
+    @settings(max_examples=20)
+    @given(st.lists(st.integers(0, 45), min_size=1, max_size=3))
+    def check(renames: list[int]) -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        for count in renames:
+            process = multiprocessing.get_context("fork").Process(
+                target=_run_until, args=(request_, out, count)
+            )
+            process.start()
+            process.join(60)
+            assert process.exitcode in (0, 9)
+            assert (out / "lightning_wlb.json").exists() or process.exitcode == 9
+        tokenise(request_, out, workers=1)
+        assert contents(out) == expected
+
+    check()
+
+
+def test_killed_workers_leave_nobody_behind_and_the_run_goes_on(
+    request_, unbroken, tmp_path, monkeypatch
+) -> None:
+    out = tmp_path / "killed"
+    shard = job._tokenise_shard
+
+    def slow(*arguments):
+        (tmp_path / f"worker-{os.getpid()}").touch()
+        time.sleep(0.05)
+        return shard(*arguments)
+
+    monkeypatch.setattr(job, "_tokenise_shard", slow)
+    process = multiprocessing.get_context("fork").Process(target=tokenise, args=(request_, out, 2))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not list(out.glob("shard-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    assert (out / "lightning_wlb.partial.json").exists()
+    assert not (out / "lightning_wlb.json").exists()
+    for number in (int(path.name.split("-")[1]) for path in tmp_path.glob("worker-*")):
+        while time.monotonic() < deadline and _lives(number):
+            time.sleep(0.01)
+        assert not _lives(number)
+    monkeypatch.setattr(job, "_tokenise_shard", shard)
+    tokenise(request_, out, 2)
+    assert contents(out) == contents(unbroken)
+
+
+def _lives(number: int) -> bool:
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_whole_folder_is_left_as_it_is(request_, unbroken) -> None:
+    before = {path: path.stat().st_mtime_ns for path in unbroken.iterdir()}
+    assert tokenise(request_, unbroken)["documents"] == 300
+    assert {path: path.stat().st_mtime_ns for path in unbroken.iterdir()} == before
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_another_request_is_refused_with_what_differs(request_, unbroken, whole) -> None:
+    if not whole:
+        content = json.loads((unbroken / "lightning_wlb.json").read_text())
+        partial = {"request": content["request"], "done": {}}
+        (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
+        (unbroken / "lightning_wlb.json").unlink()
+    how = "was made" if whole else "was begun"
+    other = Request(request_.source, request_.tokenizer, eos=False)
+    with pytest.raises(ValueError, match=rf"{how} for .* eos '</s>' there, False here; .*rm -r "):
+        tokenise(other, unbroken)
+    with Path(request_.source).open("a") as file:
+        file.write('{"text": "more"}\n')
+    changed = Request(request_.source, request_.tokenizer, eos="</s>")
+    with pytest.raises(ValueError, match=rf"{how} for another request: bytes \d+ there, \d+ here"):
+        tokenise(changed, unbroken)
+
+
+def test_folders_with_something_else_are_left_alone(request_, tmp_path) -> None:
+    with pytest.raises(ValueError, match="holds something else"):
+        tokenise(request_, tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        tokenise(request_, Path(request_.source))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_ends_the_run_by_its_place(tmp_path, workers) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    lines = path.read_text().splitlines()
+    lines[222] = '{"text": '
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"a.jsonl:223 is no JSON"):
+        tokenise(Request(path, saved(tmp_path)), tmp_path / "out", workers)
+
+
+def test_a_source_without_documents_and_one_that_changes_are_refused(
+    request_, tmp_path, monkeypatch
+) -> None:
+    path = write_lines(tmp_path / "empty.jsonl", [{"text": ""}])
+    with pytest.raises(ValueError, match="holds no documents: 1 rows"):
+        tokenise(Request(path, request_.tokenizer), tmp_path / "out")
+    shard = job._tokenise_shard
+
+    def growing(*arguments):
+        with Path(request_.source).open("a") as file:
+            file.write("\n")
+        return shard(*arguments)
+
+    monkeypatch.setattr(job, "_tokenise_shard", growing)
+    with pytest.raises(ValueError, match="has changed while it was read"):
+        tokenise(request_, tmp_path / "changed", workers=1)
+
+
+def test_the_other_waits_for_who_has_the_folder(request_, unbroken, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "shared"
+    monkeypatch.setattr(job, "_LOOK_SECONDS", 0.05)
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=tokenise, args=(request_, out, 1)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert contents(out) == contents(unbroken)
+    stalled = tmp_path / "stalled"
+    stalled.mkdir()
+    monkeypatch.setattr(job, "_STALLED_SECONDS", 0.2)
+    with job._alone(stalled):
+        waiting = context.Process(target=_expect_stalled, args=(request_, stalled))
+        waiting.start()
+        waiting.join(60)
+    assert waiting.exitcode == 0
+
+
+def _expect_stalled(request: Request, out: Path) -> None:
+    with pytest.raises(TimeoutError, match="has done no part of it"):
+        tokenise(request, out, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "lists"}, "kind='lists' is not one of texts, chats"),
+        ({"kind": "chats", "eos": False}, "eos=False for chats"),
+        ({"column": "body"}, "holds text files, which have neither chats nor columns"),
+        ({"kind": "chats"}, "holds text files, which have neither chats nor columns"),
+        ({"eos": 2}, "eos=2 is of type int"),
+    ],
+)
+def test_requests_that_do_not_go_together_are_refused(tmp_path, options, message) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=message):
+        Request(tmp_path / "a.txt", "tokenizer.json", **options)

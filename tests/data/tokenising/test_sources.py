@@ -1,0 +1,126 @@
+"""Every row of a source is in exactly one shard, with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.data.tokenising import sources
+from lightning_wlb.data.tokenising.sources import Source, rows
+
+LINES = st.lists(st.sampled_from(["", " ", "a", "ü", "long " * 9]), max_size=9)
+
+
+@pytest.fixture
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("source")
+
+
+@given(st.data(), st.integers(1, 60), st.booleans())
+def test_every_row_is_in_one_shard_in_order(tmp_path_factory, data, least, ends) -> None:
+    folder, texts = tmp_path_factory.mktemp("source"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_LEAST_SHARD_BYTES", least)
+        for number in range(data.draw(st.integers(1, 3))):
+            lines = data.draw(LINES)
+            texts += lines
+            written = "\n\n".join(json.dumps({"text": line}) for line in lines)
+            content = (written + ("\n" if ends else "")).encode()
+            if data.draw(st.booleans()):
+                (folder / f"{number}.jsonl").write_bytes(content)
+            else:
+                (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(content))
+        shards = Source.open(folder).shards()
+    parts = [part for shard in shards for part in shard]
+    read = [row for part in parts for row in rows(part)]
+    assert [row.record["text"] for row in read] == texts
+    assert sum(part.stop - part.start for part in parts) == sum(Source.open(folder).sizes)
+    for row in read:
+        name, _, line = row.place().rpartition(":")
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(name, "rt") as file:
+            assert json.loads(file.read().split("\n")[int(line) - 1]) == row.record
+
+
+def test_shards_depend_on_sizes_alone_and_are_bounded(folder, monkeypatch) -> None:
+    (folder / "a.jsonl").write_text('{"text": 1}\n' * 100)
+    (folder / "b.jsonl").write_text('{"text": 1}\n')
+    monkeypatch.setattr(sources, "_LEAST_SHARD_BYTES", 500)
+    source = Source.open(folder)
+    assert [[part[1:] for part in shard] for shard in source.shards()] == [
+        [(0, 500)],
+        [(500, 1000)],
+        [(1000, 1200), (0, 12)],
+    ]
+    monkeypatch.setattr(sources, "_LEAST_SHARD_BYTES", 1)
+    monkeypatch.setattr(sources, "_MOST_SHARDS", 2)
+    assert [len(shard) for shard in source.shards()] == [1, 2]
+
+
+def test_text_files_are_a_document_each_and_hidden_ones_none(folder) -> None:
+    (folder / "b").mkdir()
+    (folder / "b" / "2.md").write_text("two")
+    (folder / "a.txt").write_bytes("\ufeffone".encode())
+    (folder / ".hidden.txt").write_text("no")
+    (folder / "picture.png").write_text("no")
+    source = Source.open(folder)
+    read = [row for shard in source.shards() for part in shard for row in rows(part)]
+    assert [(row.record, row.place()) for row in read] == [
+        ({"text": "one"}, str(folder / "a.txt")),
+        ({"text": "two"}, str(folder / "b" / "2.md")),
+    ]
+    assert source.left_out == ("picture.png",)
+
+
+def test_json_lines_go_before_texts_beside_them(folder) -> None:
+    (folder / "README.md").write_text("about")
+    (folder / "a.jsonl").write_text("{}")
+    source = Source.open(folder)
+    assert [path.name for path in source.files] == ["a.jsonl"]
+    assert source.left_out == ("README.md",)
+
+
+def test_the_digest_changes_with_size_time_and_name(folder) -> None:
+    path = folder / "a.jsonl"
+    path.write_text("{}")
+    digests = [Source.open(folder).digest()]
+    path.write_text("{}\n")
+    digests.append(Source.open(folder).digest())
+    os.utime(path, ns=(1, 1))
+    digests.append(Source.open(folder).digest())
+    path.rename(folder / "b.jsonl")
+    digests.append(Source.open(folder).digest())
+    assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}\n{"a": \n', r"a.jsonl:2 is no JSON: Expecting value at character"),
+        (b"\n\n[1]\n", r"a.jsonl:3 holds a list, but each line is one JSON object"),
+        (b'{"a": "\xff"}', r"a.jsonl:1 is no UTF-8 from byte 7 "),
+    ],
+)
+def test_lines_that_cannot_be_read_are_named(folder, content, message) -> None:
+    (folder / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(rows(Source.open(folder).shards()[0][0]))
+
+
+def test_what_is_no_source_is_answered(folder) -> None:
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        Source.open(folder / "missing")
+    with pytest.raises(ValueError, match="holds 0 files and none that can be read"):
+        Source.open(folder)
+    (folder / "a.csv").write_text("")
+    with pytest.raises(ValueError, match=r"a.csv is not a source of texts"):
+        Source.open(folder / "a.csv")
+    (folder / "a.txt").write_bytes(b"a\xff")
+    with pytest.raises(ValueError, match=r"a.txt: byte 1 is no UTF-8"):
+        list(rows(Source.open(folder / "a.txt").shards()[0][0]))
