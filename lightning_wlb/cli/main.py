@@ -12,15 +12,14 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-<<<<<<< HEAD
-from lightning_wlb.cli import export, plan, profile
+from lightning_wlb.cli import export, plan, profile, tokenize
 
-COMMANDS: dict[str, ModuleType] = {"export": export, "plan": plan, "profile": profile}
-=======
-from lightning_wlb.cli import plan, profile, tokenize
-
-COMMANDS: dict[str, ModuleType] = {"plan": plan, "profile": profile, "tokenize": tokenize}
->>>>>>> issue12
+COMMANDS: dict[str, ModuleType] = {
+    "export": export,
+    "plan": plan,
+    "profile": profile,
+    "tokenize": tokenize,
+}
 """Subcommands by name."""
 
 

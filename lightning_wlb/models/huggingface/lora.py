@@ -44,7 +44,7 @@ def is_adapter(name: str) -> bool:
 
 
 def of_base(name: str) -> str:
-    """A parameter's name in the model without adapters."""
+    """A frozen parameter's name in the model without adapters."""
     return name.replace(".base_layer", "")
 
 
@@ -78,7 +78,7 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
-    """peft's ``LoraConfig``."""
+    """Peft's ``LoraConfig``."""
     from peft import LoraConfig
 
     return LoraConfig(**checked(given), task_type="CAUSAL_LM", **more)
@@ -109,7 +109,9 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
             " embedding, the head or experts."
         )
     within = {name.removeprefix(f"{layers}.").partition(".")[0] for name in adapters}
-    without = [number for number in range(len(causal.get_submodule(layers))) if str(number) not in within]
+    without = [
+        number for number in range(len(causal.get_submodule(layers))) if str(number) not in within
+    ]
     if without:
         raise ValueError(
             f"lora: target_modules={given.get('target_modules')!r} names nothing in layers"

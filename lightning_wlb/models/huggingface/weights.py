@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.folder import Box, Folder
 from lightning_wlb.models.huggingface.initial import parameters_without_memory
+from lightning_wlb.models.huggingface.lora import is_adapter
 from lightning_wlb.models.huggingface.sources import Source, find_sources
 from lightning_wlb.models.initialise import held, share_of
 
@@ -32,7 +33,7 @@ _COMPUTED = r"rotary_emb\.inv_freq"
 
 
 def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
-    """Fill the parameters and persistent buffers that this rank holds.
+    """Fill the parameters and persistent buffers that this rank holds, but no adapters.
 
     Args:
         decoder: its parameters have memory, on any device and in any dtype; DTensors or not.
@@ -47,6 +48,8 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
     _check(files, sources, model)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
+            if is_adapter(name):
+                continue
             source, double = _sources_of(decoder, sources, name)
             family = decoder.family_shape(name)
             for part, box in _family_boxes(parameter.shape, family, share_of(parameter)):
