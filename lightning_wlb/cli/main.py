@@ -15,9 +15,14 @@ from types import ModuleType
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cli import plan, profile, tokenize, train
+from lightning_wlb.cli import export, plan, profile, tokenize, train
 
-COMMANDS: dict[str, ModuleType] = {"plan": plan, "profile": profile, "tokenize": tokenize}
+COMMANDS: dict[str, ModuleType] = {
+    "export": export,
+    "plan": plan,
+    "profile": profile,
+    "tokenize": tokenize,
+}
 """Subcommands by name."""
 
 

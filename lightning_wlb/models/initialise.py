@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def initialise(
@@ -56,13 +57,27 @@ def assign(parameter: Tensor, full: Tensor) -> None:
         parameter: plain or a DTensor, of any dtype, on any device.
         full: the whole values, in the same shape, the same on every rank.
     """
-    if isinstance(parameter, DTensor):
-        full = full.to(parameter.device, parameter.dtype)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        # src_data_rank=None: each rank cuts its shard from its own copy; nothing is sent.
-        full = distribute_tensor(full, mesh, placements, src_data_rank=None)
     with torch.no_grad():
-        parameter.copy_(full)
+        held(parameter).copy_(full[share_of(parameter)])
+
+
+def share_of(parameter: Tensor) -> tuple[slice, ...]:
+    """Which rectangle of the whole parameter this rank holds, its :func:`held` tensor.
+
+    Under FSDP over tensor parallelism, which both may split the same dim, it is one rectangle too:
+    FSDP cuts what tensor parallelism has left.
+    """
+    sizes, first = tuple(parameter.shape), (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        sizes, first = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    return tuple(slice(start, start + size) for start, size in zip(first, sizes, strict=True))
+
+
+def held(parameter: Tensor) -> Tensor:
+    """The tensor that this rank holds of a parameter, sharing its memory."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -163,8 +163,12 @@ class LanguageModule(L.LightningModule):
     def init_weights(self) -> None:
         """Fill the parameters: a function of the seed and their names, on any mesh the same."""
         assert self.model is not None
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
-        self.model.initialise(seed)
+        self.model.initialise(self.initial_seed)
+
+    @property
+    def initial_seed(self) -> int:
+        """The seed of initial values: ``seed``, or else that of ``seed_everything``, or else 0."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
 
     def step(self, batch: StepBatch) -> Tensor:
         """The loss of one optimiser step: token losses over :meth:`loss_denominator`.

@@ -6,21 +6,13 @@ keyed by parameter name), so that another mesh, or a single process, reads the p
 Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
 is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-The folder is written as ``.partial/NAME`` and renamed when every rank is done, so that a folder
-with the final name is whole. The one that it replaces is kept as ``.old/NAME`` until then, and is
-read where the process died between the two renames. (Lightning finds the last checkpoint, and
-Slurm's, by what the names in a folder contain, so neither can lie beside the checkpoint.)
-
-A save that died leaves its ``.partial/NAME``. The next save in the same folder removes what nothing
-has been written to for an hour: what is younger may be another run's.
+The folder is renamed when every rank is done (:mod:`.replacing`), so that a folder with the final
+name is whole. The one that it replaces is read where the process died between two renames.
 """
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -39,11 +31,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lightning_wlb.strategy import replacing
+
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-_ASIDE, _REPLACED = ".partial", ".old"
-_STALE_SECONDS = 3600
 # Lightning's consolidate_checkpoint looks for this key.
-_WEIGHTS = "model"
+WEIGHTS = "model"
 
 
 def save(
@@ -63,13 +55,12 @@ def save(
         renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
             that a single process knows by its other name.
     """
-    aside = path.parent / _ASIDE / path.name
+    aside = replacing.aside_of(path)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     if leader:
-        _remove_leftovers(aside)
-        aside.mkdir(parents=True)
+        replacing.begin(path)
     _barrier()
-    state: dict[str, Any] = {_WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
+    state: dict[str, Any] = {WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         # The rank that knows the weight by its global name saves the same values.
@@ -81,7 +72,7 @@ def save(
     dcp.save(state, checkpoint_id=aside)
     if leader:
         torch.save(dict(rest), aside / _METADATA_FILENAME)
-        _replace(path, aside)
+        replacing.finish(path)
     _barrier()
 
 
@@ -110,7 +101,7 @@ def load(
         FileNotFoundError: if the folder is not there or is not such a checkpoint.
         ValueError: if there are optimizers and the checkpoint holds weights only.
     """
-    replaced = path.parent / _REPLACED / path.name
+    replaced = replacing.replaced_by(path)
     if not path.exists() and (replaced / _METADATA_FILENAME).is_file():
         rank_zero_warn(
             f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"
@@ -133,7 +124,7 @@ def load(
             f" {type(model).__name__}.load_from_checkpoint."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
-    state: dict[str, Any] = {_WEIGHTS: weights}
+    state: dict[str, Any] = {WEIGHTS: weights}
     for index, optimizer in enumerate(optimizers):
         # Gradients that an earlier fit of the same module has left: torch would take an optimizer
         # beside them for one without state, and none would be read.
@@ -154,40 +145,6 @@ def load(
         weights_only=True if weights_only is None else weights_only,
     )
     return rest
-
-
-def _replace(path: Path, new: Path) -> None:
-    """Rename ``new`` to ``path``, and only then delete what stood there."""
-    old = path.parent / _REPLACED / path.name
-    if path.exists() or path.is_symlink():
-        _delete(old)
-        old.parent.mkdir(exist_ok=True)
-        path.rename(old)
-    new.rename(path)
-    _delete(old)
-    for folder in (new.parent, old.parent):
-        with suppress(OSError):  # not there, or not empty
-            folder.rmdir()
-
-
-def _remove_leftovers(aside: Path) -> None:
-    """Remove what saves that died have left: under this name at once, under others when stale."""
-    _delete(aside)
-    if not aside.parent.is_dir():
-        return
-    for other in aside.parent.iterdir():
-        with suppress(FileNotFoundError):  # its own run may rename it just now
-            written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
-            if time.time() - written > _STALE_SECONDS:
-                rank_zero_info(f"Removing {other}: a save that broke off has left it.")
-                _delete(other)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _mentions(key: str, parameter: str) -> bool:

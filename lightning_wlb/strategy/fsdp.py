@@ -122,7 +122,10 @@ def _fill(parameter: Any) -> None:
 
     FSDP leaves such a parameter out of the reduction, and a rank without micro-batches would let
     the others wait. (torch 2.13 has set_reduce_scatter_unused_params for it, torch 2.11 not.)
+    A frozen parameter has none on any rank.
     """
+    if not parameter.sharded_param.requires_grad:
+        return
     gathered = parameter._unsharded_param
     if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
         gathered.grad = torch.zeros_like(gathered)

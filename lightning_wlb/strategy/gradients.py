@@ -64,6 +64,8 @@ def add_tied_gradients(
     parameters = dict(model.named_parameters())
     for tie in ties:
         mine = parameters[tie.embedding if tie.embedding in parameters else tie.head]
+        if not mine.requires_grad:
+            continue
         assert mine.grad is not None, "the final reduction gives every parameter a gradient"
         gradient = mine.grad.to_local() if isinstance(mine.grad, DTensor) else mine.grad
         other = torch.empty_like(gradient)

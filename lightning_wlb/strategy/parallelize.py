@@ -2,11 +2,11 @@
 
 1. Pipeline: keep this rank's layers and ends; the rest was never materialised.
 2. Tensor: place every weight on the tensor axis, in its own shard.
-3. Materialise, initialise by (seed, parameter name), cast.
-4. Fully sharded data parallel over data × context, per layer and root.
+3. Fully sharded data parallel over data × context, per layer and root.
+4. Give the shards memory, in the dtype of rest, and fill them by (parameter name, seed or weights).
 
-Step 3 comes before step 4 so that initial values are a function of the seed and the name only:
-the same on any mesh. It needs a stage's tensor-parallel share of the parameters in memory once.
+Up to step 4 a model on the meta device has no memory, so that a rank never holds more than its own
+shards and what it fills one of them from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def parallelize(
         model: whole.
         mesh: from :func:`~lightning_wlb.strategy.mesh.device_mesh`.
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
-        initialise: fills every parameter of the module with its first value.
+        initialise: fills every parameter of the module with its first value. Parameters are
+            DTensors then, of any placement (:func:`.initialise.assign`).
         device: where the parameters live.
         dtype: of the parameters at rest.
         policy: what FSDP2 casts to.
@@ -59,18 +60,22 @@ def parallelize(
     deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred:
         _refuse_empty_buffers(model)
+    _replace_parameters(
+        model,
+        lambda tensor: tensor.to(
+            None if tensor.is_meta else device,
+            # Buffers keep their dtype: rotary tables would lose digits in bfloat16.
+            dtype if isinstance(tensor, nn.Parameter) else None,
+        ),
+    )
+    fsdp.shard(model, _units(model, ties), data_context(mesh), policy)
+    if deferred:
+        # FSDP looks for the new parameters when it first gathers.
         _replace_parameters(
             model,
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor,
         )
         initialise()
-    _replace_parameters(
-        model,
-        # Buffers keep their dtype: rotary tables would lose digits in bfloat16.
-        lambda tensor: tensor.to(device, dtype if isinstance(tensor, nn.Parameter) else None),
-    )
-
-    fsdp.shard(model, _units(model, ties), data_context(mesh), policy)
     return ties
 
 

@@ -334,7 +334,7 @@ def broken_saves(rank: int, scratch: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         # Before it renames: the checkpoint that bears the name is whole.
-        patch.setattr(checkpoint, "_replace", dies)
+        patch.setattr(checkpoint.replacing, "finish", dies)
         with pytest.raises(Killed):
             runner.save_checkpoint(path)
     assert (scratch / ".partial" / "run.ckpt" / ".metadata").exists()

@@ -1,9 +1,10 @@
-"""What becomes of a model's buffers; its parameters are test_gradients.py's."""
+"""What becomes of a model's buffers and of its memory; its gradients are test_gradients.py's."""
 
 import lightning.pytorch as L
 import pytest
 import torch
 
+from lightning_wlb.models.initialise import held
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -49,3 +50,25 @@ def test_buffers_keep_their_values_or_are_refused():
     assert torch.equal(numbers, torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64))
     assert torch.equal(integers, torch.arange(3) + 2**40)
     assert "numbers, integers" in message
+
+
+class Filled(LanguageModule):
+    """Counts the values for which it has memory when it is to fill them, and those it has whole."""
+
+    def init_weights(self) -> None:
+        parameters = list(self.parameters())
+        self.memory = sum(held(parameter).numel() for parameter in parameters)
+        self.whole = sum(parameter.numel() for parameter in parameters)
+        super().init_weights()
+
+
+def fill(rank: int) -> tuple[int, int]:
+    module = Filled(config(False))
+    trainer(WLBStrategy(2), 2, max_steps=1).fit(module, data(Case()))
+    return module.memory, module.whole
+
+
+def test_a_rank_fills_nothing_but_its_shards():
+    ranks = run_ranks(fill, 2, process_group=False)
+    whole = ranks[0][1]
+    assert [memory for memory, _ in ranks] == [whole // 2, whole // 2]

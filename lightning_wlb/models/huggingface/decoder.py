@@ -16,8 +16,8 @@ layers carry something from row to row (recurrences, convolutions), which are re
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_wlb.attention.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.huggingface import lora as adapters
 from lightning_wlb.models.huggingface import tensor
 from lightning_wlb.models.huggingface.attention import NAME, Running, during, recomputed
 from lightning_wlb.models.huggingface.checks import (
@@ -55,6 +56,8 @@ class HuggingFaceDecoder(Decoder):
         activation_checkpointing: ``"none"``; ``"selective"``, which recomputes what follows
             attention in a layer (feed-forward network or experts); or ``"full"``, whole layers.
         attention_backend: see :class:`.VarlenAttention`.
+        lora: fields of peft's ``LoraConfig`` (:data:`.lora.FIELDS`): only the adapters that it asks
+            for are trained, and are in the state dict. None trains all parameters.
 
     Attributes:
         config: a copy of the config.
@@ -73,6 +76,7 @@ class HuggingFaceDecoder(Decoder):
         *,
         activation_checkpointing: str = "none",
         attention_backend: str = "auto",
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         check_config(config)
@@ -84,6 +88,11 @@ class HuggingFaceDecoder(Decoder):
         base = getattr(causal, prefix)
         self.config = base.config
         words_name, layers_name, norm_name = _part_names(base)
+        self._lora = lora
+        if lora is not None:
+            with _building():
+                adapters.inject(causal, lora, f"{prefix}.{layers_name}")
+            adapters.keep_adapters_only(self)
         projection = causal.get_output_embeddings()
         projection_name = next(name for name, each in causal.named_children() if each is projection)
         words, layers, norm = (getattr(base, each) for each in (words_name, layers_name, norm_name))
@@ -197,16 +206,22 @@ class HuggingFaceDecoder(Decoder):
         return {"head.projection.weight": "embed.words.weight"} if self._is_tied else {}
 
     def initialise(self, seed: int) -> None:
-        """Fill the parameters by transformers' own rules, module by module."""
+        """Fill the parameters by transformers' own rules, module by module, adapters by peft's."""
         causal, _, words = self._outline
         for prefix, module in self.named_modules():
-            own = [name for name, each in module._parameters.items() if each is not None]
+            own = [
+                name
+                for name, each in module._parameters.items()
+                if each is not None and not adapters.is_adapter(f"{prefix}.{name}")
+            ]
             if not own:
                 continue
             is_copy = f"{prefix}.weight" in self.tied
             source, place = (words, "embed.words") if is_copy else (module, prefix)
             shapes = {name: self.family_shape(f"{place}.{name}") for name in own}
-            values = initial_values(source, shapes, causal._init_weights, seed, place)
+            values = initial_values(
+                source, shapes, causal._init_weights, seed, adapters.of_base(place)
+            )
             for name in own:
                 parameter = module._parameters[name]
                 assert parameter is not None
@@ -217,12 +232,24 @@ class HuggingFaceDecoder(Decoder):
                         f"transformers has no rule for the initial values of {prefix}.{name}, a"
                         f" {type(module).__name__}'s. Start from weights: pretrained=True."
                     )
+        self.initialise_adapters(seed)
+
+    def initialise_adapters(self, seed: int) -> None:
+        """Fill what no folder of weights has: the adapters, so that they change nothing yet."""
+        for name, parameter in self.named_parameters():
+            if adapters.is_adapter(name):
+                assert self._lora is not None
+                value = adapters.initial_value(name, self.family_shape(name), seed, self._lora)
+                assign(parameter, value.view(parameter.shape))
 
     def family_name(self, name: str) -> str:
-        """The family's name of a parameter or buffer, as in ``from_pretrained``'s model."""
+        """The family's name of a parameter or buffer, as in ``from_pretrained``'s model.
+
+        An adapter's is the one that it has once peft has put it into that model.
+        """
         for mine, theirs in self._family_names.items():
             if name.startswith(mine):
-                return theirs + name.removeprefix(mine)
+                return theirs + adapters.of_base(name.removeprefix(mine))
         raise KeyError(name)
 
     def family_shape(self, name: str) -> tuple[int, ...]:
@@ -284,12 +311,21 @@ class HuggingFaceDecoder(Decoder):
         tensor.install(self.layers, self._plan, self._splits, self._shapes, self.config.hidden_size)
 
 
+@contextmanager
+def _building() -> Iterator[None]:
+    """Modules made inside have no memory where the default device is meta."""
+    if torch.get_default_device().type == "meta":
+        with parameters_without_memory():
+            yield
+    else:
+        yield
+
+
 def _built(config: Any) -> Any:
     """The family's model with this package's attention; without memory on the meta device."""
     config = copy.deepcopy(config)
     dtype = torch.get_default_dtype()
-    deferred = torch.get_default_device().type == "meta"
-    with parameters_without_memory() if deferred else nullcontext():
+    with _building():
         causal = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=NAME,

@@ -12,7 +12,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.folder import resolve
+from lightning_wlb.models.huggingface.lora import checked
 from lightning_wlb.models.huggingface.shape import shape_of
+from lightning_wlb.models.huggingface.weights import load
 from lightning_wlb.models.language_module import LanguageModule
 
 
@@ -52,7 +55,12 @@ class HuggingFaceModule(LanguageModule):
                 )
             pretrained = str(config)
         self.pretrained = str(pretrained) if pretrained else None
-        self.lora = None if lora is None else dict(lora)
+        self.lora = None if lora is None else checked(lora)
+        if self.lora is not None and self.pretrained is None:
+            raise ValueError(
+                "lora without pretrained: adapters belong to a model's weights, which a checkpoint"
+                " of adapters does not hold. Give pretrained=True, or the weights' folder or name."
+            )
         self.save_hyperparameters({"pretrained": self.pretrained or False, "lora": self.lora})
 
     def read_config(self, config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
@@ -72,7 +80,17 @@ class HuggingFaceModule(LanguageModule):
             self.config,
             activation_checkpointing=self.activation_checkpointing,
             attention_backend=self.attention_backend,
+            lora=self.lora,
         )
+
+    def init_weights(self) -> None:
+        """Read the rank's part of the pretrained weights, or draw values as a function of names."""
+        if self.pretrained is None:
+            super().init_weights()
+            return
+        assert isinstance(self.model, HuggingFaceDecoder)
+        load(self.model, resolve(self.pretrained))
+        self.model.initialise_adapters(self.initial_seed)
 
 
 def read_config(config: Any) -> PretrainedConfig:

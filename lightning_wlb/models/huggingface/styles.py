@@ -94,9 +94,14 @@ class Split:
         return (*sizes[: self.dim], 2, sizes[self.dim] // 2, *sizes[self.dim + 1 :])
 
 
+def without_adapters(name: str) -> str:
+    """A parameter's or module's name where a module with an adapter is the plain one."""
+    return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)(?=\.|$)", "", name)
+
+
 def general(name: str) -> str:
     """A parameter's or module's name as plans have it: ``layers.3.mlp`` is ``layers.*.mlp``."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name.replace(".base_layer", ""))
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", without_adapters(name))
 
 
 def split_of(name: str, shape: Iterable[int], plan: Mapping[str, str], kv_heads: int) -> Split:
@@ -113,9 +118,7 @@ def split_of(name: str, shape: Iterable[int], plan: Mapping[str, str], kv_heads:
     """
     dims = len(tuple(shape))
     place = general(name)
-    adapter = re.search(r"\.lora_([AB])\.[^.]+\.weight$", place)
-    if adapter:
-        place = f"{place[: adapter.start()]}.weight"
+    adapter = re.search(r"\.lora_([AB])\.[^.]+\.weight$", name)
     style = plan.get(place, plan.get(place.rpartition(".")[0], REPLICATE))
     if adapter:
         style = _of_adapter(style, adapter[1])

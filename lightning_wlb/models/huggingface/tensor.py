@@ -42,6 +42,7 @@ from lightning_wlb.models.huggingface.styles import (
     general,
     is_sum,
     split_of,
+    without_adapters,
 )
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
@@ -93,7 +94,7 @@ def splits_of(layers: nn.ModuleDict, plan: Mapping[str, str], config: Any) -> di
         for own, parameter in layer.named_parameters():
             name = f"layers.{number}.{own}"
             # The module that attends is two names up from its projections' weights.
-            parent = modules[own.rpartition(".")[0].rpartition(".")[0]]
+            parent = modules[without_adapters(own).rpartition(".")[0].rpartition(".")[0]]
             splits[name] = split_of(name, parameter.shape, plan, _kv_heads(parent, config))
     return splits
 
@@ -181,6 +182,8 @@ def install(
             of_module = {
                 module: plan.get(general(f"{prefix}.{name}".rstrip(".")))
                 for name, module in block.named_modules()
+                # The parts of a projection with an adapter have its name too; it alone has hooks.
+                if without_adapters(f".{name}") == f".{name}"
             }
             for module, style in of_module.items():
                 if style == "colwise_gather_output":

@@ -1,0 +1,175 @@
+"""Write a checkpoint of a Hugging Face model as a folder that from_pretrained opens.
+
+Reads the folder that WLBStrategy wrote, of any mesh, or the single file of another strategy, and
+writes safetensors under the family's own names with config and tokenizer beside them. One process,
+no GPU; a layer and a file of weights in memory. Of a run with LoRA only the adapters are written,
+as peft reads them.
+
+  lightning-wlb export runs/last.ckpt exported
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from lightning_wlb.strategy import replacing
+from lightning_wlb.strategy.stored import StoredCheckpoint
+
+DTYPES = ("bfloat16", "float32")
+_PREFIX = "model."  # of the decoder in the module
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written: the number of tensors, and the files copied from elsewhere."""
+
+    tensors: int
+    copied: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the options."""
+    parser.add_argument("checkpoint", type=Path, help="folder of WLBStrategy, or a .ckpt file")
+    parser.add_argument("folder", type=Path, help="to write; it must not exist, or be empty")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder whose tokenizer is copied beside the weights (default: the one that training"
+        " started from)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: that of the model's config)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace what is in the folder")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Export, and say what was written.
+
+    Raises:
+        ValueError: what :func:`export` refuses.
+    """
+    console = Console()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("layers", total=None)
+        exported = export(
+            arguments.checkpoint,
+            arguments.folder,
+            tokenizer=arguments.tokenizer,
+            dtype=arguments.dtype,
+            force=arguments.force,
+            report=lambda done, of: progress.update(task, completed=done, total=of),
+        )
+    tokenizer = ", ".join(exported.copied) or "none: give --tokenizer FOLDER to have one"
+    console.print(
+        f"{exported.tensors} tensors in {arguments.folder}\nCopied beside them: {tokenizer}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> Exported:
+    """Write a checkpoint of a :class:`.HuggingFaceModule` as transformers does.
+
+    Args:
+        checkpoint: a folder that :class:`.WLBStrategy` wrote, or another strategy's file.
+        folder: to be written; it appears when it is whole.
+        tokenizer: a folder whose tokenizer is copied; the one of ``pretrained`` if None and there.
+        dtype: ``"bfloat16"`` or ``"float32"``; that of the model's config if None.
+        force: replace a folder that is not empty.
+        report: called with the parts that are done, and all.
+
+    Raises:
+        ValueError: a checkpoint of another model, a folder that is in use, or one without a
+            tokenizer.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty. Give another folder, or --force to replace it.")
+    stored = StoredCheckpoint(Path(checkpoint))
+    given = stored.hyper_parameters
+    if "model_type" not in given.get("config", {}):
+        raise ValueError(
+            f"{checkpoint} is not of a HuggingFaceModule: its hyperparameters have no Hugging Face"
+            " config. lightning_wlb.Transformer rotates neighbouring pairs of a head's values,"
+            " which no family of transformers does, so that it has no folder to be exported to."
+            " Use it by LanguageModule.load_from_checkpoint (docs/guide.md, 'Checkpoints and"
+            " resuming')."
+        )
+    _require_transformers()
+    from lightning_wlb.models.huggingface.export import files_beside
+
+    source = _tokenizer_of(tokenizer, given)
+    copied = files_beside(source) if source is not None else []
+    if tokenizer is not None and not any("token" in name for name in copied):
+        raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
+    replacing.begin(folder)
+    aside = replacing.aside_of(folder)
+    tensors = _write(stored, given, aside, dtype, report)
+    for name in copied:
+        assert source is not None
+        shutil.copyfile(source / name, aside / name)
+    replacing.finish(folder)
+    return Exported(tensors, tuple(copied))
+
+
+def _write(
+    stored: StoredCheckpoint,
+    given: dict[str, Any],
+    folder: Path,
+    dtype: str | None,
+    report: Callable[[int, int], None],
+) -> int:
+    import torch
+
+    from lightning_wlb.models.huggingface.export import write_model
+    from lightning_wlb.models.huggingface.module import read_config
+
+    def read(names: Any) -> dict[str, torch.Tensor]:
+        wanted = [_PREFIX + name for name in names]
+        missing = [name for name in wanted if name not in stored.names]
+        if missing:
+            raise ValueError(
+                f"The checkpoint has no {', '.join(missing[:5])}: it does not hold all weights of"
+                " the model that its hyperparameters describe."
+            )
+        return {name.removeprefix(_PREFIX): value for name, value in stored.read(wanted).items()}
+
+    config = read_config(given["config"])
+    wanted = None if dtype is None else getattr(torch, dtype)
+    return write_model(read, config, folder, dtype=wanted, report=report)
+
+
+def _tokenizer_of(tokenizer: str | Path | None, given: dict[str, Any]) -> Path | None:
+    """The folder to copy a tokenizer from; None where there is none on this machine."""
+    if tokenizer is not None:
+        if not Path(tokenizer).is_dir():
+            raise ValueError(f"--tokenizer {tokenizer}: there is no such folder.")
+        return Path(tokenizer)
+    source = given.get("pretrained")
+    return Path(source) if source and Path(source).is_dir() else None
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "exporting needs transformers: pip install 'lightning-wlb[hf]'."
+        ) from error

@@ -1,0 +1,178 @@
+"""Low-rank adapters (LoRA, Hu et al., 2021) on a frozen Hugging Face model, by peft's own modules.
+
+peft puts its modules in place of linear ones before the model is taken apart, so that a forward is
+peft's code. A trained run's checkpoint and export hold the adapters alone.
+
+Not everything that peft can do is exact on packed rows or on a mesh. What :data:`FIELDS` leaves out
+is refused: dropout (other numbers on every mesh), DoRA and other variants (their extra parameters
+would need rules of their own for tensor parallelism), initial values made from the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_wlb.models.initialise import seed_of
+
+FIELDS = (
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "use_rslora",
+    "init_lora_weights",
+    "rank_pattern",
+    "alpha_pattern",
+)
+"""Fields of peft's ``LoraConfig`` that may be given."""
+
+_ADAPTER = re.compile(r"\.lora_([AB])\.default\.weight$")
+# Fields that change nothing at these values.
+_NEUTRAL: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM"}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's."""
+    return _ADAPTER.search(name) is not None
+
+
+def of_base(name: str) -> str:
+    """A frozen parameter's name in the model without adapters."""
+    return name.replace(".base_layer", "")
+
+
+def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ``LoraConfig``, of plain types.
+
+    Raises:
+        ValueError: naming the field that is not known, or the value that cannot be.
+    """
+    unknown = sorted(set(given) - {*FIELDS, *_NEUTRAL})
+    if unknown:
+        raise ValueError(
+            f"lora: {', '.join(unknown)} cannot be set. Known are {', '.join(FIELDS)}, as in"
+            " {'r': 16, 'lora_alpha': 32, 'target_modules': 'all-linear'}."
+        )
+    for field, neutral in _NEUTRAL.items():
+        if given.get(field, neutral) != neutral:
+            raise ValueError(
+                f"lora: {field}={given[field]!r}. Only {neutral!r} gives the same numbers on every"
+                " mesh; leave the field out."
+            )
+    if given.get("init_lora_weights", True) not in (True, "gaussian"):
+        raise ValueError(
+            f"lora: init_lora_weights={given['init_lora_weights']!r}. Give True (peft's default) or"
+            " 'gaussian'; others are made from weights that no rank holds whole."
+        )
+    rank = given.get("r", 8)
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"lora: r={rank!r} is no rank. Give a whole number of at least 1.")
+    return {name: given[name] for name in FIELDS if name in given}
+
+
+def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
+    """Peft's ``LoraConfig``."""
+    from peft import LoraConfig
+
+    return LoraConfig(**checked(given), task_type="CAUSAL_LM", **more)
+
+
+def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
+    """Put adapters into a ``ForCausalLM``, in place; everything else is frozen.
+
+    Args:
+        causal: whole, on the meta device or not.
+        given: fields of ``LoraConfig``.
+        layers: the name of its list of layers.
+
+    Raises:
+        ValueError: adapters outside of the layers, of another kind, or not in all layers.
+    """
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(peft_config(given), causal)
+    adapters = [name for name, each in causal.named_parameters() if each.requires_grad]
+    others = [
+        name for name in adapters if not name.startswith(f"{layers}.") or not is_adapter(name)
+    ]
+    if others:
+        raise ValueError(
+            f"lora: target_modules={given.get('target_modules')!r} makes adapters"
+            f" {', '.join(others[:3])}. Only linear modules of the layers can have them, not the"
+            " embedding, the head or experts."
+        )
+    within = {name.removeprefix(f"{layers}.").partition(".")[0] for name in adapters}
+    without = [
+        number for number in range(len(causal.get_submodule(layers))) if str(number) not in within
+    ]
+    if without:
+        raise ValueError(
+            f"lora: target_modules={given.get('target_modules')!r} names nothing in layers"
+            f" {without}. A pipeline stage of these would have nothing to train; name a module that"
+            " each layer has, as 'o_proj'."
+        )
+
+
+def initial_value(name: str, shape: Iterable[int], seed: int, given: Mapping[str, Any]) -> Tensor:
+    """An adapter's first value by peft's rule, whole, float32 on the CPU: B is zero.
+
+    Args:
+        name: of the parameter, on any mesh the same.
+        shape: whole.
+        seed: of the run.
+        given: fields of ``LoraConfig``.
+    """
+    values = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
+    found = _ADAPTER.search(name)
+    assert found is not None
+    if found[1] == "A":
+        generator = torch.Generator().manual_seed(seed_of(seed, name))
+        if given.get("init_lora_weights") == "gaussian":
+            values.normal_(std=1 / values.shape[0], generator=generator)
+        else:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    return values
+
+
+def keep_adapters_only(decoder: nn.Module) -> None:
+    """Leave what is frozen out of the decoder's state dict, and do not miss it in one."""
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in [each for each in state if each.startswith(prefix) and not is_adapter(each)]:
+            del state[name]
+
+    def do_not_miss(module: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if is_adapter(name)]
+
+    decoder.register_state_dict_post_hook(leave_out)
+    decoder.register_load_state_dict_post_hook(do_not_miss)
+
+
+def write_adapters(
+    adapters: Mapping[str, Tensor], given: Mapping[str, Any], base: str | None, folder: Path
+) -> int:
+    """Write adapters as ``PeftModel.from_pretrained`` reads them; returns how many tensors.
+
+    Args:
+        adapters: by the names in the family's model with adapters.
+        given: fields of ``LoraConfig``.
+        base: folder or name of the model that they belong to.
+        folder: exists.
+    """
+    from safetensors.torch import save_file
+
+    state = {
+        f"base_model.model.{name.replace('.default.', '.')}": value.contiguous()
+        for name, value in adapters.items()
+    }
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = peft_config(given, base_model_name_or_path=base, inference_mode=True)
+    config.save_pretrained(folder)
+    return len(state)

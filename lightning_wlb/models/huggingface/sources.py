@@ -1,0 +1,192 @@
+"""Which tensors of a folder make up a family's parameters, by transformers' own conversions.
+
+Many folders are older than transformers' present modules: names differ, and a mixture's experts are
+stored one by one where the module has them in one parameter. transformers knows both
+(``conversion_mapping``). Renaming, stacking and joining are turned into tiles, so that a rectangle
+of the parameter costs no more than what of it lies in each stored tensor. Any other conversion runs
+as transformers does it, on whole tensors, once for each parameter that it makes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from lightning_wlb.models.huggingface.folder import Box, Folder
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A parameter that is made of stored tensors side by side.
+
+    Args:
+        folder: where they are.
+        keys: the name of each stored tensor.
+        boxes: the part of the parameter that each makes up; together the whole. It may have dims of
+            size 1 in front of the stored tensor's own.
+        shape: of the parameter.
+    """
+
+    folder: Folder
+    keys: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, folder: Folder, placed: Iterable[tuple[str, Iterable[int]]], lead: int) -> Tiles:
+        """Of each stored tensor its name and first corner; ``lead`` dims stand before its own."""
+        keys, boxes = [], []
+        for key, corner in placed:
+            shape = (1,) * lead + folder.shape(key)
+            keys.append(key)
+            boxes.append(tuple(slice(a, a + n) for a, n in zip(corner, shape, strict=True)))
+        ends = (tuple(each.stop for each in box) for box in boxes)
+        return cls(folder, tuple(keys), tuple(boxes), tuple(map(max, zip(*ends, strict=True))))
+
+    def copy_to(self, target: Tensor, box: Box) -> None:
+        """Write the values of a rectangle of the parameter into a tensor of its size."""
+        if not box:
+            target.copy_(self.folder.read(self.keys[0]))
+            return
+        for key, tile in zip(self.keys, self.boxes, strict=True):
+            common = _intersection(tile, box)
+            if common is not None:
+                lead = len(tile) - len(self.folder.shape(key))
+                target[_within(common, box)].copy_(
+                    self.folder.read(key, _within(common, tile)[lead:])
+                )
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A parameter that transformers makes of whole stored tensors.
+
+    Args:
+        make: does that.
+        shape: of the parameter.
+    """
+
+    make: Callable[[], Tensor]
+    shape: tuple[int, ...]
+
+    def copy_to(self, target: Tensor, box: Box) -> None:
+        """Write the values of a rectangle of the parameter into a tensor of its size."""
+        target.copy_(self.make()[box])
+
+
+Source = Tiles | Converted
+
+
+def find_sources(folder: Folder, model: nn.Module) -> dict[str, Source]:
+    """What the parameters and buffers of a family's model are read from, by their names.
+
+    A name that the folder has nothing for is left out; one that the model does not have is under
+    its own name.
+
+    Args:
+        folder: of any format that transformers can open.
+        model: the family's ``ForCausalLM``, on the meta device or not.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    sources: dict[str, Source] = {}
+    converted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key in sorted(folder.names, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state:
+            # Named as in the model already, where a renaming would lead elsewhere.
+            as_it_is, _ = rename_source_key(key, [], [], prefix, state)
+            name, pattern = (as_it_is, None) if as_it_is in state else (name, pattern)
+        if pattern is None:
+            sources[name] = Tiles.of(folder, [(key, (0,) * len(folder.shape(key)))], 0)
+        else:
+            converted[name][pattern].append(key)
+    for name, keys in converted.items():
+        converter = by_pattern[next(iter(keys))]
+        tiles = _tiles(folder, converter, keys)
+        if tiles is not None:
+            sources[name] = tiles
+        else:
+            sources |= _made_whole(folder, converter, keys, name, model)
+    return sources
+
+
+def _tiles(folder: Folder, converter: Any, keys: dict[str, list[str]]) -> Tiles | None:
+    """Stacking along a new first dim, joining along another, or both; None for anything else."""
+    operations = list(converter.operations)
+    stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+    joins = operations[1:] if stacks else operations
+    if len(joins) > 1 or not all(isinstance(each, Concatenate) for each in joins):
+        return None
+    if not joins and len(keys) > 1:
+        return None
+    placed, offset = [], 0
+    for pattern in (each for each in converter.source_patterns if each in keys):
+        for number, key in enumerate(keys[pattern]):
+            shape = (1, *folder.shape(key)) if stacks else folder.shape(key)
+            corner = [0] * len(shape)
+            if stacks:
+                corner[0] = number
+            if joins:
+                corner[joins[0].dim] = offset
+                if not stacks:
+                    offset += shape[joins[0].dim]
+            placed.append((key, corner))
+        if stacks and joins:
+            offset += shape[joins[0].dim]
+    return Tiles.of(folder, placed, int(stacks))
+
+
+def _made_whole(
+    folder: Folder, converter: Any, keys: dict[str, list[str]], name: str, model: Any
+) -> dict[str, Source]:
+    """The parameters that one conversion makes, by name."""
+
+    def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        own = copy.deepcopy(converter)
+        for pattern, stored in keys.items():
+            for key in stored:
+                own.add_tensor(name, key, pattern, read(key))
+        made = own.convert(name, model=model, config=model.config)
+        return {
+            each: value[0] if isinstance(value, list) else value for each, value in made.items()
+        }
+
+    shapes = convert(lambda key: torch.empty(folder.shape(key), device="meta"))
+    return {
+        each: Converted(lambda each=each: convert(folder.read)[each], tuple(value.shape))  # type: ignore[misc]
+        for each, value in shapes.items()
+    }
+
+
+def _intersection(one: Box, other: Box) -> Box | None:
+    """What two rectangles have in common; None if nothing."""
+    common = tuple(
+        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
+    )
+    return common if all(each.start < each.stop for each in common) else None
+
+
+def _within(inner: Box, outer: Box) -> Box:
+    """A rectangle as counted from the first corner of one that contains it."""
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True)
+    )

@@ -1,0 +1,185 @@
+"""``lightning-wlb export``: what comes out opens in transformers, with the weights that went in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lightning_wlb.cli.export import export
+from lightning_wlb.cli.main import main
+from lightning_wlb.models.huggingface import export as exporting
+from lightning_wlb.models.huggingface.module import HuggingFaceModule
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.models.huggingface.configs import tiny
+from tests.models.huggingface.folders import write
+from tests.models.huggingface.support import ByDocument, KeepDouble
+from tests.ranks import run_ranks
+from tests.strategy.harness import Case, config, data, relative_error, trainer
+
+CASE = Case("wlb", masked=True)
+TOKENS = torch.arange(3, 40)[None]
+UNTOUCHED = {"learning_rate": 0.0, "weight_decay": 0.0}
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    """The model in a folder, every tensor of which must be one of its own, and the other way."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, experts_implementation="eager", **options
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return set(one) == set(other) and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def save_untouched(rank: int, mesh: tuple[int, ...], folders: list[str]) -> None:
+    for folder in folders:
+        module = HuggingFaceModule(folder, pretrained=True, **UNTOUCHED)
+        runner = trainer(WLBStrategy(*mesh), 4, precision="32-true", max_steps=1)
+        runner.fit(module, data(CASE))
+        runner.save_checkpoint(f"{folder}.ckpt", weights_only=True)
+
+
+def test_what_was_not_trained_comes_out_bit_for_bit(tmp_path, monkeypatch):
+    families = ("gemma3_text", "mixtral", "qwen2_moe", "deepseek_v3", "phi3")
+    folders = [tmp_path / family for family in families]
+    for folder in folders:
+        write(folder, tiny(folder.name), torch.bfloat16)
+        (folder / "tokenizer.json").write_text("{}")
+    run_ranks(save_untouched, 4, (1, 2, 1, 2), [str(each) for each in folders], process_group=False)
+    monkeypatch.setattr(exporting, "FILE_BYTES", 20_000)
+    for folder in folders:
+        out = tmp_path / f"{folder.name}-exported"
+        exported = export(f"{folder}.ckpt", out)
+        assert exported.copied == ("generation_config.json", "tokenizer.json")
+        assert exported.tensors == len(stored(folder))
+        assert same(stored(folder), stored(out))
+        # Several files, each with what the index says and none too large.
+        index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+        files = {file: load_file(out / file) for file in set(index.values())}
+        assert len(files) > 3
+        assert all(name in files[file] for name, file in index.items())
+        assert all(
+            len(tensors) == 1 or sum(each.nbytes for each in tensors.values()) <= 20_000
+            for tensors in files.values()
+        )
+        before, after = opened(folder), opened(out)
+        assert torch.equal(before(TOKENS).logits, after(TOKENS).logits)
+
+
+class Started(HuggingFaceModule):
+    """Starts from a folder; of float64 also where the family makes float32."""
+
+    def build_model(self) -> Any:
+        return super().build_model().double()
+
+
+class StartedByDocument(ByDocument):
+    """transformers' own model from the same folder, document by document in one process."""
+
+    def init_weights(self) -> None:
+        self.model.load_state_dict(opened(self.pretrained, dtype=torch.float64).state_dict())
+
+
+def train(rank: int, mesh: tuple[int, ...], folders: list[str]) -> None:
+    for folder in folders:
+        with KeepDouble():
+            runner = trainer(WLBStrategy(*mesh), 4)
+            runner.fit(Started(folder, pretrained=True, learning_rate=1e-2), data(CASE))
+            runner.save_checkpoint(f"{folder}.ckpt")
+
+
+def test_weights_trained_on_four_ranks_equal_those_of_one_process(tmp_path):
+    folders = [tmp_path / "gemma3_text", tmp_path / "qwen2_moe"]
+    for folder in folders:
+        write(folder, tiny(folder.name), torch.float64)
+    run_ranks(train, 4, (2, 1, 1, 2), [str(each) for each in folders], process_group=False)
+    for folder in folders:
+        with KeepDouble():
+            module = StartedByDocument(str(folder), pretrained=True, learning_rate=1e-2)
+            trainer("auto", 1).fit(module, data(CASE))
+        export(f"{folder}.ckpt", folder.parent / "out", force=True)
+        model = opened(folder.parent / "out", dtype=torch.float64)
+        wanted = dict(module.model.named_parameters())
+        assert {name for name, _ in model.named_parameters()} == set(wanted)
+        worst = max(
+            relative_error(value.detach().numpy(), wanted[name].detach().numpy())
+            for name, value in model.named_parameters()
+        )
+        assert worst < 1e-10, (folder, worst)
+
+
+def one_process(folder: Path) -> Path:
+    """A single-file checkpoint of a run in one process."""
+    runner = trainer("auto", 1, precision="32-true", max_steps=1)
+    runner.fit(HuggingFaceModule(str(folder), pretrained=True, **UNTOUCHED), data(CASE))
+    runner.save_checkpoint(folder.parent / "one.ckpt")
+    return folder.parent / "one.ckpt"
+
+
+def test_the_command_exports_a_single_file(tmp_path, capsys):
+    folder, tokenizer, out = tmp_path / "llama", tmp_path / "tokenizer", tmp_path / "out"
+    write(folder, tiny("llama"))
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "notes.md").write_text("")
+    checkpoint = str(one_process(folder))
+    assert main(["export", checkpoint, str(out), "--tokenizer", str(tokenizer)]) == 0
+    assert same(stored(folder), stored(out))
+    assert not (out / "notes.md").exists()
+    printed = capsys.readouterr().out
+    assert f"{len(stored(folder))} tensors in {out}" in printed
+    assert "tokenizer.json" in printed
+    # A folder in use is left alone, and replaced if asked.
+    assert main(["export", checkpoint, str(out)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["export", checkpoint, str(out), "--force", "--dtype", "bfloat16"]) == 0
+    assert {each.dtype for each in stored(out).values()} == {torch.bfloat16}
+    assert opened(out).dtype == torch.bfloat16
+    assert not (out / "tokenizer.json").exists()
+    assert not (tmp_path / ".partial").exists()
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        export(tmp_path / "gone.ckpt", out)
+    (tmp_path / "bad.ckpt").write_text("no")
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
+        export(tmp_path / "bad.ckpt", out)
+    runner = trainer("auto", 1, max_steps=1)
+    runner.fit(LanguageModule(config(False)), data(CASE))
+    runner.save_checkpoint(tmp_path / "own.ckpt")
+    with pytest.raises(ValueError, match=r"is not of a HuggingFaceModule.*rotates neighbouring"):
+        export(tmp_path / "own.ckpt", out)
+    write(tmp_path / "llama", tiny("llama"))
+    checkpoint = one_process(tmp_path / "llama")
+    with pytest.raises(ValueError, match="there is no tokenizer in that folder"):
+        export(checkpoint, out, tokenizer=tmp_path)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        export(checkpoint, out, tokenizer=tmp_path / "gone")
+    incomplete = torch.load(checkpoint, weights_only=True)
+    del incomplete["state_dict"]["model.head.norm.weight"]
+    torch.save(incomplete, checkpoint)
+    with pytest.raises(ValueError, match=r"has no model\.head\.norm\.weight"):
+        export(checkpoint, out)
+    assert not out.exists()

@@ -1,0 +1,51 @@
+"""Where a model's folder comes from, and rectangles of its tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import huggingface_hub
+from safetensors.torch import save_file
+
+from lightning_wlb.models.huggingface.folder import Folder, resolve
+
+
+def test_rectangles_of_tensors(tmp_path):
+    values = torch.arange(24).view(4, 6)
+    save_file({"a": values, "b": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    folder = Folder(tmp_path)
+    assert folder.names == {"a", "b"}
+    assert folder.shape("a") == (4, 6)
+    assert folder.read("a", (slice(1, 3), slice(2, 5))).tolist() == [[8, 9, 10], [14, 15, 16]]
+    assert folder.read("b").item() == 3.0
+
+
+def test_a_folder_that_is_here_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    assert resolve(tmp_path) == tmp_path
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+def test_any_other_name_is_fetched_from_the_hub(tmp_path, monkeypatch):
+    asked = {}
+
+    def fetch(name, allow_patterns):
+        asked[name] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert resolve("someone/model") == tmp_path
+    assert "*.safetensors" in asked["someone/model"]
+    assert not any("bin" in pattern for pattern in asked["someone/model"])
+
+
+def test_a_name_that_cannot_be_fetched_is_refused(monkeypatch):
+    def fetch(name, allow_patterns):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with pytest.raises(ValueError, match=r"'someone/model' is not a folder.*no network"):
+        resolve("someone/model")
