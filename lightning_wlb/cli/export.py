@@ -139,7 +139,7 @@ def _write(
     import torch
 
     from lightning_wlb.models.huggingface.export import write_model
-    from lightning_wlb.models.huggingface.module import read_config
+    from lightning_wlb.models.huggingface.config import read_config
 
     def read(names: Any) -> dict[str, torch.Tensor]:
         wanted = [_PREFIX + name for name in names]
