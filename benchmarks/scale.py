@@ -1,14 +1,14 @@
 """Ten million documents: when a planner and a first batch are there, and in how much memory.
 
-A store of flat arrays is made in a temporary folder, of 1 to 39 tokens a document as 16-bit
-numbers, and removed at the end. Each case runs in a process of its own, and opens the store, as a
-rank does: planner, mean context, first batch, state after some steps, and the first batch of a
-loader's worker with all that it needs. Memory is what the process has resident above what it had
-when the store was open: at its most until the first batch is read, and then without the pages of
-the mapped tokens, which all processes share and the system takes back when it needs them.
+Stores of flat arrays and of an Arrow file are made in a temporary folder, of 1 to 39 tokens a
+document as 16-bit numbers, and removed at the end. Each case runs in a process of its own, and does
+what a rank does: store, planner, mean context, first batch, state after some steps, and the first
+batch of a loader's worker with all that it needs. Memory is what the process has resident above
+what it had when the store was open: at its most until the first batch is read, and then without the
+pages of the mapped tokens, which all processes share and the system takes back when it needs them.
 
 Run ``python -m benchmarks.scale --help``. Prints a table and then, as its last line, one JSON
-object. Needs Linux, and half a gigabyte for ten million documents.
+object. Needs Linux, and a gigabyte of disk for ten million documents.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from rich.console import Console
 
 import lightning_wlb as wlb
@@ -32,23 +33,35 @@ from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.opening import hold_out
 from lightning_wlb.prediction.predictor import mean_context_of
 
-CASES = (("auto", 0), ("wlb", 0), ("auto", 10_000))
-"""Packing, and how many documents are held out for validation."""
-LIMITS = {"planner_seconds": 5.0, "memory_mb": 200.0, "batch_seconds": 1.0}
+CASES = (("flat", "auto", 0), ("flat", "wlb", 0), ("flat", "auto", 10_000), ("arrow", "auto", 0))
+"""Kind of store, packing, and how many documents are held out for validation."""
+LIMITS = {"ready_seconds": 5.0, "memory_mb": 200.0, "batch_seconds": 1.0}
 SETTINGS = {"context_window": 4096, "micro_batches": 8}
 MOST_TOKENS = 39
 STEPS = 20
+ROWS = 1000
+"""Rows of a record batch of the Arrow file: as many as the datasets library writes."""
 
 
-def make_store(folder: Path, documents: int) -> dict[str, str]:
-    """Arrays of random tokens and lengths; what :func:`lightning_wlb.documents` opens them by."""
+def make_stores(folder: Path, documents: int) -> dict[str, Any]:
+    """Stores of the same random documents; what :func:`lightning_wlb.documents` opens each by."""
     rng = np.random.default_rng(0)
     offsets = np.zeros(documents + 1, np.int64)
     np.cumsum(rng.integers(1, MOST_TOKENS + 1, documents), out=offsets[1:])
-    spec = {name: str(folder / f"{name}.npy") for name in ("tokens", "offsets")}
-    np.save(spec["offsets"], offsets)
-    np.save(spec["tokens"], rng.integers(0, 32_000, int(offsets[-1]), np.uint16))
-    return spec
+    tokens = rng.integers(0, 32_000, int(offsets[-1]), np.uint16)
+    flat = {name: str(folder / f"{name}.npy") for name in ("tokens", "offsets")}
+    np.save(flat["offsets"], offsets)
+    np.save(flat["tokens"], tokens)
+    arrow = str(folder / "documents.arrow")
+    schema = pa.schema([("input_ids", pa.list_(pa.uint16()))])
+    with pa.ipc.new_stream(arrow, schema) as writer:
+        for first in range(0, documents, ROWS):
+            own = offsets[first : first + ROWS + 1]
+            lists = pa.ListArray.from_arrays(
+                (own - own[0]).astype(np.int32), tokens[own[0] : own[-1]]
+            )
+            writer.write_batch(pa.record_batch([lists], schema=schema))
+    return {"flat": flat, "arrow": arrow}
 
 
 def megabytes(field: str) -> float:
@@ -66,9 +79,9 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def case(spec: dict[str, str], packing: str, held_out: int) -> dict[str, Any]:
+def case(kind: str, source: Any, packing: str, held_out: int) -> dict[str, Any]:
     """Everything that is measured of one case, in a process that has opened nothing yet."""
-    opening, store = timed(lambda: wlb.documents(spec, vocab_size=32_000))
+    opening, store = timed(lambda: wlb.documents(source, vocab_size=32_000))
     # The most that was resident, counted anew from here on.
     Path("/proc/self/clear_refs").write_text("5")
     begin, own = megabytes("VmRSS"), megabytes("RssAnon")
@@ -102,10 +115,12 @@ def case(spec: dict[str, str], packing: str, held_out: int) -> dict[str, Any]:
     loader = wlb.StepLoader(dataset, num_workers=1)
     worker_seconds, _ = timed(lambda: next(iter(loader)))
     row: dict[str, Any] = {
+        "store": kind,
         "packing": packing,
         "held_out": held_out,
         "opening_seconds": opening,
         "planner_seconds": planner_seconds,
+        "ready_seconds": opening + planner_seconds,
         "mean_context_seconds": mean_context,
         "batch_seconds": batch_seconds,
         "first_batch_of_a_worker_seconds": worker_seconds,
@@ -125,11 +140,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        spec = make_store(Path(folder), arguments.documents)
-        for each in CASES:
+        sources = make_stores(Path(folder), arguments.documents)
+        for kind, packing, held_out in CASES:
             # Spawned: a fork would begin with this process's memory.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                rows.append(process.submit(case, spec, *each).result())
+                rows.append(process.submit(case, kind, sources[kind], packing, held_out).result())
     passed = all(row[name] <= limit for row in rows for name, limit in LIMITS.items())
     headings = [name.replace("_", " ") for name in rows[0]]
     cells = [[str(value) for value in row.values()] for row in rows]

@@ -58,7 +58,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(abc|argparse|collections|contextlib|datetime|multiprocessing|pathlib|types)\..*"),
     (r"py:.*", r"(lightning|matplotlib|nn|np|numpy|rich|torch|torchdata)\..*"),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
-    (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing"),
+    (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Path|npt\..*"),
     (r"py:class", r"dict\[str"),  # half of a type, where a signature is split at its comma
     (r"py:class", r"lightning_wlb\..*\._\w+"),
 ]

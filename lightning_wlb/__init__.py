@@ -22,9 +22,11 @@ from lightning_wlb.planning import DataSettings
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 if TYPE_CHECKING:
+    from lightning_wlb.cli.train import WLBCLI
     from lightning_wlb.models.huggingface.module import HuggingFaceModule
 
 __all__ = [
+    "WLBCLI",
     "DataSettings",
     "Decoder",
     "DocumentStore",
@@ -55,14 +57,18 @@ StrategyRegistry.register(
 
 
 def __getattr__(name: str) -> Any:
-    # transformers takes seconds to import, and is an extra.
-    if name != "HuggingFaceModule":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from lightning_wlb.models.huggingface.module import HuggingFaceModule
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"HuggingFaceModule needs {error.name}: pip install 'lightning-wlb[hf]'",
-            name=error.name,
-        ) from error
-    return HuggingFaceModule
+    # Both take seconds to import, and transformers is an extra.
+    if name == "WLBCLI":
+        from lightning_wlb.cli.train import WLBCLI
+
+        return WLBCLI
+    if name == "HuggingFaceModule":
+        try:
+            from lightning_wlb.models.huggingface.module import HuggingFaceModule
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"HuggingFaceModule needs {error.name}: pip install 'lightning-wlb[hf]'",
+                name=error.name,
+            ) from error
+        return HuggingFaceModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,8 @@ from lightning_wlb.plan import (
     ReplicaPlan,
     Slice,
     StepPlan,
+    parts,
+    piece_counts,
     symmetric_backward,
 )
 
@@ -371,3 +375,13 @@ def test_every_member_lists_a_shared_micro_batch() -> None:
     other = replica([A], [micro_batch(0, replicas=(0, 1), rows=65)])
     with pytest.raises(ValueError, match=r"shares a forward micro-batch .* replica 1 does not"):
         replace(plan, replicas=(plan.replicas[0], other)).validate()
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 15), st.integers(1, 7))
+def test_pieces_are_counted_by_length(lengths, window, at_once) -> None:
+    expected = Counter(
+        min(window, length - origin) for length in lengths for origin in range(0, length, window)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "_AT_ONCE", at_once)
+        assert piece_counts(np.array(lengths, np.int64), window) == expected

@@ -226,7 +226,8 @@ def _check_options(options: AttentionOptions, q: Tensor, metadata: AttentionMeta
     if of_metadata is not None and (window is None or window > of_metadata):
         raise ValueError(
             f"the batch was made for a sliding window of {of_metadata} tokens and lacks keys that"
-            f" attention with sliding_window={window} reads. Say the widest window of any layer,"
-            " or None, in the ModelShape that the data module goes by (model_shape)."
+            f" attention with sliding_window={window} reads. Say this layer's window in the"
+            " ModelShape that the data module goes by (model_shape); ModelShape.of_layers takes the"
+            " window of each layer."
         )
     options.check_sinks(q)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.planning.packing import PACKINGS
@@ -15,13 +19,14 @@ from lightning_wlb.planning.packing import PACKINGS
 _SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
 
 
-def add_model(parser: argparse._ActionsContainer) -> None:
-    """Define ``--model``."""
+def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
+    """Define ``--model``; ``also`` says what else than :func:`model_config` the command takes."""
     parser.add_argument(
         "--model",
         required=True,
         help=f"{', '.join(preset_names())}; or all of {', '.join(_SIZES)}, as in"
-        " dim=64,layers=4,...; or a preset and sizes that replace its own, as in 7b,layers=16",
+        " dim=64,layers=4,...; or a preset and sizes that replace its own, as in"
+        f" 7b,layers=16{also}",
     )
 
 
@@ -51,6 +56,55 @@ def model_config(text: str) -> TransformerConfig:
             f" preset: {', '.join(preset_names())}."
         )
     return TransformerConfig.preset("tiny", **overrides)
+
+
+def model_shape(text: str) -> ModelShape:
+    """The shape of a model of any kind that ``plan --model`` takes.
+
+    Args:
+        text: as for :func:`model_config`; or the path of a folder with a Hugging Face
+            ``config.json``, of that file, or of a LightningCLI YAML whose model has a config; or a
+            name on the hub, with a slash in it.
+
+    Raises:
+        ValueError: as there; a config that cannot be read or planned; or no transformers.
+    """
+    path = Path(text)
+    if not path.exists() and "/" not in text and path.suffix not in (".json", ".yaml", ".yml"):
+        return model_config(text).shape
+    if path.suffix in (".yaml", ".yml"):
+        return _shape_of_config(_config_of_yaml(path))
+    return _shape_of_config(text)
+
+
+def _config_of_yaml(path: Path) -> Any:
+    """What a LightningCLI YAML says of its model's config."""
+    try:
+        model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        return model.get("init_args", model)["config"]
+    except OSError as error:
+        raise ValueError(f"--model {path}: {error.strerror or error}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--model {path} has no model with a config, as a LightningCLI YAML has under 'model',"
+            f" 'init_args', 'config': {error!r}."
+        ) from error
+
+
+def _shape_of_config(config: Any) -> ModelShape:
+    """Of a preset's name, the fields of either kind of config, or a Hugging Face folder or name."""
+    if isinstance(config, str) and config in preset_names():
+        return TransformerConfig.preset(config).shape
+    if isinstance(config, Mapping) and "model_type" not in config:
+        return TransformerConfig.of(config).shape
+    try:
+        from lightning_wlb.models.huggingface.config import read_config
+        from lightning_wlb.models.huggingface.shape import shape_of
+    except ImportError as error:
+        raise ValueError(
+            f"--model: a Hugging Face config needs {error.name}: pip install 'lightning-wlb[hf]'"
+        ) from error
+    return shape_of(read_config(config))
 
 
 def mesh_of(text: str) -> Mesh:

@@ -179,7 +179,7 @@ def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
             Planner(
                 request.lengths,
                 request.settings[packing],
-                Work.of(request.config.shape),
+                Work.of(request.shape),
                 request.mesh,
                 sharding=sharding,
                 schedule=request.schedule,
@@ -228,7 +228,7 @@ def _what_fits(request: Request) -> str:
 
 def _fits(request: Request, mesh: Mesh, cap: int) -> bool:
     try:
-        check_tensor_parallel(request.config, mesh.tensor)
+        check_tensor_parallel(request.shape, mesh.tensor)
         predictor = request.predictor("full", mesh)
     except ValueError:
         return False

@@ -1,4 +1,4 @@
-"""Document lengths for the command line: a name, a generator, or a file."""
+"""Document lengths for the command line: a name, a generator, a file of lengths, or a store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.data.opening import documents
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.planning.workloads import documents_for, generator_a
 
@@ -22,6 +23,9 @@ functions and classes, which ``WLBDataModule("stdlib")`` trains on."""
 
 GENERATOR_A = "generator-a"
 
+STORE_FILES = (".arrow", ".parquet", ".bin", ".idx", ".jsonl")
+"""Endings of files that hold documents; any other file is one of lengths."""
+
 
 def load_lengths(
     source: str, *, context_window: int, micro_batches: int, steps: int, seed: int
@@ -30,14 +34,16 @@ def load_lengths(
 
     Args:
         source: a name in :data:`STORES`, ``"generator-a"``, or the path of a ``.npy`` file with
-            integers or of a text file with one integer per line or word.
+            integers or of a text file with one integer per line or word. A file of
+            :data:`STORE_FILES`, and what is no file, is opened as documents.
         context_window: bounds the generator's documents.
         micro_batches: of a global batch; sizes the generator's sample.
         steps: likewise.
         seed: of the generator.
 
     Raises:
-        ValueError: a file that cannot be read or holds something other than lengths.
+        ValueError: a file that cannot be read or holds something other than lengths, or documents
+            of an unknown kind.
     """
     if source in STORES:
         return STORES[source]()
@@ -46,7 +52,15 @@ def load_lengths(
             documents_for(steps, micro_batches, context_window), context_window, seed
         )
     path = Path(source)
-    known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])} or the path of a file of lengths"
+    if path.suffix in STORE_FILES or not path.is_file():
+        try:
+            return documents(source).lengths
+        except ValueError as error:
+            named = ", ".join([*STORES, GENERATOR_A])
+            raise ValueError(
+                f"--lengths: {error} Or give {named}, or a file of lengths."
+            ) from error
+    known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])}, a file of lengths, or documents"
     try:
         if path.suffix == ".npy":
             values = np.load(path, allow_pickle=False)

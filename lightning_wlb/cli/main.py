@@ -1,18 +1,21 @@
 """``lightning-wlb``: the entry point, which knows the subcommands and answers mistakes.
 
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments)``, and a line in
-:data:`COMMANDS`. A mistake of the user raises ValueError; it is printed without a traceback and
-the exit code is 2.
+:data:`COMMANDS`. ``fit``, ``validate`` and ``test`` are LightningCLI's, which reads its own options
+(:mod:`.train`). A mistake of the user raises ValueError; it is printed without a traceback and the
+exit code is 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from lightning_wlb.cli import export, plan, profile, tokenize
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cli import export, plan, profile, tokenize, train
 
 COMMANDS: dict[str, ModuleType] = {
     "export": export,
@@ -42,16 +45,26 @@ def parser() -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
+    for name, summary in train.SUBCOMMANDS.items():
+        commands.add_parser(name, help=summary.rstrip("."), add_help=False)
     return whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, or 2 for a mistake of the user."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in train.SUBCOMMANDS:
+        return _answer(argv[0], lambda: train.run(argv))
     arguments = parser().parse_args(argv)
+    return _answer(arguments.command, lambda: arguments.run(arguments))
+
+
+def _answer(command: str, run: Callable[[], None]) -> int:
+    """Run a command; a mistake of the user's is printed without a traceback."""
     try:
-        arguments.run(arguments)
-    except ValueError as error:
-        print(f"lightning-wlb {arguments.command}: {error}", file=sys.stderr)
+        run()
+    except (ValueError, MisconfigurationException) as error:
+        print(f"lightning-wlb {command}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -2,8 +2,9 @@ r"""Compare packings on your documents' lengths, before a device is rented.
 
 Plans steps for a model on a mesh, predicts what each takes on a device, and prints a table with
 every packing against `original`: imbalance at each level, delay, step time, tokens per second,
-model FLOP utilisation, memory peak, speed-up. Everything is simulated from a device profile; the
-report says whether that was measured or put together from published figures.
+model FLOP utilisation, memory peak, speed-up. It ends with a verdict in words. Everything is
+simulated from a device profile; the report says whether that was measured or put together from
+published figures.
 
   lightning-wlb plan --lengths generator-a --model 7b --mesh 1,4,2,8 \
       --context-window 131072 --profile h100
@@ -24,9 +25,10 @@ from rich.table import Table
 
 from lightning_wlb.cli.arguments import add_model, packing_option_names
 from lightning_wlb.cli.forecast import Comparison, compare
-from lightning_wlb.cli.lengths import GENERATOR_A, STORES
-from lightning_wlb.cli.request import BASELINE, PRECISIONS, SHARDING_NAMES, Request
+from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
+from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE, SHARDING_NAMES, Request
 from lightning_wlb.cli.timelines import draw_gantt, write_trace
+from lightning_wlb.cli.verdict import Verdict, judged
 from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.planning import DataSettings
@@ -36,7 +38,7 @@ from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.schedule.simulate import Simulation
 from lightning_wlb.sharding import ADAPTIVE
 
-COMPARED = f"{BASELINE},wlb,{DataSettings.packing}"
+COMPARED = f"{BASELINE},{REFERENCE},wlb,{DataSettings.packing}"
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "packing": ("packing", str),
@@ -65,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         required=True,
         metavar="SOURCE",
-        help=f"{', '.join([*STORES, GENERATOR_A])}, or a .npy or text file of lengths in tokens",
+        help=f"{', '.join([*STORES, GENERATOR_A])}, a .npy or text file of lengths in tokens, or a"
+        f" folder or file ({', '.join(STORE_FILES)}) of documents",
     )
     data.add_argument(
         "--context-window",
@@ -88,7 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--seed", type=int, default=0, help="of the documents' order (default 0)")
 
     run = parser.add_argument_group("model and devices")
-    add_model(run)
+    add_model(
+        run,
+        also="; or a Hugging Face config: its config.json or the folder of that, a name on the hub,"
+        " or a LightningCLI YAML with one",
+    )
     run.add_argument(
         "--mesh",
         required=True,
@@ -122,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=COMPARED,
         metavar="NAMES",
         help=f"one or several of {', '.join(PACKINGS)}, with commas between them (default"
-        f" {COMPARED}); original is always compared",
+        f" {COMPARED}); {BASELINE} and {REFERENCE} are always compared",
     )
     how.add_argument(
         "--cap",
@@ -171,6 +178,9 @@ def run(arguments: argparse.Namespace) -> None:
     for row in comparison.too_large:
         filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.1f} GB"
         console.print(f"Does not fit in memory: {filled}.", highlight=False)
+    verdict = judged(comparison)
+    for line in verdict.lines:
+        console.print(line, highlight=False)
     if arguments.picture is not None:
         request = comparison.request
         draw_gantt(
@@ -184,7 +194,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_trace(arguments.trace, _typical_steps(comparison))
         console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
     if arguments.json:
-        print(json.dumps(_report(arguments, comparison)))
+        print(json.dumps(_report(arguments, comparison, verdict)))
 
 
 def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
@@ -202,13 +212,13 @@ def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
 
 
 def _table(comparison: Comparison) -> Table:
-    request, rows, config = comparison.request, comparison.rows, comparison.request.config
+    request, rows, shape = comparison.request, comparison.rows, comparison.request.shape
     table = Table(
-        title=f"Simulated: dim {config.dim}, {config.layers} layers, {config.heads} heads"
-        f" ({config.kv_heads} key/value), vocabulary {config.vocab_size} on {request.mesh}"
+        title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
+        f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.mesh}"
         f" ({request.mesh.devices} devices), {request.schedule}",
         caption=(
-            f"{request.profile.provenance}{_extrapolated(request)}.\n"
+            f"{request.profile.provenance}{_extrapolated(request)}.{_caution(request)}\n"
             f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
             f" checkpointing: {comparison.checkpointing}; micro-batches of up to"
             f" {comparison.longest_micro_batch:,} tokens fit in memory if all are as long."
@@ -228,12 +238,21 @@ def _table(comparison: Comparison) -> Table:
 
 def _extrapolated(request: Request) -> str:
     """A word of caution where the profile was measured on layers of other sizes."""
-    measured, asked = request.profile.shape, asdict(request.config.shape)
+    measured, asked = request.profile.shape, asdict(request.shape)
     differs = any(measured[name] != asked[name] for name in measured if name != "layers")
     return f", measured on layers of dim {measured['dim']} and extrapolated" if differs else ""
 
 
-def _report(arguments: argparse.Namespace, comparison: Comparison) -> dict[str, Any]:
+def _caution(request: Request) -> str:
+    """A word where the model's layers are not those of the decoder that times were fitted to."""
+    if any(layer.idle_parameters for layer in request.shape.kinds):
+        return " Experts are taken to compute at the rate of dense layers."
+    return ""
+
+
+def _report(
+    arguments: argparse.Namespace, comparison: Comparison, verdict: Verdict
+) -> dict[str, Any]:
     request, profile = comparison.request, comparison.request.profile
     return {
         "command": "plan",
@@ -254,6 +273,7 @@ def _report(arguments: argparse.Namespace, comparison: Comparison) -> dict[str, 
         "longest_micro_batch": comparison.longest_micro_batch,
         "seed": arguments.seed,
         "rows": comparison.rows,
+        "verdict": verdict.figures,
         "does_not_fit": [
             dict(packing=row.packing, sharding=row.sharding, peak_gigabytes=row.peak_bytes / 1e9)
             for row in comparison.too_large

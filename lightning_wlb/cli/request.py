@@ -8,19 +8,23 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.cli.arguments import mesh_of, model_config, names_of, packing_options
+from lightning_wlb.cli.arguments import mesh_of, model_shape, names_of, packing_options
 from lightning_wlb.cli.lengths import Lengths, load_lengths
 from lightning_wlb.cost.latency import Checkpointing, LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
+from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
 BASELINE = "original"
+REFERENCE = "best_fit"
+"""What most would do without this package: whole documents, packed by their tokens."""
+
 SHARDING_NAMES = [ADAPTIVE, *NAMES]
 PRECISIONS = {
     # name: (compute dtype, dtype at rest)
@@ -36,7 +40,7 @@ class Request:
     """What is compared, and for which run."""
 
     lengths: Lengths  # of the documents
-    config: TransformerConfig
+    shape: ModelShape
     mesh: Mesh  # with its virtual stages
     profile: Profile
     rest_dtype: str  # of parameters and optimizer state at rest
@@ -54,11 +58,11 @@ class Request:
             ValueError: a mistake in them, with the remedy.
         """
         mesh = mesh_of(arguments.mesh)
-        config = model_config(arguments.model)
+        shape = model_shape(arguments.model)
         profile = Profile.load(arguments.profile)
         compute, rest = PRECISIONS[arguments.precision or _default_precision(profile)]
         profile.check(device_type=arguments.device, dtype=compute)
-        check_tensor_parallel(config, mesh.tensor)
+        check_tensor_parallel(shape, mesh.tensor)
         for option in ("steps", "micro_batches", "virtual_stages"):
             given = getattr(arguments, option)
             if given is not None:
@@ -66,12 +70,13 @@ class Request:
         packings = names_of("--packing", arguments.packing, list(PACKINGS))
         shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
         if HEADS in shardings and mesh.context > 1:
-            check_heads(config.heads, config.kv_heads, mesh.context, mesh.tensor)
+            for layer in shape.kinds:
+                check_heads(layer.heads, layer.kv_heads, mesh.context, mesh.tensor)
         options = packing_options(arguments.packing_option, packings)
         micro_batches = arguments.micro_batches or mesh.data * mesh.pipeline
         settings = {
             name: _settings(arguments, micro_batches, name, options.get(name, {}))
-            for name in [BASELINE, *packings]
+            for name in [BASELINE, REFERENCE, *packings]
         }
         lengths = load_lengths(
             arguments.lengths,
@@ -85,11 +90,12 @@ class Request:
         asked = arguments.activation_checkpointing
         rows = [
             (BASELINE, shardings[0]),
+            (REFERENCE, shardings[0]),
             *((name, each) for each in shardings for name in packings),
         ]
         return Request(
             lengths=lengths,
-            config=config,
+            shape=shape,
             mesh=replace(mesh, virtual_stages=virtual),
             profile=profile,
             rest_dtype=rest,
@@ -119,8 +125,8 @@ class Request:
         mesh = mesh or self.mesh
         context = mean_context_of(self.lengths, self.settings[BASELINE].context_window)
         return Predictor(
-            LatencyModel(self.profile, self.config.shape, mesh, checkpointing),
-            tuple(model_stages(self.config.shape, mesh.stages, context)),
+            LatencyModel(self.profile, self.shape, mesh, checkpointing),
+            tuple(model_stages(self.shape, mesh.stages, context)),
             self.schedule,
             self.rest_dtype,
         )

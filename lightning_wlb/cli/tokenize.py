@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_wlb.data.tokenising import COLUMNS, Kind, Request, tokenise
+from lightning_wlb.data.tokenising import COLUMNS, Kind, TokeniseRequest, tokenise
 
 _BAR = 40
 
@@ -69,12 +69,19 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: what cannot be read, or a folder that is not for this.
     """
     kind: Kind = "chats" if arguments.chats else "texts"
-    request = Request(arguments.source, arguments.tokenizer, kind, arguments.column, arguments.eos)
+    request = TokeniseRequest(
+        arguments.source, arguments.tokenizer, kind, arguments.column, arguments.eos
+    )
     print(request.encoder.describe())
     if left_out := request.files.left_out:
         print(f"Left out: {_counted(len(left_out), 'other file')}, such as {left_out[0]}.")
     begin = time.perf_counter()
-    made = tokenise(request, arguments.out, arguments.workers)
+    try:
+        made = tokenise(request, arguments.out, arguments.workers)
+    except OSError as error:
+        raise ValueError(f"{error}. {_goes_on(arguments.out)}") from error
+    except KeyboardInterrupt:
+        raise ValueError(f"Interrupted. {_goes_on(arguments.out)}") from None
     seconds = time.perf_counter() - begin
     print(*summary(made, kind), sep="\n")
     print(f"In {seconds:.1f} s; the documents are in {arguments.out}. Next:\n")
@@ -128,3 +135,7 @@ def suggested_window(made: dict[str, Any]) -> int:
 
 def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _goes_on(out: Path) -> str:
+    return f"What is done lies in {out}, and the same command goes on from there."

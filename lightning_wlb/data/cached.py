@@ -26,6 +26,11 @@ BESIDE = ".lightning_wlb"
 """Folder beside a source in which what was made of it is kept."""
 
 
+def cache_folders() -> list[Path]:
+    """The user's cache folder, and one for temporary files where one may not write to the first."""
+    return [Path(user_cache_dir("lightning_wlb")), Path(tempfile.gettempdir(), "lightning_wlb")]
+
+
 def built_once(key: str, build: Callable[[Path], None], source: Path | None = None) -> Path:
     """The folder of this name, built where there is none.
 
@@ -35,7 +40,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         source: the file that it is made of: it is kept beside it (:data:`BESIDE`) where one may
             write there. None, and else: in the user's cache folder, or one for temporary files.
     """
-    roots = [Path(user_cache_dir("lightning_wlb")), Path(tempfile.gettempdir(), "lightning_wlb")]
+    roots = cache_folders()
     roots = roots if source is None else [source.parent / BESIDE, *roots]
     for root in roots:
         if (root / key).is_dir():

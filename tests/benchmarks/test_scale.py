@@ -14,7 +14,7 @@ from benchmarks.scale import CASES, main
 def test_the_last_line_is_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.scale.CASES", CASES[2:])
+    monkeypatch.setattr("benchmarks.scale.CASES", CASES[2:3])
     main(["--documents", "20000"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = result["rows"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from lightning_wlb.cli.arguments import (
     mesh_of,
     model_config,
+    model_shape,
     names_of,
     packing_option_names,
     packing_options,
@@ -30,6 +32,62 @@ def test_a_model_by_preset_by_sizes_and_by_both() -> None:
     sizes = {"dim": 8, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 16, "vocab_size": 32}
     text = ",".join(f"{name}={size}" for name, size in sizes.items())
     assert model_config(text) == TransformerConfig(**sizes)
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 176, "vocab_size": 256,
+}  # fmt: skip
+
+
+def test_a_shape_from_hugging_face_and_from_yaml(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    plain = TransformerConfig.preset("tiny", layers=2).shape
+    assert model_shape("tiny,layers=2") == plain
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({"model": {"class_path": "any", "init_args": {"config": LLAMA}}}))
+    for text in (str(file), str(tmp_path), str(run)):
+        shape = model_shape(text)
+        assert shape.each_layer == plain.each_layer
+        assert (shape.dim, shape.vocab_size) == (64, 256)
+
+
+def test_a_yaml_may_hold_a_config_of_the_reference_decoder(tmp_path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("model: {config: {dim: 64, layers: 2}}")
+    assert model_shape(str(run)) == TransformerConfig(layers=2).shape
+    run.write_text("model: {config: tiny}")
+    assert model_shape(str(run)) == TransformerConfig().shape
+
+
+@pytest.mark.parametrize("text", ["", "model: tiny", "data: {}", "a: [", "model: {learning: 1}"])
+def test_a_yaml_without_a_model_is_refused(tmp_path, text: str) -> None:
+    run = tmp_path / "run.yaml"
+    with pytest.raises(ValueError, match=r"run.yaml: No such file"):
+        model_shape(str(run))
+    run.write_text(text)
+    with pytest.raises(ValueError, match=r"run.yaml has no model with a config"):
+        model_shape(str(run))
+
+
+def test_a_config_that_is_not_there_is_refused(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"neither a folder with a config\.json"):
+        model_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"neither a folder with a config\.json"):
+        model_shape(str(tmp_path))
+
+
+def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in [name for name in sys.modules if name.startswith("lightning_wlb.models.hugging")]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ValueError, match=r"pip install 'lightning-wlb\[hf\]'"):
+        model_shape(str(tmp_path))
 
 
 def test_a_mesh_is_data_pipeline_context_tensor() -> None:
@@ -88,7 +146,7 @@ def test_an_option_reaches_its_packing(capsys: pytest.CaptureFixture[str]) -> No
     for queues in (0, 2):
         assert main([*SMALL, "--packing-option", f"wlb.queues={queues}", "--json"]) == 0
         rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-        delays[queues] = rows[1]["delay_mean"]
+        delays[queues] = rows[2]["delay_mean"]
     assert delays[0] < delays[2]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_wlb.cli.lengths import load_lengths
+from lightning_wlb.cli import lengths as of_lengths
+from lightning_wlb.cli.lengths import STORE_FILES, load_lengths
+from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.planning.workloads import documents_for, generator_a
 
 SETTINGS = {"context_window": 4096, "micro_batches": 2, "steps": 3, "seed": 1}
@@ -29,3 +31,28 @@ def test_pickled_arrays_are_not_loaded(tmp_path) -> None:
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="not a list of lengths"):
         load_lengths(str(path), **SETTINGS)
+
+
+@pytest.mark.parametrize("ending", ["", *STORE_FILES])
+def test_folders_and_files_of_documents_are_opened_as_documents(
+    tmp_path, monkeypatch, ending: str
+) -> None:
+    path = tmp_path / f"corpus{ending}"
+    if ending:
+        path.write_bytes(b"")
+    else:
+        path.mkdir()
+    asked = []
+
+    def opened(given: str) -> InMemoryDocuments:
+        asked.append(given)
+        return InMemoryDocuments([[1, 2, 3], [4]])
+
+    monkeypatch.setattr(of_lengths, "documents", opened)
+    assert load_lengths(str(path), **SETTINGS).tolist() == [3, 1]
+    assert asked == [str(path)]
+
+
+def test_documents_of_an_unknown_kind_are_a_mistake(tmp_path) -> None:
+    with pytest.raises(ValueError, match=f"--lengths: documents='{tmp_path}'"):
+        load_lengths(str(tmp_path), **SETTINGS)

@@ -52,14 +52,18 @@ def test_the_acceptance_command_prints_table_and_json_in_time(
     report = json.loads(out.splitlines()[-1])
     assert report["simulated"] is True
     assert report["profile"]["measured"] is False
-    original, wlb = report["rows"]
-    assert (original["packing"], wlb["packing"]) == ("original", "wlb")
+    original, best_fit, wlb = report["rows"]
+    assert [row["packing"] for row in report["rows"]] == ["original", "best_fit", "wlb"]
     assert original["speedup_per_token"] == original["speedup_per_flop"] == 1
     assert wlb["imbalance_pipeline_aggregate"] < 1.1 < original["imbalance_pipeline_aggregate"]
     assert wlb["speedup_per_flop"] > 1.1
     assert original["delay_mean"] == 0 < wlb["delay_mean"] < 1
     assert original["tokens_per_step"] == 4 * 131072
     assert 0 < original["model_flop_utilisation"] < wlb["model_flop_utilisation"] < 0.6
+    verdict = report["verdict"]
+    assert (verdict["packing"], verdict["sharding"]) == ("wlb", "adaptive")
+    gain = wlb["tokens_per_second"] / best_fit["tokens_per_second"]
+    assert verdict["times_best_fit"] == gain > 1.05
     # The table repeats what it is.
     assert "analytic (published figures, not measured)" in out
     assert "Simulated" in out
@@ -71,13 +75,14 @@ def test_the_default_packing_is_compared_with_the_baseline_and_the_papers(
     arguments = [*SMALL[: SMALL.index("--packing")], "--json"]
     assert main(arguments) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [row["packing"] for row in rows] == ["original", "wlb", "auto"]
-    assert rows[2]["speedup_per_flop"] > max(1, rows[1]["speedup_per_flop"])
-    assert rows[2]["delay_max"] == 0
+    assert [row["packing"] for row in rows] == ["original", "best_fit", "wlb", "auto"]
+    assert rows[3]["speedup_per_flop"] > max(1, rows[1]["speedup_per_flop"])
+    assert rows[3]["speedup_per_flop"] > rows[2]["speedup_per_flop"]
+    assert rows[3]["delay_max"] == 0
     # Plans that its schedule would refuse are not made for it.
     assert main([*arguments, "--schedule", "gpipe"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert rows[2]["speedup_per_flop"] > 1
+    assert rows[3]["speedup_per_flop"] > 1
 
 
 def test_every_sharding_and_packing_is_a_row_and_the_baseline_is_first(
@@ -92,13 +97,14 @@ def test_every_sharding_and_packing_is_a_row_and_the_baseline_is_first(
     rows = json.loads(out.splitlines()[-1])["rows"]
     assert [(row["packing"], row["sharding"]) for row in rows] == [
         ("original", "per_sequence"),
+        ("best_fit", "per_sequence"),
         ("wlb", "per_sequence"),
         ("wlb", "per_document"),
     ]
     assert picture.read_bytes()[:4] == b"\x89PNG"
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} > set()
-    assert rows[1]["imbalance_context_aggregate"] > rows[2]["imbalance_context_aggregate"]
+    assert rows[2]["imbalance_context_aggregate"] > rows[3]["imbalance_context_aggregate"]
     assert rows[0]["imbalance_data_aggregate"] >= 1
 
 
@@ -262,7 +268,7 @@ def test_a_row_that_does_not_fit_is_named_beside_those_that_do(
     assert code == 0
     report = json.loads(out.splitlines()[-1])
     # Windows of one length just fit; micro-batches of up to one and a half do not.
-    assert [row["packing"] for row in report["rows"]] == ["original"]
+    assert [row["packing"] for row in report["rows"]] == ["original", "best_fit"]
     assert [row["packing"] for row in report["does_not_fit"]] == ["wlb"]
     assert report["does_not_fit"][0]["peak_gigabytes"] > 73.6
     assert "Does not fit in memory: wlb" in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_wlb.cli import tokenize
 from lightning_wlb.cli.main import main
 from tests.data.tokenising.support import (
     MARKED,
@@ -68,3 +69,20 @@ def test_chats_say_what_may_be_a_target(tmp_path, capsys) -> None:
     assert "1 document with 7 tokens" in printed
     assert "Of the tokens 28.6% may be targets." in printed
     assert "Skipped: 1 row in which the assistant says nothing." in printed
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(KeyboardInterrupt(), "Interrupted. What is done lies in "), (OSError("full"), "full. What")],
+)
+def test_a_command_that_was_ended_says_how_to_go_on(
+    tmp_path, capsys, monkeypatch, error, message
+) -> None:
+    def ended(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tokenize, "tokenise", ended)
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    command = ["tokenize", str(source), str(tmp_path / "out"), "--tokenizer", saved(tmp_path)]
+    assert main(command) == 2
+    assert f"tokenize: {message}" in capsys.readouterr().err

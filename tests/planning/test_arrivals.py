@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.planning.arrivals import GlobalBatches
+from lightning_wlb.planning.arrivals import GlobalBatches, document_numbers
 
 
 def batches(lengths, cuts=False) -> GlobalBatches:
@@ -27,3 +28,12 @@ def test_a_state_is_a_place_in_the_epoch(lengths, cuts) -> None:
         tokens += sum(piece.tokens for piece in drawn)
     assert whole.draw(0) is None
     assert tokens == sum(lengths)
+
+
+@pytest.mark.parametrize("documents", [1, 2, 300, 70_000])
+def test_the_order_is_numpys_whatever_the_size_of_a_number(documents) -> None:
+    order = np.arange(documents)
+    np.random.default_rng((7, 0)).shuffle(order)
+    drawn = GlobalBatches(np.ones(documents, np.int64), documents, 1, False, 7, True).draw(0)
+    assert [piece.document for piece in drawn] == order.tolist()
+    assert document_numbers(documents).dtype == np.int32

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +60,7 @@ class ListDocuments(MappedDocuments):
         facts: Mapping[str, Any],
     ) -> None:
         self._batches: list[_Batch] = []
+        parts: list[Array] = []
         first: Columns | None = None
         for path, source in files:
             schema, batches = _mapped(path)
@@ -71,13 +71,13 @@ class ListDocuments(MappedDocuments):
                     " that all files have with column=... and mask_column=..."
                 )
             first = columns
-            self._batches += [_Batch.of(batch, columns, source) for batch in batches]
+            for batch in batches:
+                lists, own = _Batch.of(batch, columns, source)
+                self._batches.append(lists)
+                parts.append(own)
         self._labels = first is not None and first.mask_is_labels
-        rows = np.cumsum([0, *(len(batch.tokens.offsets) - 1 for batch in self._batches)]).tolist()
-        self._starts = rows[:-1]
-        lengths = np.empty(rows[-1], np.int64)
-        for batch, (start, stop) in zip(self._batches, pairwise(rows), strict=True):
-            lengths[start:stop] = batch.tokens.lengths
+        self._starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
+        lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
         _check_facts(facts, lengths, name)
         super().__init__(name, lengths, vocab_size, empty, arguments)
 
@@ -117,10 +117,6 @@ class _Lists(NamedTuple):
     packed: bool
     """Whether the values are bits, eight to a byte."""
 
-    @property
-    def lengths(self) -> Array:
-        return np.diff(self.offsets)
-
     def read(self, row: int, start: int, stop: int) -> Array:
         begin = int(self.offsets[row])
         start, stop = begin + start, begin + stop
@@ -130,8 +126,13 @@ class _Lists(NamedTuple):
         return bits[start % 8 : start % 8 + stop - start].view(np.bool_)
 
     @staticmethod
-    def of(column: Any, named: str) -> _Lists:
-        """The lists of a column of a record batch; ``named`` is how errors call it."""
+    def of(column: Any, named: str) -> tuple[_Lists, Array]:
+        """The lists of a column of a record batch, and their lengths.
+
+        Args:
+            column: lists of numbers.
+            named: how errors call it.
+        """
         if column.null_count or column.values.null_count:
             raise ValueError(
                 f"{named} has nulls: {column.null_count} rows, {column.values.null_count} values."
@@ -143,7 +144,8 @@ class _Lists(NamedTuple):
             offsets = column.offsets.to_numpy()
         values, count = column.values, len(column.values)
         ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
-        if ends[0] < 0 or ends[1] > count or (np.diff(offsets) < 0).any():
+        lengths = np.diff(offsets)
+        if ends[0] < 0 or ends[1] > count or (len(lengths) and lengths.min() < 0):
             raise ValueError(
                 f"{named}: its list offsets run from {ends[0]} to {ends[1]} over {count} values, or"
                 " decrease. The file is damaged: make it again."
@@ -152,8 +154,8 @@ class _Lists(NamedTuple):
         if packed:
             buffer = values.buffers()[1]
             bits = np.frombuffer(buffer, np.uint8) if buffer else np.empty(0, np.uint8)
-            return _Lists(offsets + values.offset, bits, packed)
-        return _Lists(offsets, values.to_numpy(), packed)
+            return _Lists(offsets + values.offset, bits, packed), lengths
+        return _Lists(offsets, values.to_numpy(), packed), lengths
 
 
 class _Batch(NamedTuple):
@@ -164,24 +166,26 @@ class _Batch(NamedTuple):
     attention: _Lists | None
 
     @staticmethod
-    def of(batch: Any, columns: Columns, path: Path) -> _Batch:
+    def of(batch: Any, columns: Columns, path: Path) -> tuple[_Batch, Array]:
+        """The columns of a record batch of a file, and the lengths of its documents."""
         lists = {
             name: _Lists.of(batch.column(batch.schema.get_field_index(name)), f"{path}: {name!r}")
             for name in columns.names
         }
-        lengths = lists[columns.tokens].lengths
-        for name, other in lists.items():
-            differing = np.flatnonzero(lengths != other.lengths)
+        tokens, lengths = lists[columns.tokens]
+        for name, (_, others) in lists.items():
+            differing = np.flatnonzero(lengths != others)
             if len(differing):
                 row = int(differing[0])
                 raise ValueError(
                     f"{path}: {len(differing)} rows of a record batch of {len(lengths)} differ in"
                     f" length between {columns.tokens!r} and {name!r}; the first has {lengths[row]}"
-                    f" and {other.lengths[row]}. Mend the source."
+                    f" and {others[row]}. Mend the source."
                 )
-        # Columns that are not there have no name.
-        mask, attention = lists.get(columns.mask or ""), lists.get(columns.attention or "")
-        return _Batch(lists[columns.tokens], mask, attention)
+        mask, attention = (
+            None if name is None else lists[name][0] for name in (columns.mask, columns.attention)
+        )
+        return _Batch(tokens, mask, attention), lengths
 
 
 def _mapped(path: Path) -> tuple[Any, list[Any]]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
-from platformdirs import user_cache_dir
 
-from lightning_wlb.data.tokenising.job import Request, finished, tokenise
+from lightning_wlb.data.cached import cache_folders
+from lightning_wlb.data.tokenising.job import TokeniseRequest, finished, tokenise
 
 
 def texts(
@@ -37,10 +38,11 @@ def texts(
             text; False, none.
 
     Raises:
-        ValueError: no tokenizer is named, or as for :class:`.Request` and :func:`.tokenise`.
+        ValueError: no tokenizer is named, or as for :class:`.TokeniseRequest` and
+            :func:`.tokenise`.
         TimeoutError: another process tokenises the same and does not get on.
     """
-    return _tokenised(Request(source, _named(source, tokenizer), "texts", column, eos))
+    return _tokenised(TokeniseRequest(source, _named(source, tokenizer), "texts", column, eos))
 
 
 def chats(
@@ -54,10 +56,11 @@ def chats(
         column: that holds the messages; None: ``messages``.
 
     Raises:
-        ValueError: no tokenizer is named, or as for :class:`.Request` and :func:`.tokenise`.
+        ValueError: no tokenizer is named, or as for :class:`.TokeniseRequest` and
+            :func:`.tokenise`.
         TimeoutError: another process tokenises the same and does not get on.
     """
-    return _tokenised(Request(source, _named(source, tokenizer), "chats", column))
+    return _tokenised(TokeniseRequest(source, _named(source, tokenizer), "chats", column))
 
 
 def _named(source: str | Path, tokenizer: Any) -> str:
@@ -69,12 +72,26 @@ def _named(source: str | Path, tokenizer: Any) -> str:
     return str(tokenizer)
 
 
-def _tokenised(request: Request) -> Path:
+def _tokenised(request: TokeniseRequest) -> Path:
     identity = request.identity()
     source = Path(request.source).resolve()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
-    folder = Path(user_cache_dir("lightning_wlb"), "documents", f"{source.stem}-{key[:16]}")
+    folder = _cache_folder() / f"{source.stem}-{key[:16]}"
     if finished(folder, identity) is None:
         rank_zero_info(f"Tokenising {source} into {folder}, once. {request.encoder.describe()}")
         tokenise(request, folder)
     return folder
+
+
+def _cache_folder() -> Path:
+    for folder in cache_folders():
+        try:
+            (folder / "documents").mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder / "documents", os.W_OK):
+            return folder / "documents"
+    raise ValueError(
+        f"None of the cache folders {', '.join(map(str, cache_folders()))} can be written to."
+        " Tokenise by the command (lightning-wlb tokenize) and give its folder as documents."
+    )

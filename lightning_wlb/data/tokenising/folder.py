@@ -26,11 +26,11 @@ from typing import IO, Any, Self
 import numpy as np
 import pyarrow as pa
 
+from lightning_wlb.data.stores.arrow import PARTIAL
+from lightning_wlb.data.stores.lists import FACTS
 from lightning_wlb.data.tokenising.encoders import Document
 
 FORMAT = 1
-WHOLE = "lightning_wlb.json"
-PARTIAL = "lightning_wlb.partial.json"
 
 _BUCKETS = 40
 
@@ -181,7 +181,7 @@ def finish(
     write_json(folder / "dataset_info.json", _dataset_info(masked))
     fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     write_json(folder / "state.json", _dataset_state(names, fingerprint))
-    write_json(folder / WHOLE, content)
+    write_json(folder / FACTS, content)
     (folder / PARTIAL).unlink(missing_ok=True)
 
 

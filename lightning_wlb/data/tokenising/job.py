@@ -1,9 +1,9 @@
 """Tokenise a source into a folder: in parallel, resumable, the same with any number of processes.
 
-A :class:`Request` says what is asked for. Shards (:mod:`.sources`) are dealt to processes as these
-become free, and each is one file of the folder (:mod:`.folder`). A run that was ended, at any
-moment, is continued by the same request: shards that are done stay. A folder that was begun, or
-made, from other files, with another tokenizer or other options is refused, naming what differs.
+A :class:`TokeniseRequest` says what is asked for. Shards (:mod:`.sources`) are dealt to processes
+as these become free, and each is one file of the folder (:mod:`.folder`). A run that was ended, at
+any moment, is continued by the same request: shards that are done stay. A folder that was begun,
+or made, from other files, with another tokenizer or other options is refused, naming what differs.
 
 Only one process works on a folder at a time; others that want it wait, and then find it whole.
 
@@ -31,10 +31,12 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.data.stores.arrow import PARTIAL
+from lightning_wlb.data.stores.lists import FACTS
 from lightning_wlb.data.tokenising import folder as folders
 from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.encoders import Document, Encoder, TextEncoder
-from lightning_wlb.data.tokenising.folder import FORMAT, PARTIAL, WHOLE, Figures
+from lightning_wlb.data.tokenising.folder import FORMAT, Figures
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
 
 Kind = Literal["texts", "chats"]
@@ -50,7 +52,7 @@ _STALLED_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Request:
+class TokeniseRequest:
     """What is to be tokenised, and how.
 
     Args:
@@ -122,7 +124,7 @@ Progress = Callable[[int], None]
 
 
 def tokenise(
-    request: Request, out: str | Path, workers: int | None = None, show: bool = True
+    request: TokeniseRequest, out: str | Path, workers: int | None = None, show: bool = True
 ) -> dict[str, Any]:
     """Tokenise a source into a folder, or go on with it; does nothing where it is whole already.
 
@@ -141,7 +143,7 @@ def tokenise(
         TimeoutError: another process has this folder and does not get on.
     """
     out = Path(out)
-    workers = whole("workers", workers or len(os.sched_getaffinity(0)), 1)
+    workers = whole("workers", _cores() if workers is None else workers, 1)
     identity = request.identity()
     if (made := finished(out, identity)) is not None:
         return made
@@ -156,13 +158,20 @@ def tokenise(
     return made
 
 
+def _cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """What a whole folder says of itself; None where the folder is not whole.
 
     Raises:
         ValueError: it was made for another request.
     """
-    content = folders.read_json(out / WHOLE)
+    content = folders.read_json(out / FACTS)
     if content is not None:
         _check_same(out, content["request"], identity, "was made")
     return content
@@ -208,7 +217,7 @@ def _check_same(out: Path, saved: dict[str, Any], identity: dict[str, Any], how:
 
 
 def _work(
-    request: Request,
+    request: TokeniseRequest,
     identity: dict[str, Any],
     out: Path,
     done: dict[int, dict[str, Any]],
@@ -266,16 +275,23 @@ def _results(
     # the encoder is sent.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (encoder, out))
+    others, done = set(multiprocessing.active_children()), False
     try:
         waiting = {pool.submit(_worker_shard, number, shards[number]): number for number in shards}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
+        done = True
     except BrokenProcessPool as error:
         raise ValueError(
             f"A worker process died, perhaps for want of memory. What is done lies in {out}: the"
             " same command goes on from there; try fewer workers."
         ) from error
     finally:
+        if not done:
+            # Nobody waits for shards under way, which may take minutes. Their files are not named
+            # before they are whole.
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
         pool.shutdown(cancel_futures=True)
 
 

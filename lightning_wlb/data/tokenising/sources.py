@@ -14,7 +14,6 @@ Cost: one look at every file's size and time of change; a shard is read once, fr
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
+
+from lightning_wlb.data.cached import fingerprint
 
 LINES = (".jsonl", ".jsonl.gz")
 TEXTS = (".txt", ".md")
@@ -103,12 +104,8 @@ class Source:
 
     def digest(self) -> str:
         """A fingerprint of the files' names, sizes and times of change, as they are now."""
-        fingerprint = hashlib.sha256()
-        for each in self.files:
-            status = each.stat()
-            name = each.name if each == self.path else each.relative_to(self.path).as_posix()
-            fingerprint.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-        return fingerprint.hexdigest()[:16]
+        root = self.path if self.path.is_dir() else self.path.parent
+        return fingerprint(self.files, root)
 
     def shards(self) -> list[list[Part]]:
         """The files cut into shards; every byte is in exactly one part."""

@@ -163,9 +163,12 @@ class HuggingFaceDecoder(Decoder):
                 position_ids=micro_batch.positions[None],
                 use_cache=False,
             ).last_hidden_state
-            hidden = (out if run.left is None else run.left)[0]
+            made = (out if run.left is None else run.left)[0]
             if self.head is not None and span.stop == self.stages.count:
-                hidden = self.head(hidden, micro_batch.labels, groups.tensor)
+                hidden = self.head(made, micro_batch.labels, groups.tensor)
+            else:
+                # Not a view of a batch of one: FSDP's hooks would be lost on it.
+                hidden = made.clone()
         if missing := sorted(set(span) - run.attended):
             raise ValueError(
                 f"model type {self.config.model_type!r}: layers {missing} did not call attention."

@@ -219,7 +219,7 @@ def test_columns_that_do_not_fit_are_refused(tmp_path: Path, table: pa.Table, me
         (beside("loss_mask", [[1, 1, 1], [1], [0, 2]]), "document 2.*value 2 at position 1"),
         (
             beside("attention_mask", [[1, 1, 1], [1], [1, 0]]),
-            "document 2.* is padded: .*position 1",
+            "document 2.*padded: .*position 1",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.data.tokenising import Request, tokenise
+from lightning_wlb.data.tokenising import TokeniseRequest, tokenise
 from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.sources import Row
 from tests.data.tokenising.support import (
@@ -146,7 +146,7 @@ def test_a_folder_of_chats_has_masks(tmp_path) -> None:
     chats = [{"messages": messages_of([("user", "a"), ("assistant", "b" * n)])} for n in range(40)]
     source = write_lines(tmp_path / "a.jsonl", chats)
     out = tmp_path / "out"
-    made = tokenise(Request(source, tokenizer, "chats"), out, workers=2)
+    made = tokenise(TokeniseRequest(source, tokenizer, "chats"), out, workers=2)
     documents = ChatEncoder(tokenizer, "messages").documents(
         [Row(each, source, 0, 1) for each in chats]
     )

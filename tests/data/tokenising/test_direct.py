@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_wlb.data.tokenising import Request, chats, direct, job, texts, tokenise
+import lightning_wlb
+from lightning_wlb.data.tokenising import TokeniseRequest, chats, direct, job, texts, tokenise
 from tests.data.tokenising.support import (
     PLAIN,
     columns,
@@ -22,8 +23,8 @@ from tests.data.tokenising.support import (
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(direct, "user_cache_dir", lambda name: str(tmp_path / "cache" / name))
-    return tmp_path / "cache" / "lightning_wlb" / "documents"
+    monkeypatch.setattr(direct, "cache_folders", lambda: [Path("/dev/null/no"), tmp_path / "cache"])
+    return tmp_path / "cache" / "documents"
 
 
 def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monkeypatch) -> None:
@@ -54,7 +55,7 @@ def test_chats_are_what_the_command_makes_of_them(tmp_path) -> None:
     model = saved_chat_tokenizer(tmp_path / "model", PLAIN)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     source = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
-    tokenise(Request(source, model, "chats"), tmp_path / "out")
+    tokenise(TokeniseRequest(source, model, "chats"), tmp_path / "out")
     assert contents(chats(source, model)) == contents(tmp_path / "out")
 
 
@@ -83,3 +84,35 @@ def test_a_tokenizer_must_be_named(tmp_path) -> None:
     for opened in (texts, chats):
         with pytest.raises(ValueError, match=r"a.jsonl' need a tokenizer. Name a tokenizer.json"):
             opened(tmp_path / "a.jsonl")
+
+
+def test_where_nothing_can_be_written_the_command_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(direct, "cache_folders", lambda: [Path("/dev/null/no")])
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}])
+    with pytest.raises(ValueError, match=r"/dev/null/no can be written to. Tokenise by the comm"):
+        texts(source, saved(tmp_path))
+
+
+def test_documents_opens_texts_chats_and_mixtures_of_them(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    model = saved_chat_tokenizer(tmp_path / "model", PLAIN)
+    lines = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}, {"text": "jumps"}])
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    talks = write_lines(tmp_path / "b.jsonl", [{"messages": messages}])
+    opened = lightning_wlb.documents(
+        {
+            "mixture": [
+                {"documents": {"texts": str(lines), "tokenizer": model}, "weight": 0.7},
+                {"documents": {"chats": str(talks), "tokenizer": model}, "weight": 0.3},
+            ]
+        }
+    )
+    expected = [[*tokenizer().encode(text).ids, 1] for text in ("the fox", "jumps")]
+    assert [opened.read(each, 0, int(opened.lengths[each])).tolist() for each in (0, 1)] == expected
+    assert opened.vocab_size == 300
+    assert opened.mask(0, 0, 2) is None
+    mask = opened.mask(2, 0, int(opened.lengths[2]))
+    assert mask is not None
+    assert mask.tolist() == [False, False, False, False, True, True, True]
+    with pytest.raises(ValueError, match=r"no option 'colum'. It takes tokenizer, column, eos"):
+        lightning_wlb.documents({"texts": str(lines), "tokenizer": model, "colum": "a"})

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.data.tokenising import Request, job, sources, tokenise
+from lightning_wlb.data.tokenising import TokeniseRequest, job, sources, tokenise
 from tests.data.tokenising.support import columns, contents, saved, tokenizer, write_lines
 
 TEXTS = [f"{number} foxes " + "jump " * (number % 37) for number in range(300)]
@@ -27,9 +27,9 @@ def small_shards(monkeypatch) -> None:
 
 
 @pytest.fixture
-def request_(tmp_path) -> Request:
+def request_(tmp_path) -> TokeniseRequest:
     path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*TEXTS, "", " "]])
-    return Request(path, saved(tmp_path), eos="</s>")
+    return TokeniseRequest(path, saved(tmp_path), eos="</s>")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_workers_do_not_change_the_result(request_, unbroken, tmp_path, workers)
     assert made == json.loads((out / "lightning_wlb.json").read_text())
 
 
-def _run_until(request: Request, out: Path, renames: int) -> None:
+def _run_until(request: TokeniseRequest, out: Path, renames: int) -> None:
     """In a process of its own: end without any tidying up before a file takes its name."""
     replace, left = Path.replace, iter(range(renames))
 
@@ -161,12 +161,12 @@ def test_another_request_is_refused_with_what_differs(request_, unbroken, whole)
         (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
         (unbroken / "lightning_wlb.json").unlink()
     how = "was made" if whole else "was begun"
-    other = Request(request_.source, request_.tokenizer, eos=False)
+    other = TokeniseRequest(request_.source, request_.tokenizer, eos=False)
     with pytest.raises(ValueError, match=rf"{how} for .* eos '</s>' there, False here; .*rm -r "):
         tokenise(other, unbroken)
     with Path(request_.source).open("a") as file:
         file.write('{"text": "more"}\n')
-    changed = Request(request_.source, request_.tokenizer, eos="</s>")
+    changed = TokeniseRequest(request_.source, request_.tokenizer, eos="</s>")
     with pytest.raises(ValueError, match=rf"{how} for another request: bytes \d+ there, \d+ here"):
         tokenise(changed, unbroken)
 
@@ -185,7 +185,35 @@ def test_a_bad_line_ends_the_run_by_its_place(tmp_path, workers) -> None:
     lines[222] = '{"text": '
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"a.jsonl:223 is no JSON"):
-        tokenise(Request(path, saved(tmp_path)), tmp_path / "out", workers)
+        tokenise(TokeniseRequest(path, saved(tmp_path)), tmp_path / "out", workers)
+
+
+def test_a_mistake_does_not_wait_for_shards_under_way(request_, tmp_path, monkeypatch) -> None:
+    begin = time.monotonic()
+    ours = {str(part) for part in request_.files.shards()[0]}
+
+    def work(parts, *rest):
+        if {str(part) for part in parts} == ours:
+            raise ValueError("a mistake")
+        time.sleep(60)
+
+    monkeypatch.setattr(job, "_tokenise_shard", work)
+    with pytest.raises(ValueError, match="a mistake"):
+        tokenise(request_, tmp_path / "out", 2)
+    assert time.monotonic() - begin < 30
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_is_reported(request_, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(job, "_tokenise_shard", lambda *given: os._exit(1))
+    with pytest.raises(ValueError, match=r"A worker process died.* try fewer workers"):
+        tokenise(request_, tmp_path / "out", 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1.5])
+def test_workers_are_a_whole_number(request_, tmp_path, workers) -> None:
+    with pytest.raises(ValueError, match=f"workers={workers}"):
+        tokenise(request_, tmp_path / "out", workers)
 
 
 def test_a_source_without_documents_and_one_that_changes_are_refused(
@@ -193,7 +221,7 @@ def test_a_source_without_documents_and_one_that_changes_are_refused(
 ) -> None:
     path = write_lines(tmp_path / "empty.jsonl", [{"text": ""}])
     with pytest.raises(ValueError, match="holds no documents: 1 rows"):
-        tokenise(Request(path, request_.tokenizer), tmp_path / "out")
+        tokenise(TokeniseRequest(path, request_.tokenizer), tmp_path / "out")
     shard = job._tokenise_shard
 
     def growing(*arguments):
@@ -227,7 +255,7 @@ def test_the_other_waits_for_who_has_the_folder(request_, unbroken, tmp_path, mo
     assert waiting.exitcode == 0
 
 
-def _expect_stalled(request: Request, out: Path) -> None:
+def _expect_stalled(request: TokeniseRequest, out: Path) -> None:
     with pytest.raises(TimeoutError, match="has done no part of it"):
         tokenise(request, out, 1)
 
@@ -245,4 +273,4 @@ def _expect_stalled(request: Request, out: Path) -> None:
 def test_requests_that_do_not_go_together_are_refused(tmp_path, options, message) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=message):
-        Request(tmp_path / "a.txt", "tokenizer.json", **options)
+        TokeniseRequest(tmp_path / "a.txt", "tokenizer.json", **options)

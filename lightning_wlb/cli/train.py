@@ -1,0 +1,92 @@
+"""Train, validate or test by a configuration file: LightningCLI with one section more.
+
+``lightning-wlb fit --config run.yaml`` needs no script. The file has LightningCLI's sections, and
+``wlb`` with the arguments of :class:`.WLBStrategy`, for ``trainer.strategy: wlb``::
+
+    trainer:
+      strategy: wlb
+      devices: 8
+    wlb:
+      context_parallel_size: 4
+    model:
+      class_path: lightning_wlb.HuggingFaceModule
+      init_args:
+        config: folder/of/Llama-3.1-8B
+        pretrained: true
+    data:
+      documents: folder/of/documents
+      context_window: 131072
+      micro_batches: 8
+
+``lightning-wlb fit --print_config`` prints every option with its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.strategy.wlb import WLBStrategy
+
+SUBCOMMANDS = {
+    "fit": "Train by a configuration file: LightningCLI, with trainer.strategy: wlb.",
+    "validate": "Evaluate on the validation documents, by a configuration file.",
+    "test": "Evaluate on the test documents, by a configuration file.",
+}
+"""What LightningCLI does for this package's modules, and a line about each."""
+
+
+class WLBCLI(LightningCLI):
+    """LightningCLI whose ``trainer.strategy: wlb`` takes its arguments from the section ``wlb``.
+
+    Args:
+        model_class: any :class:`.LanguageModule`, chosen by ``model.class_path``, if None.
+        datamodule_class: :class:`.WLBDataModule` if None.
+        options: LightningCLI's.
+
+    Raises:
+        MisconfigurationException: sizes in the section ``wlb`` with another strategy.
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] | None = None,
+        datamodule_class: type[LightningDataModule] | None = None,
+        **options: Any,
+    ) -> None:
+        defaults = {"seed_everything_default": 0, "subclass_mode_model": model_class is None}
+        super().__init__(
+            model_class or LanguageModule,
+            datamodule_class or WLBDataModule,
+            **(defaults | options),
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the section ``wlb``."""
+        parser.add_class_arguments(WLBStrategy, "wlb", instantiate=False)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer, with the strategy that the section ``wlb`` describes."""
+        strategy = self._get(self.config, "trainer.strategy")
+        given = self._get(self.config, "wlb").as_dict()
+        if strategy == WLBStrategy.strategy_name:
+            kwargs["strategy"] = WLBStrategy(**given)
+        else:
+            usual = self._parser(self.subcommand).get_defaults().wlb.as_dict()
+            if changed := {name: each for name, each in given.items() if each != usual[name]}:
+                raise MisconfigurationException(
+                    f"the section wlb sets {changed}, but trainer.strategy is {strategy!r}. Write"
+                    " trainer.strategy: wlb, or give the sizes under the strategy's own init_args."
+                )
+        return super().instantiate_trainer(**kwargs)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run ``fit``, ``validate`` or ``test`` with the options that follow it."""
+    WLBCLI(args=list(arguments))

@@ -1,0 +1,43 @@
+"""A transformers config from whatever a user has: a folder, a file, a hub name, fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+
+def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> PretrainedConfig:
+    """The config that is given, named or described.
+
+    Args:
+        config: a config; a folder with a ``config.json``, that file, or a name on the hub; or a
+            mapping of its fields, ``model_type`` among them.
+
+    Raises:
+        ValueError: naming what was given and what can be.
+    """
+    if isinstance(config, PretrainedConfig):
+        return config
+    if isinstance(config, Mapping):
+        kind = config.get("model_type")
+        if kind not in CONFIG_MAPPING:
+            raise ValueError(
+                f"A Hugging Face config with model_type={kind!r}, which transformers does not know."
+                " Give the fields of a config.json, among them one such as model_type: llama."
+            )
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    if isinstance(config, str | Path):
+        try:
+            return AutoConfig.from_pretrained(str(config))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"
+                f" on the hub that transformers can reach: {error}"
+            ) from error
+    raise ValueError(
+        f"A config of type {type(config).__name__}. Give a folder with a config.json, that file, a"
+        " name on the hub, a transformers PretrainedConfig or a mapping of its fields."
+    )

@@ -1,0 +1,97 @@
+"""``lightning-wlb fit``: LightningCLI with the strategy's section."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cli.main import main, parser
+from lightning_wlb.cli.train import SUBCOMMANDS, WLBCLI
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.strategy.wlb import WLBStrategy
+
+QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+DATA = ["--data.context_window=512", "--data.micro_batches=2"]
+
+
+def cli(*options: str, **given) -> WLBCLI:
+    return WLBCLI(LanguageModule, run=False, args=[*DATA, *QUIET, *options], **given)
+
+
+def test_the_strategy_takes_its_sizes_from_its_section():
+    made = cli(
+        "--trainer.strategy=wlb",
+        "--trainer.devices=4",
+        "--trainer.accelerator=cpu",
+        "--wlb.pipeline_parallel_size=2",
+        "--wlb.schedule=interleaved",
+    )
+    strategy = made.trainer.strategy
+    assert isinstance(strategy, WLBStrategy)
+    assert "('auto', 2, 1, 1)" in repr(strategy)
+    assert strategy.schedule == "interleaved"
+
+
+def test_another_strategy_leaves_the_section_alone():
+    made = cli("--trainer.strategy=auto", "--trainer.accelerator=cpu")
+    assert not isinstance(made.trainer.strategy, WLBStrategy)
+
+
+def test_sizes_without_the_strategy_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"trainer\.strategy is 'auto'.*: wlb"):
+        cli("--trainer.strategy=auto", "--wlb.context_parallel_size=2")
+
+
+def test_any_module_is_named_by_its_class():
+    made = WLBCLI(
+        run=False,
+        args=[
+            *DATA,
+            *QUIET,
+            "--model=lightning_wlb.LanguageModule",
+            "--model.config=tiny",
+            "--model.learning_rate=0.5",
+            "--trainer.accelerator=cpu",
+        ],
+    )
+    assert made.model.learning_rate == 0.5
+
+
+def test_the_command_trains(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    code = main(
+        [
+            "fit",
+            "--model=lightning_wlb.LanguageModule",
+            "--trainer.strategy=wlb",
+            "--trainer.accelerator=cpu",
+            "--trainer.devices=1",
+            "--trainer.max_steps=2",
+            "--trainer.enable_checkpointing=false",
+            "--data.num_workers=0",
+            *DATA,
+            *QUIET,
+        ]
+    )
+    assert code == 0
+    assert "max_steps=2` reached" in caplog.text
+
+
+def test_a_mistake_is_said_without_a_traceback(capsys):
+    code = main(
+        [
+            "fit",
+            "--model=lightning_wlb.LanguageModule",
+            "--model.config=no_preset",
+            *DATA,
+        ]
+    )
+    assert code == 2
+    said = capsys.readouterr().err
+    assert "no_preset" in said
+    assert "Traceback" not in said
+
+
+def test_help_names_the_commands(capsys):
+    text = parser().format_help()
+    assert all(name in text for name in SUBCOMMANDS)
