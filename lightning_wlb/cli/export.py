@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,10 @@ def _write(
 ) -> int:
     import torch
 
-    from lightning_wlb.models.huggingface.export import write_model
     from lightning_wlb.models.huggingface.config import read_config
+    from lightning_wlb.models.huggingface.export import write_adapted, write_model
 
-    def read(names: Any) -> dict[str, torch.Tensor]:
+    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
         wanted = [_PREFIX + name for name in names]
         missing = [name for name in wanted if name not in stored.names]
         if missing:
@@ -153,6 +153,8 @@ def _write(
 
     config = read_config(given["config"])
     wanted = None if dtype is None else getattr(torch, dtype)
+    if given.get("lora") is not None:
+        return write_adapted(read, config, given["lora"], given["pretrained"], folder, dtype=wanted)
     return write_model(read, config, folder, dtype=wanted, report=report)
 
 

@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.lora import is_adapter, write_adapters
 from lightning_wlb.models.huggingface.weights import skeleton
 
 Read = Callable[[Iterable[str]], Mapping[str, Tensor]]
@@ -66,7 +67,7 @@ def write_model(
     """
     config = copy.deepcopy(config)
     model = skeleton(config)
-    decoder = outline(config)
+    decoder = _outline(config)
     dtype = dtype or _dtype(config)
     kept = tuple(model._keep_in_fp32_modules_strict or ())
     buffers = {name for name, _ in decoder.persistent_buffers()}
@@ -93,10 +94,41 @@ def write_model(
     return files.finish()
 
 
-def outline(config: Any, **options: Any) -> HuggingFaceDecoder:
+def write_adapted(
+    read: Read,
+    config: Any,
+    lora: Mapping[str, Any],
+    base: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Write the adapters of a model that was trained with LoRA, as peft reads them.
+
+    Args:
+        read: as in :func:`write_model`.
+        config: the decoder's transformers config.
+        lora: fields of ``LoraConfig``.
+        base: folder or name of the weights that the adapters belong to.
+        folder: exists, and is filled.
+        dtype: of the adapters; as they are read if None.
+
+    Returns:
+        The number of tensors in the folder.
+    """
+    decoder = _outline(config, lora)
+    names = [name for name, _ in decoder.named_parameters() if is_adapter(name)]
+    adapters = {
+        decoder.family_name(name): value.view(decoder.family_shape(name)).to(dtype or value.dtype)
+        for name, value in read(names).items()
+    }
+    return write_adapters(adapters, lora, base, folder)
+
+
+def _outline(config: Any, lora: Mapping[str, Any] | None = None) -> HuggingFaceDecoder:
     """A decoder without memory, for its names and shapes."""
     with torch.device("meta"):
-        return HuggingFaceDecoder(config, **options)
+        return HuggingFaceDecoder(config, lora=lora)
 
 
 def files_beside(source: Path) -> list[str]:

@@ -96,17 +96,23 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
         ValueError: adapters outside of the layers, of another kind, or not in all layers.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import Linear
 
     inject_adapter_in_model(peft_config(given), causal)
     adapters = [name for name, each in causal.named_parameters() if each.requires_grad]
     others = [
-        name for name in adapters if not name.startswith(f"{layers}.") or not is_adapter(name)
+        name
+        for name in adapters
+        if not name.startswith(f"{layers}.")
+        or not is_adapter(name)
+        or type(causal.get_submodule(name.partition(".lora_")[0])) is not Linear
     ]
     if others:
         raise ValueError(
             f"lora: target_modules={given.get('target_modules')!r} makes adapters"
             f" {', '.join(others[:3])}. Only linear modules of the layers can have them, not the"
-            " embedding, the head or experts."
+            " embedding, the head or experts. Name the modules, as ['q_proj', 'v_proj']: in a"
+            " mixture of experts peft takes 'all-linear' and 'gate_proj' for the experts too."
         )
     within = {name.removeprefix(f"{layers}.").partition(".")[0] for name in adapters}
     without = [
