@@ -40,13 +40,13 @@ class HuggingFaceModule(LanguageModule):
 
     def __init__(
         self,
-        config: Any,
+        config: str | Path | dict[str, Any] | PretrainedConfig,
         *,
         pretrained: bool | str = False,
         lora: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(config, **options)
+        super().__init__(config, **options)  # type: ignore[arg-type]  # read_config takes it
         if pretrained is True:
             if not isinstance(config, str | Path):
                 raise ValueError(
