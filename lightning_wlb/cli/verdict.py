@@ -119,12 +119,14 @@ class Verdict:
                 f"Take {REFERENCE} with sharding {self.reference.sharding}, or documents that are"
                 " longer.",
             ]
+        delay = self.chosen.delay
+        waits = f" Tokens wait {delay:.2f} steps on average." if delay else ""
         return [
             title,
             f"Take packing {self.chosen.packing} with sharding {self.chosen.sharding} on mesh"
             f" {mesh}: {self.gain:.2f} times the tokens/s of {REFERENCE}"
             f" ({_speed(self.chosen):,.0f} to {_speed(self.reference):,.0f}, simulated with"
-            f" {name}). {share}",
+            f" {name}). {share}{waits}",
             self._threshold(),
         ]
 
