@@ -138,8 +138,8 @@ def _write(
 ) -> int:
     import torch
 
+    from lightning_wlb.models.huggingface.config import read_config
     from lightning_wlb.models.huggingface.export import write_adapted, write_model
-    from lightning_wlb.models.huggingface.module import read_config
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
         wanted = [_PREFIX + name for name in names]

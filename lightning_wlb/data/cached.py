@@ -19,7 +19,7 @@ from typing import TypeVar
 from lightning.pytorch.utilities import rank_zero_only
 from platformdirs import user_cache_dir
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 
 
 BESIDE = ".lightning_wlb"
@@ -89,7 +89,7 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
     return digest.hexdigest()[:16]
 
 
-def shown(items: Sequence[Item], what: str) -> Iterable[Item]:
+def shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
     """The items, with a progress bar where someone is watching."""
     if getattr(rank_zero_only, "rank", 0) != 0 or not sys.stderr.isatty():
         return items

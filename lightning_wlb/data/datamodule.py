@@ -43,9 +43,9 @@ class WLBDataModule(L.LightningDataModule):
     """Documents of any length as balanced optimiser steps: one batch is one step.
 
     Args:
-        documents: whatever :func:`lightning_wlb.documents` opens: a path of a corpus, a mapping
-            ``{"path": ..., option: value}``, a document store, sequences of token numbers, or
-            ``"stdlib"`` (the standard library's top-level definitions as bytes).
+        documents: whatever :func:`~lightning_wlb.data.opening.documents` opens: a path of a corpus,
+            a mapping ``{"path": ..., option: value}``, a document store, sequences of token
+            numbers, or ``"stdlib"`` (the standard library's top-level definitions as bytes).
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
             batch is the next documents until at least N·C tokens, over all replicas.

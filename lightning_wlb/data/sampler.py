@@ -106,7 +106,7 @@ class StepDataset(IterableDataset[StepBatch]):
         """The steps of a model of this shape: documents weigh what it computes on them.
 
         Args:
-            documents: whatever :func:`lightning_wlb.documents` opens.
+            documents: whatever :func:`~lightning_wlb.data.opening.documents` opens.
             data: which documents enter a step.
             shape: of the model, such as ``LanguageModule.model_shape``.
             rank: where this rank stands in the mesh; None: the only rank.

@@ -1,7 +1,7 @@
 """Which columns of a table hold the tokens of a document and their mask.
 
 Tokens are the column ``input_ids`` or ``tokens``, else the only column of lists of integers. The
-mask is the one column named in :data:`MASK_COLUMNS`, lists of booleans or of 0 and 1, or ``labels``
+mask is the one column named as in ``MASK_COLUMNS``, lists of booleans or of 0 and 1, or ``labels``
 as Hugging Face's models take them. An ``attention_mask`` beside them must be all ones: rows that
 were padded are refused. Other columns are not looked at.
 """

@@ -152,6 +152,6 @@ def _cached_offsets(path: Path, tokens: Array, end_of_document: int) -> Path:
         rest = [len(tokens)] if offsets[-1] < len(tokens) else []
         np.save(folder / "offsets.npy", np.concatenate((offsets, np.array(rest, np.int64))))
 
-    made_of = fingerprint([path], path.parent, tokens.dtype.str, end_of_document)
+    made_of = fingerprint([path], path.parent, path.resolve(), tokens.dtype.str, end_of_document)
     folder = built_once(f"{path.name}-offsets-{made_of}", build, path)
     return folder / "offsets.npy"

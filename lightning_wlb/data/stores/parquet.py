@@ -5,7 +5,7 @@ its row group. So the column of tokens, and that of masks, are written once as a
 row group by row group, into the folder ``.lightning_wlb`` beside the file (or, where one may not
 write there, the user's cache folder), and mapped from there. The name of what is kept holds the
 file's size and time of change: a file that was changed is read again, and what was made of the
-older one is removed.
+older one is removed from beside it.
 
 Cost: the first opening unpacks the columns and writes 4 bytes for each token (more than Parquet
 takes, with compression); later ones read lengths alone. Memory is bounded by a few million tokens,
@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lightning_wlb.data.cached import built_once, fingerprint, shown
+from lightning_wlb.data.cached import BESIDE, built_once, fingerprint, shown
 from lightning_wlb.data.stores.base import Empty
 from lightning_wlb.data.stores.columns import AUTO, Columns, columns_of
 from lightning_wlb.data.stores.lists import ListDocuments, name_of_files, shards
@@ -82,9 +82,11 @@ def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
             f"{path} cannot be read as a Parquet file: {error}. It is truncated, damaged or"
             " something else. Make it again."
         ) from error
-    for older in folder.parent.glob(f"{prefix}*"):
-        if older != folder:
-            shutil.rmtree(older, ignore_errors=True)
+    # Beside the file its name is its own; the user's cache may hold files of that name elsewhere.
+    if folder.parent.name == BESIDE:
+        for older in folder.parent.iterdir():
+            if older.name.startswith(prefix) and older != folder:
+                shutil.rmtree(older, ignore_errors=True)
     return folder / "data.arrow"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.models.huggingface.config import read_config
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.folder import resolve
 from lightning_wlb.models.huggingface.lora import checked
@@ -40,13 +40,13 @@ class HuggingFaceModule(LanguageModule):
 
     def __init__(
         self,
-        config: Any,
+        config: str | Path | dict[str, Any] | PretrainedConfig,
         *,
         pretrained: bool | str = False,
         lora: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(config, **options)
+        super().__init__(config, **options)  # type: ignore[arg-type]  # read_config takes it
         if pretrained is True:
             if not isinstance(config, str | Path):
                 raise ValueError(
@@ -91,33 +91,3 @@ class HuggingFaceModule(LanguageModule):
         assert isinstance(self.model, HuggingFaceDecoder)
         load(self.model, resolve(self.pretrained))
         self.model.initialise_adapters(self.initial_seed)
-
-
-def read_config(config: Any) -> PretrainedConfig:
-    """A transformers config: itself, from a mapping, or from a folder, file or name.
-
-    Raises:
-        ValueError: naming what was given and what can be.
-    """
-    if isinstance(config, PretrainedConfig):
-        return config
-    if isinstance(config, Mapping):
-        kind = config.get("model_type")
-        if kind not in CONFIG_MAPPING:
-            raise ValueError(
-                f"config is a mapping with model_type={kind!r}, which transformers does not know."
-                " Give the fields of a config.json, model_type: llama for example among them."
-            )
-        return CONFIG_MAPPING[kind].from_dict(dict(config))
-    if isinstance(config, str | Path):
-        try:
-            return AutoConfig.from_pretrained(str(config))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"config={str(config)!r} is neither a folder with a config.json nor a name that"
-                f" transformers can resolve: {error}"
-            ) from error
-    raise ValueError(
-        f"config of type {type(config).__name__}. Give a folder with a config.json, a name on the"
-        " hub, a transformers PretrainedConfig or a mapping of its fields."
-    )

@@ -95,12 +95,18 @@ def test_a_file_is_read_once_and_again_when_it_changes(
 def test_where_one_may_not_write_the_users_cache_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data").mkdir()
-    path = write_parquet(tmp_path / "data" / "a.parquet", TOKENS)
-    (tmp_path / "data" / cached.BESIDE).write_text("a file, in which nothing can be made")
+    """It keeps apart files that differ in their folder only."""
     monkeypatch.setattr(cached, "user_cache_dir", lambda name: str(tmp_path / name))
-    check(documents(path), TOKENS)
-    assert [kept.is_dir() for kept in (tmp_path / "lightning_wlb").iterdir()] == [True]
+    for name, rows in (("a", [[1, 2]]), ("b", [[3, 4]])):
+        (tmp_path / name).mkdir()
+        path = write_parquet(tmp_path / name / "train.parquet", rows)
+        os.utime(path, ns=(0, 0))
+        (tmp_path / name / cached.BESIDE).write_text("a file, in which nothing can be made")
+        check(documents(path), rows)
+    kept = list((tmp_path / "lightning_wlb").iterdir())
+    assert len(kept) == 2
+    check(documents(tmp_path / "a" / "train.parquet"), [[1, 2]])
+    assert list((tmp_path / "lightning_wlb").iterdir()) == kept
 
 
 def test_an_interrupted_reading_leaves_nothing(

@@ -1,0 +1,153 @@
+"""The configurations in examples/ run as a newcomer would run them, on a small model and corpus."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from lightning_wlb.cli.main import main
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORDS = 200
+END = "<end>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Texts, chats, a tokenizer and a model with weights, all small."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("recipes")
+    words = [f"w{number}" for number in range(WORDS)]
+    vocabulary = {word: number for number, word in enumerate([END, "user", "assistant", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    wrapped.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <end> ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(vocabulary),
+    )
+    LlamaForCausalLM(config).save_pretrained(path / "model")
+    wrapped.save_pretrained(path / "model")
+    draw = random.Random(0)
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=min(int(draw.lognormvariate(3, 1)) + 1, 200)))
+
+    texts = [{"text": text()} for _ in range(200)]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": text()},
+                {"role": "assistant", "content": text()},
+            ]
+        }
+        for _ in range(60)
+    ]
+    for name, lines in (("texts", texts), ("chats", chats)):
+        written = "".join(json.dumps(line) + "\n" for line in lines)
+        (path / f"{name}.jsonl").write_text(written)
+    command = ["tokenize", str(path / "texts.jsonl"), str(path / "corpus")]
+    assert main([*command, "--tokenizer", str(path / "model"), "--workers", "1"]) == 0
+    return path
+
+
+def fit(folder: Path, name: str, *options: str) -> str:
+    """Run ``lightning-wlb fit`` with an example for two steps; what it printed."""
+    arguments = [
+        *("-m", "lightning_wlb.cli.main", "fit", f"--config={EXAMPLES / name}"),
+        *("--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.precision=32-true"),
+        *(f"--trainer.logger.init_args.save_dir={name}", "--trainer.enable_model_summary=false"),
+        *("--data.micro_batches=2", "--data.context_window=128", *options),
+    ]
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"max_steps=2. reached", done.stderr + done.stdout)
+    return done.stdout
+
+
+def checkpoint(folder: Path, name: str) -> str:
+    (path,) = (folder / name).rglob("*.ckpt")
+    return str(path)
+
+
+def test_pretraining_from_a_tokenised_folder(folder):
+    fit(
+        folder,
+        "pretrain.yaml",
+        "--data.documents=corpus",
+        "--model.init_args.config.vocab_size=256",
+        "--model.init_args.config.hidden_size=32",
+    )
+
+
+def test_continued_pretraining_on_a_mixture_and_export(folder):
+    mixture = (
+        '{"mixture": [{"documents": "corpus", "weight": 0.7, "name": "new"},'
+        ' {"documents": {"path": "corpus"}, "weight": 0.3, "name": "old"}]}'
+    )
+    fit(
+        folder,
+        "continue.yaml",
+        "--model.init_args.config=model",
+        f"--data.documents={mixture}",
+        "--trainer.devices=2",
+        "--wlb.context_parallel_size=2",
+        "--trainer.callbacks=ModelCheckpoint",
+        "--trainer.callbacks.every_n_train_steps=2",
+    )
+    out = folder / "exported"
+    assert main(["export", checkpoint(folder, "continue.yaml"), str(out)]) == 0
+    before = AutoModelForCausalLM.from_pretrained(folder / "model")
+    after = AutoModelForCausalLM.from_pretrained(out)
+    assert {*after.state_dict()} == {*before.state_dict()}
+    assert (out / "tokenizer.json").is_file()
+    changed = [
+        name
+        for name, value in after.state_dict().items()
+        if not torch.equal(value, before.state_dict()[name])
+    ]
+    assert changed
+
+
+def test_chats_with_low_rank_adapters_and_export(folder):
+    from peft import PeftModel
+
+    fit(
+        folder,
+        "chat_lora.yaml",
+        "--model.init_args.config=model",
+        "--data.documents.chats=chats.jsonl",
+        "--data.documents.tokenizer=model",
+        "--trainer.devices=1",
+    )
+    out = folder / "adapters"
+    assert main(["export", checkpoint(folder, "chat_lora.yaml"), str(out)]) == 0
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    adapted = PeftModel.from_pretrained(base, out)
+    lora = [each for name, each in adapted.named_parameters() if "lora_B" in name]
+    assert lora
+    assert any(float(each.detach().abs().max()) > 0 for each in lora)
