@@ -28,9 +28,10 @@ WORTH = 1.03
 """Least gain that is called one: what the simulation leaves out is a few percent."""
 
 HALVINGS = 7
-"""Documents and window are halved at most so many times, and not below :data:`LEAST_WINDOW`."""
+"""Documents and window are halved at most so many times."""
 
 LEAST_WINDOW = 512
+"""A window is not halved below so many tokens."""
 
 FEWEST_STEPS = 2
 
