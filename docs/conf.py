@@ -26,6 +26,7 @@ include_patterns = [
     "docs/*.md",
     "docs/modules/lightning_wlb*.rst",
     "benchmarks/**.md",
+    "examples/*.md",
 ]
 smartquotes = False  # options begin with two hyphens
 html_theme = "furo"
@@ -56,7 +57,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     # Types of others, whose documentation is not here, and our aliases of types.
     (r"py:.*", r"(abc|argparse|collections|contextlib|datetime|multiprocessing|pathlib|types)\..*"),
-    (r"py:.*", r"(lightning|matplotlib|nn|np|numpy|pyarrow|rich|torch|torchdata)\..*"),
+    (
+        r"py:.*",
+        r"(lightning|matplotlib|nn|np|numpy|pyarrow|rich|torch|torchdata|transformers)\..*",
+    ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Path|npt\..*"),
     (r"py:class", r"dict\[str"),  # half of a type, where a signature is split at its comma

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from rich.console import Console
 
+from lightning_wlb.cli.main import main
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, config, data, trainer
@@ -242,3 +245,29 @@ def test_the_demo_refuses(arguments, problem, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse()
     assert problem in capsys.readouterr().err
+
+
+def test_the_plan_of_llama_3_8b_is_what_its_command_prints(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    blocks = re.findall(
+        r"```\w*\n(.*?)```", (EXAMPLES / "llama3_8b_128k.md").read_text(), re.DOTALL
+    )
+    command, shown = blocks
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert main(shlex.split(command.replace("\\\n", ""))[1:]) == 0
+    printed = capsys.readouterr().out
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+
+
+def test_the_mesh_of_the_llama_3_8b_example_is_the_one_that_is_planned():
+    run = yaml.safe_load((EXAMPLES / "llama3_8b_128k.yaml").read_text())
+    command = (EXAMPLES / "llama3_8b_128k.md").read_text()
+    sizes = run["trainer"]["strategy"]["init_args"].values()
+    assert f"--mesh {','.join(map(str, sizes))} " in command
+    assert run["trainer"]["devices"] * run["trainer"]["num_nodes"] == np.prod(list(sizes))
+    data = run["data"]["init_args"]
+    assert f"--context-window {data['context_window']} " in command
+    assert f"--micro-batches {data['micro_batches']} " in command
+    packing = re.search(r"Take packing (\w+) ", command)
+    assert packing is not None
+    assert data["packing"] == packing[1]

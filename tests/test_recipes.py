@@ -104,7 +104,9 @@ def test_pretraining_from_a_tokenised_folder(folder):
     )
 
 
-def test_continued_pretraining_on_a_mixture_and_export(folder):
+def test_continued_pretraining_on_a_mixture_and_export(folder, monkeypatch):
+    # The checkpoint names its weights' folder, and so the tokenizer's, as the run was given it.
+    monkeypatch.chdir(folder)
     mixture = (
         '{"mixture": [{"documents": "corpus", "weight": 0.7, "name": "new"},'
         ' {"documents": {"path": "corpus"}, "weight": 0.3, "name": "old"}]}'

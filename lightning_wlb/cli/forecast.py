@@ -61,6 +61,11 @@ class Forecast:
         return sum(step.flops for step in self.steps)
 
     @property
+    def delay(self) -> float:
+        """Steps that a token waits, on average."""
+        return sum(step.plan.delay * step.plan.tokens for step in self.steps) / self.tokens
+
+    @property
     def peak_bytes(self) -> int:
         """Of the fullest rank in the fullest step."""
         return max(step.peak_bytes for step in self.steps)
@@ -84,7 +89,6 @@ class Forecast:
         levels = [predicted_imbalance(step) for step in self.steps]
         times = np.array([step.total_ns for step in self.steps]) / 1e6
         tokens = np.array([step.plan.tokens for step in self.steps])
-        delays = np.array([step.plan.delay for step in self.steps])
         first = self.steps[0]
         possible_flops = self.total_ns * first.devices * first.peak_flops
         return {
@@ -96,7 +100,7 @@ class Forecast:
             **_imbalance("pipeline", [each.pipeline for each in levels]),
             **_imbalance("data", [each.data for each in levels]),
             **_imbalance("context", [each.context for each in levels]),
-            "delay_mean": float((delays * tokens).sum() / tokens.sum()),
+            "delay_mean": self.delay,
             "delay_max": max(step.plan.max_delay for step in self.steps),
             "bubble": float(np.mean([step.bubble for step in self.steps])),
             "step_ms_mean": float(times.mean()),

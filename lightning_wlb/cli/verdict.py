@@ -28,9 +28,10 @@ WORTH = 1.03
 """Least gain that is called one: what the simulation leaves out is a few percent."""
 
 HALVINGS = 7
-"""Documents and window are halved at most so many times, and not below :data:`LEAST_WINDOW`."""
+"""Documents and window are halved at most so many times."""
 
 LEAST_WINDOW = 512
+"""A window is not halved below so many tokens."""
 
 FEWEST_STEPS = 2
 
@@ -119,12 +120,14 @@ class Verdict:
                 f"Take {REFERENCE} with sharding {self.reference.sharding}, or documents that are"
                 " longer.",
             ]
+        delay = self.chosen.delay
+        waits = f" Tokens wait {delay:.2f} steps on average." if delay else ""
         return [
             title,
             f"Take packing {self.chosen.packing} with sharding {self.chosen.sharding} on mesh"
             f" {mesh}: {self.gain:.2f} times the tokens/s of {REFERENCE}"
             f" ({_speed(self.chosen):,.0f} to {_speed(self.reference):,.0f}, simulated with"
-            f" {name}). {share}",
+            f" {name}). {share}{waits}",
             self._threshold(),
         ]
 

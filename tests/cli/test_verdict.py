@@ -51,6 +51,7 @@ def test_long_documents_are_worth_it_down_to_a_length(tmp_path: Path) -> None:
     assert f"{verdict.gain:.2f} times the tokens/s of best_fit" in advice
     assert "Take packing wlb with sharding adaptive on mesh 2,2,1,1" in advice
     assert f"only {fails.gain:.2f} times with documents 1/{fails.factor} as long" in threshold
+    assert f"Tokens wait {verdict.chosen.delay:.2f} steps on average." in advice
     assert all("simulated with" in line and "h100" in line for line in verdict.lines)
 
 

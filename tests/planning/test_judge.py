@@ -51,6 +51,14 @@ def test_a_slice_costs_what_it_adds_to_its_prefix():
     assert judge([plan]) == (total(100), 100)
 
 
+def test_layers_with_different_windows_are_weighed_by_each():
+    work = Work(PassWork(2, 2, None, ((9, 3), (30, 1))), PassWork(4, 4, None, ((9, 6), (30, 5))))
+    parts = [[Slice(0, 5, 5, 45), Slice(1, 0, 0, 20)], [Slice(0, 5, 45, 105)]]
+    plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
+    judge = PipelineJudge(work, Mesh())
+    assert judge([plan]) == (work.total(100) + work.total(20), 120)
+
+
 def test_an_overhead_makes_many_micro_batches_dear():
     free, dear = (judge_of(2, overhead=overhead) for overhead in (0, 10**6))
 

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,6 +178,20 @@ def test_state_does_not_change_with_later_steps() -> None:
 
 
 # --- which documents arrive ---------------------------------------------------------------
+
+
+def test_windows_of_layers_are_part_of_the_saved_settings() -> None:
+    mixed = Work(PassWork(6, 1, 20, ((5, 2),)), PassWork(13, 1, 20, ((5, 2),)))
+    data = DataSettings(10, 2, packing="wlb")
+    planner = Planner([3, 9, 4] * 5, data, mixed)
+    planner.next_step()
+    state = json.loads(json.dumps(planner.state_dict()))
+    same = Planner([3, 9, 4] * 5, data, mixed)
+    same.load_state_dict(state)
+    assert same.next_step() == planner.next_step()
+    other = Work(PassWork(6, 1, 20, ((4, 2),)), PassWork(13, 1, 20, ((4, 2),)))
+    with pytest.raises(ValueError, match=r"work=\[19, 2, 20, \[5, 4\]\] in the saved state"):
+        Planner([3, 9, 4] * 5, data, other).load_state_dict(state)
 
 
 def test_global_batch_ends_with_the_document_that_crosses_the_line() -> None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 
 def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> PretrainedConfig:
-    """The config that is given, named or described.
+    """The config that is given, named or described; its text part, where it has others.
 
     Args:
         config: a config; a folder with a ``config.json``, that file, or a name on the hub; or a
@@ -19,6 +20,17 @@ def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pr
     Raises:
         ValueError: naming what was given and what can be.
     """
+    understood = _read(config)
+    text = understood.get_text_config()
+    if text is not understood:
+        rank_zero_warn(
+            f"Model type {understood.model_type!r} takes more than text. Only its language model,"
+            f" {text.model_type!r}, is built, read and trained."
+        )
+    return text
+
+
+def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> PretrainedConfig:
     if isinstance(config, PretrainedConfig):
         return config
     if isinstance(config, Mapping):

@@ -80,6 +80,43 @@ class Folder:
         return self._open[name]
 
 
+class TextPart(Folder):
+    """The language model in a folder of a model that takes images or sound too.
+
+    Its tensors go by the names that they have in a folder of the language model alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._stored = {alone: name for name in self._files if (alone := _alone(name))}
+        self.names = frozenset(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, whole; nothing is read."""
+        return super().shape(self._stored[name])
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor if None."""
+        return super().read(self._stored[name], box)
+
+
+def _alone(name: str) -> str | None:
+    """The name of a language model's tensor by itself; None for what belongs to other parts."""
+    if name.startswith("lm_head."):
+        return name
+    for within, alone in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(within):
+            return alone + name.removeprefix(within)
+    return None
+
+
+def open_folder(path: Path) -> Folder:
+    """A model's folder, or the language model in it where its config says that there is more."""
+    config = path / "config.json"
+    has_more = config.is_file() and "text_config" in json.loads(config.read_text())
+    return TextPart(path) if has_more else Folder(path)
+
+
 def resolve(name_or_folder: str | Path) -> Path:
     """The folder of a model: the one given, or a copy of the one of that name on the hub.
 

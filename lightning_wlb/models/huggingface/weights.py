@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.folder import Box, Folder
+from lightning_wlb.models.huggingface.folder import Box, Folder, open_folder
 from lightning_wlb.models.huggingface.initial import parameters_without_memory
 from lightning_wlb.models.huggingface.lora import is_adapter
 from lightning_wlb.models.huggingface.sources import Source, find_sources
@@ -42,7 +42,7 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
     Raises:
         ValueError: the folder has no safetensors, or its tensors are not those of the model.
     """
-    files = Folder(Path(folder))
+    files = open_folder(Path(folder))
     model = skeleton(decoder.config)
     sources = find_sources(files, model)
     _check(files, sources, model)

@@ -187,3 +187,23 @@ def test_logits_of_a_micro_batch_without_labels():
     decoder.initialise(0)
     _, rows = packed_rows((5, 2))
     assert decoder(replace(rows, labels=None)).shape == (7, 64)
+
+
+def test_of_a_multimodal_model_the_language_model_is_read(tmp_path):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = Gemma3Config(
+        text_config=tiny("gemma3_text").to_dict(),
+        vision_config=vision | {"num_attention_heads": 4, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    whole = Gemma3ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="Only its language model, 'gemma3_text'"):
+        module = wlb.HuggingFaceModule(str(tmp_path), pretrained=True)
+    module.configure_model()
+    wanted = whole.model.language_model.state_dict()
+    for name, parameter in module.model.named_parameters():
+        theirs = module.model.family_name(name).removeprefix("model.")
+        assert torch.equal(parameter, wanted[theirs])
