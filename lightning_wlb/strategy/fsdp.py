@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 
 def shard(
@@ -38,12 +39,31 @@ def shard(
         policy: parameter and reduction dtypes.
     """
     for unit in [*units, model]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=False,
+            shard_placement_fn=lambda parameter: _split_dim(parameter, mesh.size()),
+            mp_policy=policy,
+        )
     for module in fsdp_modules(model):
         # On every module: the factor alone divides on backends without a pre-multiplied sum, and
         # on the root alone the layers would still average.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _split_dim(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """Which dim of a parameter to shard, where the first is too short; None for the first.
+
+    With two rows, as of a packed projection or a low-rank adapter, two ranks would hold all of it.
+    FSDP wants equal shares of any dim but the first.
+    """
+    shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+    if not shape or shape[0] >= ranks:
+        return None
+    even = [dim for dim, size in enumerate(shape) if size % ranks == 0 and size]
+    return Shard(even[0]) if even else None
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

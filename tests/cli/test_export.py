@@ -108,11 +108,14 @@ def train(rank: int, mesh: tuple[int, ...], folders: list[str]) -> None:
             runner.save_checkpoint(f"{folder}.ckpt")
 
 
-def test_weights_trained_on_four_ranks_equal_those_of_one_process(tmp_path):
-    folders = [tmp_path / "gemma3_text", tmp_path / "qwen2_moe"]
+def check_training(
+    tmp_path: Path, mesh: tuple[int, int, int, int], families: tuple[str, ...]
+) -> None:
+    """Trained on ranks, exported and opened: the weights that one process trains."""
+    folders = [tmp_path / family for family in families]
     for folder in folders:
         write(folder, tiny(folder.name), torch.float64)
-    run_ranks(train, 4, (2, 1, 1, 2), [str(each) for each in folders], process_group=False)
+    run_ranks(train, 4, mesh, [str(each) for each in folders], process_group=False)
     for folder in folders:
         with KeepDouble():
             module = StartedByDocument(str(folder), pretrained=True, learning_rate=1e-2)
@@ -126,6 +129,17 @@ def test_weights_trained_on_four_ranks_equal_those_of_one_process(tmp_path):
             for name, value in model.named_parameters()
         )
         assert worst < 1e-10, (folder, worst)
+
+
+def test_weights_trained_on_four_ranks_equal_those_of_one_process(tmp_path):
+    check_training(tmp_path, (2, 1, 1, 2), ("gemma3_text", "qwen2_moe"))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 2, 2, 1), (4, 1, 1, 1)])
+def test_trained_weights_of_more_families(mesh, tmp_path):
+    # Dense, experts under other names, a persistent buffer, packed, experts stored transposed.
+    check_training(tmp_path, mesh, ("llama", "mixtral", "deepseek_v3", "phi3", "gpt_oss"))
 
 
 def one_process(folder: Path) -> Path:

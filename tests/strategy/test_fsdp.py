@@ -102,6 +102,49 @@ def test_gradients_are_the_sum_over_ranks_on_every_module(dtype):
                 assert error <= tolerance, (counts, name, error)
 
 
+class Low(nn.Module):
+    """A matrix and a packed one with fewer rows than ranks, and one that does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"low": (2, 8), "packed": (2, 4, 3), "odd": (3, 5)}
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            self.register_parameter(name, nn.Parameter(values))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.low @ x).sum() + torch.tanh(self.packed * x[0]).sum()
+        return hidden + torch.tanh(self.odd * x[1]).sum()
+
+
+def low_inputs(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(rank)]
+
+
+def few_rows(rank: int) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+    model = Low()
+    fsdp.shard(model, [], init_device_mesh("cpu", (4,)), MixedPrecisionPolicy())
+    held = {name: p.to_local().numel() for name, p in model.named_parameters()}
+    step(model, low_inputs(rank))
+    return held, gradients(model)
+
+
+def test_parameters_of_few_rows_are_sharded_over_all_ranks():
+    model = Low()
+    for rank in range(4):
+        for x in low_inputs(rank):
+            model(x).backward()
+    ranks = run_ranks(few_rows, 4)
+    assert [held["low"] for held, _ in ranks] == [4, 4, 4, 4]
+    assert [held["packed"] for held, _ in ranks] == [6, 6, 6, 6]
+    assert [held["odd"] for held, _ in ranks] == [5, 5, 5, 0]
+    for _, found in ranks:
+        for name, parameter in model.named_parameters():
+            assert relative_error(found[name], parameter.grad.numpy()) < 1e-13
+
+
 def life_of_gradients(rank: int) -> None:
     model = sharded(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -47,6 +47,8 @@ RUNS = (
     # Packed projections whose columns are gathered; tied ends on two stages, both frozen.
     Run("phi3", (1, 2, 1, 2)),
     Run("gemma3_text", (1, 2, 1, 2), checkpointing="full"),
+    # More ranks than a packed parameter or an adapter has rows.
+    Run("phi3", (4, 1, 1, 1)),
     # Latent attention and experts; a norm inside of the block, more ranks than key/value heads.
     Run("deepseek_v3", (1, 1, 2, 2)),
     Run("gemma2", (1, 1, 1, 4)),

@@ -98,7 +98,7 @@ def on_ranks(rank: int, mesh: tuple[int, ...], folders: list[str]) -> list[tuple
     return results
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 2, 2, 1)])
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 2, 2, 1), (4, 1, 1, 1)])
 def test_ranks_read_their_own_shares_and_no_more(mesh, tmp_path):
     folders = [tmp_path / family for family in ("gemma3_text", "mixtral", "deepseek_v3", "phi3")]
     for folder in folders:
