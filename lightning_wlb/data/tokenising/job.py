@@ -1,9 +1,10 @@
 """Tokenise a source into a folder: in parallel, resumable, the same with any number of processes.
 
-A :class:`TokeniseRequest` says what is asked for. Shards (:mod:`.tokenising.sources`) are dealt to processes
-as these become free, and each is one file of the folder (:mod:`.tokenising.folder`). A run that was ended, at
-any moment, is continued by the same request: shards that are done stay. A folder that was begun,
-or made, from other files, with another tokenizer or other options is refused, naming what differs.
+A :class:`TokeniseRequest` says what is asked for. Shards (:mod:`.tokenising.sources`) are dealt to
+processes as these become free, and each is one file of the folder (:mod:`.tokenising.folder`). A
+run that was ended, at any moment, is continued by the same request: shards that are done stay. A
+folder that was begun, or made, from other files, with another tokenizer or other options is
+refused, naming what differs.
 
 Only one process works on a folder at a time; others that want it wait, and then find it whole.
 

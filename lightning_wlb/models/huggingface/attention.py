@@ -1,10 +1,11 @@
 """Attention of transformers' modules by this package's kernels.
 
 transformers looks an attention function up by the name in a model's config. :func:`attention` is
-registered under :data:`.huggingface.attention.NAME`; transformers makes no mask for a name without a mask function. Which
-rows see which is in the micro-batch's metadata, which no module of theirs passes on: some drop
-unknown keywords. So the forward that is running (:class:`Running`) lies in a context variable while
-it runs, and again while backward recomputes a part of it, which autograd may do on another thread.
+registered under :data:`.huggingface.attention.NAME`; transformers makes no mask for a name without
+a mask function. Which rows see which is in the micro-batch's metadata, which no module of theirs
+passes on: some drop unknown keywords. So the forward that is running (:class:`Running`) lies in a
+context variable while it runs, and again while backward recomputes a part of it, which autograd may
+do on another thread.
 
 Whatever a module asks for that the kernels do not compute is refused: a mask, dropout, attention
 that is not causal, and every keyword that is not known to leave the result as it is.

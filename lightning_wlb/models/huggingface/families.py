@@ -1,8 +1,8 @@
 """Which families of transformers have been checked, and how: tests/models/huggingface says so.
 
 A family is a ``model_type``. Others may work as well: what is known to be wrong is refused by what
-the config or the modules say (:mod:`.huggingface.checks`), and a family that is not listed gives a warning.
-docs/families.md is made from these lists.
+the config or the modules say (:mod:`.huggingface.checks`), and a family that is not listed gives a
+warning. docs/families.md is made from these lists.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pretrained weights into a decoder: each rank reads its own part of each tensor.
 
 The decoder is whole, or one rank's share of any mesh. Of each of its parameters the rank reads the
-rectangle that it holds, straight into it (:mod:`.huggingface.sources`), so that beside its share a rank needs
-memory for one rectangle of one tensor; in conversions other than renaming, stacking and joining for
-the whole tensors of one parameter.
+rectangle that it holds, straight into it (:mod:`.huggingface.sources`), so that beside its share a
+rank needs memory for one rectangle of one tensor; in conversions other than renaming, stacking and
+joining for the whole tensors of one parameter.
 
 Before anything is read, the folder's names and shapes are held against the model that the config
 describes: whatever is missing, too much or of another shape is refused, on every rank alike.
