@@ -4,7 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_wlb.models import loss as module
-from lightning_wlb.models.loss import chunked_token_loss, token_loss
+from lightning_wlb.models.loss import chunked_token_loss, logits_loss, token_loss
 from tests.oracle import relative_error
 from tests.ranks import run_ranks
 
@@ -143,3 +143,16 @@ def test_vocabulary_parallel_equals_one_process(size):
     for _, hidden_gradient, _ in results:
         assert relative_error(hidden_gradient, hidden.grad) <= 1e-12
     assert relative_error(torch.cat([part for _, _, part in results]), weight.grad) <= 1e-12
+
+
+def test_of_ready_logits_loss_and_gradient_are_those_of_cross_entropy():
+    hidden, weight, labels = example(scale=30.0)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    wanted = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    (wanted_gradient,) = torch.autograd.grad(wanted * 0.3, logits)
+    before = logits.detach().clone()
+    loss = logits_loss(logits, labels)
+    (gradient,) = torch.autograd.grad(loss * 0.3, logits)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert relative_error(gradient, wanted_gradient) <= 1e-12
+    assert torch.equal(logits, before)

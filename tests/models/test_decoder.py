@@ -1,0 +1,41 @@
+"""The base class of models: what it gives, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.initialise import initial_values
+
+
+class Bare(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 3, bias=False)
+        self.layers = nn.ModuleDict({"0": nn.Linear(3, 3)})
+        self.head = nn.Linear(3, 2, bias=False)
+
+    def initial_deviation(self, name: str) -> float:
+        return 0.5 if name.startswith("layers.") else 0.25
+
+
+def test_initial_values_are_a_function_of_seed_and_name():
+    model = Bare()
+    model.initialise(3)
+    for name, parameter in model.named_parameters():
+        deviation = 0.5 if name.startswith("layers.") else 0.25
+        assert torch.equal(parameter, initial_values(name, parameter.shape, 3, deviation))
+    assert not model.layers["0"].bias.any()
+
+
+def test_without_a_plan_tensor_parallelism_is_refused():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: Bare has no tensor_parallel_pl"):
+        Bare().tensor_parallel_plan(2)
+
+
+def test_forward_is_the_subclasss():
+    assert Bare().tied == {}
+    with pytest.raises(NotImplementedError, match=r"Bare\.forward"):
+        Bare()(None)
