@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -10,6 +12,7 @@ from lightning_wlb.cli.train import SUBCOMMANDS, WLBCLI
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
 DATA = ["--data.context_window=512", "--data.micro_batches=2"]
 
@@ -95,3 +98,18 @@ def test_a_mistake_is_said_without_a_traceback(capsys):
 def test_help_names_the_commands(capsys):
     text = parser().format_help()
     assert all(name in text for name in SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_understood(path):
+    if path.stem == "config":
+        pytest.skip("of examples/cli.py, whose strategy is named by its class")
+    pytest.importorskip("transformers")
+    options = [f"--config={path}", "--trainer.accelerator=cpu", "--trainer.devices=8"]
+    if path.stem in ("continue", "chat_lora"):
+        options += ['--model.init_args.config={"model_type": "llama"}']
+        options += ["--model.init_args.pretrained=folder"]
+    options += ["--data.documents=stdlib"]
+    made = WLBCLI(run=False, args=options)
+    assert isinstance(made.trainer.strategy, WLBStrategy)
+    assert made.model.config.model_type == "llama"

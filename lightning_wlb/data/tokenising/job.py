@@ -1,7 +1,7 @@
 """Tokenise a source into a folder: in parallel, resumable, the same with any number of processes.
 
-A :class:`TokeniseRequest` says what is asked for. Shards (:mod:`.sources`) are dealt to processes
-as these become free, and each is one file of the folder (:mod:`.folder`). A run that was ended, at
+A :class:`TokeniseRequest` says what is asked for. Shards (:mod:`.tokenising.sources`) are dealt to processes
+as these become free, and each is one file of the folder (:mod:`.tokenising.folder`). A run that was ended, at
 any moment, is continued by the same request: shards that are done stay. A folder that was begun,
 or made, from other files, with another tokenizer or other options is refused, naming what differs.
 

@@ -1,7 +1,7 @@
 """Attention of transformers' modules by this package's kernels.
 
 transformers looks an attention function up by the name in a model's config. :func:`attention` is
-registered under :data:`NAME`; transformers makes no mask for a name without a mask function. Which
+registered under :data:`.huggingface.attention.NAME`; transformers makes no mask for a name without a mask function. Which
 rows see which is in the micro-batch's metadata, which no module of theirs passes on: some drop
 unknown keywords. So the forward that is running (:class:`Running`) lies in a context variable while
 it runs, and again while backward recomputes a part of it, which autograd may do on another thread.

@@ -3,7 +3,7 @@
 The model is built by transformers and then taken apart: embedding, layers and head become the three
 parts that a :class:`.Decoder` has, and what the family's code looks at in their place are stand-ins
 (:mod:`.outline`). A forward runs the base model's own ``forward`` on packed rows as a batch of one,
-with explicit positions; attention goes to this package's kernels (:mod:`.attention`); the head adds
+with explicit positions; attention goes to this package's kernels (:mod:`.huggingface.attention`); the head adds
 up token losses (:mod:`.ends`).
 
 Parameters go by this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's.

@@ -1,7 +1,7 @@
 """Which families of transformers have been checked, and how: tests/models/huggingface says so.
 
 A family is a ``model_type``. Others may work as well: what is known to be wrong is refused by what
-the config or the modules say (:mod:`.checks`), and a family that is not listed gives a warning.
+the config or the modules say (:mod:`.huggingface.checks`), and a family that is not listed gives a warning.
 docs/families.md is made from these lists.
 """
 
@@ -46,7 +46,7 @@ def page() -> str:
     return f"""# Hugging Face families
 
 Made by `python -m lightning_wlb.models.huggingface.families`; the tests in
-[tests/models/huggingface](../tests/models/huggingface) hold every line of it. A family is a
+`tests/models/huggingface/` hold every line of it. A family is a
 `model_type` of transformers {VERSION}, in a tiny configuration.
 
 ## Exact

@@ -1,7 +1,7 @@
 """Tensor parallelism of a Hugging Face family as data: how each parameter of its layers is split.
 
 transformers' configs name a *style* for each planned module (``base_model_tp_plan``). What a style
-means for a parameter is here, in :data:`_DIMS` and :func:`split_of`; :mod:`.tensor` does it.
+means for a parameter is here, in ``_DIMS`` and :func:`split_of`; :mod:`.tensor` does it.
 
 ``packed`` parameters hold two matrices in one dim, gate before up, so that a rank's share would be
 two pieces. They are held with that dim in two, ``[.., 2, f, ..]``, on every mesh, which makes

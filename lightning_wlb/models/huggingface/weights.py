@@ -1,7 +1,7 @@
 """Pretrained weights into a decoder: each rank reads its own part of each tensor.
 
 The decoder is whole, or one rank's share of any mesh. Of each of its parameters the rank reads the
-rectangle that it holds, straight into it (:mod:`.sources`), so that beside its share a rank needs
+rectangle that it holds, straight into it (:mod:`.huggingface.sources`), so that beside its share a rank needs
 memory for one rectangle of one tensor; in conversions other than renaming, stacking and joining for
 the whole tensors of one parameter.
 
