@@ -6,7 +6,8 @@ rank needs memory for one rectangle of one tensor; in conversions other than ren
 joining for the whole tensors of one parameter.
 
 Before anything is read, the folder's names and shapes are held against the model that the config
-describes: whatever is missing, too much or of another shape is refused, on every rank alike.
+describes: whatever is missing, too much or of another shape is refused, on every rank alike. For
+that every rank reads the headers of all files.
 """
 
 from __future__ import annotations
