@@ -6,6 +6,7 @@ Links between its pages, and from docstrings, are checked where the site is buil
 import contextlib
 import io
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import lightning_wlb
+from lightning_wlb.cli.main import parser
+from lightning_wlb.cli.train import SUBCOMMANDS
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.packing.base import PackingOptions
 from lightning_wlb.sharding import ADAPTIVE, NAMES
@@ -62,6 +65,25 @@ def test_the_reference_has_every_public_name() -> None:
     public |= {packer.Options for packer in PACKINGS.values()} - {PackingOptions}
     for item in public:
         assert listed.get(item.__name__) == f"{item.__module__}.{item.__name__}"
+
+
+def commands() -> list[str]:
+    """Every ``lightning-wlb`` command in a block of README and guide, continued lines joined."""
+    pages = [ROOT / "README.md", DOCS / "guide.md"]
+    blocks = [
+        block
+        for page in pages
+        for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("lightning-wlb ") and "..." not in line]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_docs_are_understood(command: str) -> None:
+    _, *arguments = shlex.split(command, comments=True)
+    if arguments[0] not in SUBCOMMANDS:  # LightningCLI's, which builds what it reads
+        assert parser().parse_args(arguments).command == arguments[0]
 
 
 def test_the_guide_has_every_sharding() -> None:
