@@ -10,7 +10,8 @@ run on several ranks would run in both.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ LONG = (
     "strategy/test_checkpoint.py",
     "strategy/test_wlb.py",
     "test_examples.py",
+    "models/huggingface",
+    "test_recipes.py",
     "strategy",
     "cli",
     "attention",
@@ -30,6 +33,14 @@ LONG = (
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(autouse=True)
+def _no_address_is_left() -> Iterator[None]:
+    """A strategy that ran in this process leaves its address to the processes of later tests."""
+    before = os.environ.get("MASTER_PORT")
+    yield
+    assert os.environ.get("MASTER_PORT") == before, "run it by tests.ranks.run_ranks"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -262,10 +262,10 @@ def test_the_plan_of_llama_3_8b_is_what_its_command_prints(monkeypatch, capsys):
 def test_the_mesh_of_the_llama_3_8b_example_is_the_one_that_is_planned():
     run = yaml.safe_load((EXAMPLES / "llama3_8b_128k.yaml").read_text())
     command = (EXAMPLES / "llama3_8b_128k.md").read_text()
-    sizes = run["trainer"]["strategy"]["init_args"].values()
+    sizes = run["wlb"].values()
     assert f"--mesh {','.join(map(str, sizes))} " in command
     assert run["trainer"]["devices"] * run["trainer"]["num_nodes"] == np.prod(list(sizes))
-    data = run["data"]["init_args"]
+    data = run["data"]
     assert f"--context-window {data['context_window']} " in command
     assert f"--micro-batches {data['micro_batches']} " in command
     packing = re.search(r"Take packing (\w+) ", command)

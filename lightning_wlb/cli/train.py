@@ -23,6 +23,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,4 +90,6 @@ class WLBCLI(LightningCLI):
 
 def run(arguments: Sequence[str]) -> None:
     """Run ``fit``, ``validate`` or ``test`` with the options that follow it."""
-    WLBCLI(args=list(arguments))
+    given = list(arguments)
+    # LightningCLI warns of arguments that are given beside the command line's.
+    WLBCLI(args=None if given == sys.argv[1:] else given)

@@ -174,7 +174,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--mesh", "0,2,2,1"], "data=0, but it must be at least 1"),
         (["--mesh", "1,2,1,5"], "tensor_parallel_size=5 does not divide"),
         (["--mesh", "1,17,1,1"], "16 layers cannot be split into 17 "),
-        (["--lengths", "nowhere.txt"], "nowhere.txt: No such file"),
+        (["--lengths", "nowhere.txt"], "there is no file nowhere.txt"),
         (["--model", "8c"], "there is no preset '8c'"),
         (["--model", "7b,layers=many"], "'layers=many' is not a size"),
         (["--model", "dim=64"], "leaves out layers, heads"),

@@ -11,6 +11,7 @@ from lightning_wlb.cli.main import main, parser
 from lightning_wlb.cli.train import SUBCOMMANDS, WLBCLI
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
@@ -60,9 +61,9 @@ def test_any_module_is_named_by_its_class():
     assert made.model.learning_rate == 0.5
 
 
-def test_the_command_trains(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    code = main(
+def train(rank: int) -> int:
+    """The exit code of a run of two steps."""
+    return main(
         [
             "fit",
             "--model=lightning_wlb.LanguageModule",
@@ -70,14 +71,22 @@ def test_the_command_trains(tmp_path, monkeypatch, caplog):
             "--trainer.accelerator=cpu",
             "--trainer.devices=1",
             "--trainer.max_steps=2",
+            "--trainer.log_every_n_steps=1",
+            "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+            "--trainer.logger.save_dir=runs",
             "--trainer.enable_checkpointing=false",
+            "--trainer.enable_progress_bar=false",
             "--data.num_workers=0",
             *DATA,
-            *QUIET,
         ]
     )
-    assert code == 0
-    assert "max_steps=2` reached" in caplog.text
+
+
+def test_the_command_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(train, 1, process_group=False) == [0]
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert len(metrics.read_text().splitlines()) == 3
 
 
 def test_a_mistake_is_said_without_a_traceback(capsys):

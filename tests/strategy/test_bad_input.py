@@ -85,8 +85,8 @@ def on_one_rank(rank: int) -> None:
     refused("LBFGS", "wlb", changed(configure_optimizers=lbfgs))
     refused("LanguageModule and its subclasses, but got BoringModel", "wlb", BoringModel())
     refused("outside of self.model.*extra.weight, extra.bias", "wlb", Extra())
-    refused("NoModel.configure_model must set", "wlb", NoModel(config(False)))
-    refused("it is Linear without embed, layers, head", "wlb", WrongModel(config(False)))
+    refused("NoModel.build_model must return a whole", "wlb", NoModel(config(False)))
+    refused("the model is Linear without embed, layers, head", "wlb", WrongModel(config(False)))
     for kind in (LanguageModule, Unchecked):
         loader = DataLoader(torch.ones(4, 3))
         refused("batch of type Tensor", "wlb", kind(config(False)), loader)
