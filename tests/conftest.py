@@ -2,6 +2,10 @@
 
 A busy machine would fail hypothesis' limit on a single example; pytest has one on every test.
 
+A run in the process of the tests leaves its rank and the address of its process group in the
+environment. They are taken out again after each test, or the processes that a later one starts
+would take them for theirs.
+
 For the order: a worker takes a file at a time.
 Files of runs on several ranks come first: they take most of the suite's time, and one that begins
 last leaves the other worker idle. (A file is not split among workers: what a module's fixture has
@@ -10,7 +14,8 @@ run on several ranks would run in both.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +35,16 @@ LONG = (
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_stays() -> Iterator[None]:
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
