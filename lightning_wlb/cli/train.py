@@ -23,6 +23,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,4 +90,6 @@ class WLBCLI(LightningCLI):
 
 def run(arguments: Sequence[str]) -> None:
     """Run ``fit``, ``validate`` or ``test`` with the options that follow it."""
+    # These are the command line; Lightning warns of scripts that give others beside it.
+    warnings.filterwarnings("ignore", "LightningCLI's args parameter")
     WLBCLI(args=list(arguments))

@@ -60,7 +60,7 @@ def test_any_module_is_named_by_its_class():
     assert made.model.learning_rate == 0.5
 
 
-def test_the_command_trains(tmp_path, monkeypatch, caplog):
+def test_the_command_trains(tmp_path, monkeypatch, caplog, recwarn):
     monkeypatch.chdir(tmp_path)
     code = main(
         [
@@ -78,6 +78,7 @@ def test_the_command_trains(tmp_path, monkeypatch, caplog):
     )
     assert code == 0
     assert "max_steps=2` reached" in caplog.text
+    assert not any("args parameter" in str(each.message) for each in recwarn)
 
 
 def test_a_mistake_is_said_without_a_traceback(capsys):
