@@ -2,6 +2,10 @@
 
 A busy machine would fail hypothesis' limit on a single example; pytest has one on every test.
 
+A run in the process of the tests leaves its rank and the address of its process group in the
+environment. They are taken out again after each test, or the processes that a later one starts
+would take them for theirs.
+
 For the order: a worker takes a file at a time.
 Files of runs on several ranks come first: they take most of the suite's time, and one that begins
 last leaves the other worker idle. (A file is not split among workers: what a module's fixture has

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_wlb.cli.main import main
@@ -92,6 +93,21 @@ def fit(folder: Path, name: str, *options: str) -> str:
 def checkpoint(folder: Path, name: str) -> str:
     (path,) = (folder / name).rglob("*.ckpt")
     return str(path)
+
+
+def test_the_readme_plans_what_it_trains(folder, monkeypatch, capsys):
+    """Its command is right as it is printed: the profile, the mesh, a model that fits."""
+    monkeypatch.chdir(folder)
+    block = (EXAMPLES.parent / "README.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^lightning-wlb (plan .*)$", block, re.MULTILINE)
+    _, pipeline, *_ = command.split("--mesh ")[1].split(",")
+    config = yaml.safe_load((EXAMPLES / "pretrain.yaml").read_text())
+    assert config["wlb"] == {"pipeline_parallel_size": int(pipeline)}
+    assert f"--micro-batches {config['data']['micro_batches']} " in command
+    assert f"--context-window {config['data']['context_window']} " in command
+    command = command.replace("examples/", f"{EXAMPLES}/")
+    assert main([*command.split(), "--steps", "2", "--packing", "wlb"]) == 0
+    assert "Verdict, simulated with profile cpu" in capsys.readouterr().out
 
 
 def test_pretraining_from_a_tokenised_folder(folder):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
+from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import documents
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.planning.workloads import documents_for, generator_a
@@ -23,7 +25,7 @@ functions and classes, which ``WLBDataModule("stdlib")`` trains on."""
 
 GENERATOR_A = "generator-a"
 
-STORE_FILES = (".arrow", ".parquet", ".bin", ".idx", ".jsonl")
+STORE_FILES = (".arrow", ".feather", ".ipc", ".parquet", ".bin", ".idx", ".jsonl", ".jsonl.gz")
 """Endings of files that hold documents; any other file is one of lengths."""
 
 
@@ -35,15 +37,16 @@ def load_lengths(
     Args:
         source: a name in :data:`STORES`, ``"generator-a"``, or the path of a ``.npy`` file with
             integers or of a text file with one integer per line or word. A file of
-            :data:`STORE_FILES`, and what is no file, is opened as documents.
+            :data:`STORE_FILES`, a mapping such as ``{tokens: tokens.npy, offsets: offsets.npy}`` in
+            YAML, and what is no file, is opened as documents.
         context_window: bounds the generator's documents.
         micro_batches: of a global batch; sizes the generator's sample.
         steps: likewise.
         seed: of the generator.
 
     Raises:
-        ValueError: a file that cannot be read or holds something other than lengths, or documents
-            of an unknown kind.
+        ValueError: a file that cannot be read or holds something other than lengths, documents of
+            an unknown kind, or a mixture.
     """
     if source in STORES:
         return STORES[source]()
@@ -52,10 +55,10 @@ def load_lengths(
             documents_for(steps, micro_batches, context_window), context_window, seed
         )
     path = Path(source)
-    if path.suffix in STORE_FILES or not path.is_file():
+    if path.name.endswith(STORE_FILES) or not path.is_file():
         try:
-            return documents(source).lengths
-        except ValueError as error:
+            return _lengths_of_documents(source)
+        except (ValueError, yaml.YAMLError) as error:
             named = ", ".join([*STORES, GENERATOR_A])
             raise ValueError(
                 f"--lengths: {error} Or give {named}, or a file of lengths."
@@ -79,3 +82,13 @@ def load_lengths(
             " lengths are integers in one dimension, at least one."
         )
     return values.astype(np.int64)
+
+
+def _lengths_of_documents(source: str) -> Lengths:
+    store = documents(yaml.safe_load(source) if source.lstrip().startswith("{") else source)
+    if isinstance(store, MixedDocuments):
+        raise ValueError(
+            "a mixture takes its stores in other proportions than those of their documents, which"
+            " plan does not know. Give its stores one by one."
+        )
+    return store.lengths

@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="SOURCE",
         help=f"{', '.join([*STORES, GENERATOR_A])}, a .npy or text file of lengths in tokens, or a"
-        f" folder or file ({', '.join(STORE_FILES)}) of documents",
+        f" folder or file ({', '.join(STORE_FILES)}) of documents, or a mapping of them, as in"
+        " '{tokens: tokens.npy, offsets: offsets.npy}'",
     )
     data.add_argument(
         "--context-window",

@@ -72,9 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     request = TokeniseRequest(
         arguments.source, arguments.tokenizer, kind, arguments.column, arguments.eos
     )
-    print(request.encoder.describe())
-    if left_out := request.files.left_out:
-        print(f"Left out: {_counted(len(left_out), 'other file')}, such as {left_out[0]}.")
+    print(request.describe())
     begin = time.perf_counter()
     try:
         made = tokenise(request, arguments.out, arguments.workers)

@@ -120,8 +120,8 @@ class Verdict:
                 f"Take {REFERENCE} with sharding {self.reference.sharding}, or documents that are"
                 " longer.",
             ]
-        delay = self.chosen.delay
-        waits = f" Tokens wait {delay:.2f} steps on average." if delay else ""
+        delay = f"{self.chosen.delay:.2f}"
+        waits = f" Tokens wait {delay} steps on average." if float(delay) else ""
         return [
             title,
             f"Take packing {self.chosen.packing} with sharding {self.chosen.sharding} on mesh"

@@ -116,8 +116,8 @@ class InMemoryDocuments:
 
     Args:
         sequences: one sequence of integers for each document.
-        masks: for each document None or one bool for each token: whether the token may be a
-            target (a loss mask: False for the prompt's tokens in fine-tuning). None: all may.
+        masks: for each document None or one bool (or 0 or 1) for each token: whether the token may
+            be a target (a loss mask: False for the prompt's tokens in fine-tuning). None: all may.
         vocab_size: None: the largest token plus one.
 
     Raises:
@@ -259,11 +259,17 @@ def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDAr
         )
     flat = []
     for number, (mask, length) in enumerate(zip(masks, lengths.tolist(), strict=True)):
-        array = np.ones(length, bool) if mask is None else np.asarray(mask).astype(bool)
+        array = np.ones(length, bool) if mask is None else np.asarray(mask)
         if array.shape != (length,):
             raise ValueError(
                 f"InMemoryDocuments: document {number} has {length} tokens but a mask of shape"
                 f" {array.shape}. Give one bool for each token."
             )
-        flat.append(array)
+        wrong = np.flatnonzero((array != 0) & (array != 1))
+        if len(wrong):
+            raise ValueError(
+                f"InMemoryDocuments: the mask of document {number} has {array[wrong[0]]} at"
+                f" position {int(wrong[0])}, but a mask says True (may be a target) or False."
+            )
+        flat.append(array.astype(bool))
     return np.concatenate(flat)

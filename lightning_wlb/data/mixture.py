@@ -122,7 +122,9 @@ class MixedDocuments:
 
 
 def open_mixture(
-    entries: Sequence[Mapping[str, Any]], open_store: Callable[[Any], DocumentStore]
+    entries: Sequence[Mapping[str, Any]],
+    open_store: Callable[[Any], DocumentStore],
+    path_of: Callable[[Any], Path | None],
 ) -> MixedDocuments:
     """The mixture of a specification.
 
@@ -132,9 +134,10 @@ def open_mixture(
             anew when it runs out, as it does unless told otherwise) and ``name`` (in the log and in
             checkpoints; else that of its file or folder).
         open_store: opens documents.
+        path_of: the path that documents are given by; None: they are given by none.
 
     Raises:
-        ValueError: other entries, or a weight that is no number above 0.
+        ValueError: other entries, a weight that is no number above 0, or a mixture in the mixture.
     """
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence) or not entries:
         raise ValueError(
@@ -158,10 +161,16 @@ def open_mixture(
         for place, entry in enumerate(entries)
     ]
     names = [
-        str(entry.get("name") or _name(entry["documents"], place))
+        str(entry.get("name") or getattr(path_of(entry["documents"]), "stem", place))
         for place, entry in enumerate(entries)
     ]
     stores = [open_store(entry["documents"]) for entry in entries]
+    for place, store in enumerate(stores):
+        if isinstance(store, MixedDocuments):
+            raise ValueError(
+                f"mixture[{place}] is a mixture itself, whose weights would not count. List its"
+                " stores in this mixture, each with its weight times that of the whole."
+            )
     return MixedDocuments(
         stores,
         [
@@ -169,10 +178,3 @@ def open_mixture(
             for name, store, weight, repeat in zip(names, stores, weights, repeats, strict=True)
         ],
     )
-
-
-def _name(documents: Any, place: int) -> str:
-    """The name of a file or folder, or else the store's place in the list."""
-    if isinstance(documents, Mapping):
-        documents = next(iter(documents.values()), None)
-    return Path(documents).stem if isinstance(documents, str | Path) else str(place)

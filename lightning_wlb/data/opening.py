@@ -23,6 +23,7 @@ from lightning_wlb.data.stores.arrow import PARTIAL, ArrowDocuments
 from lightning_wlb.data.stores.flat import FlatDocuments
 from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
 from lightning_wlb.data.stores.parquet import ParquetDocuments
+from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.planning.arrivals import document_numbers
 
 Documents = str | Path | DocumentStore | Mapping[str, Any] | Sequence[Any]
@@ -68,6 +69,14 @@ def _is_arrow(source: Any) -> bool:
     return _files(source, ".arrow", ".feather", ".ipc")
 
 
+def _is_texts(source: Any) -> bool:
+    """Whether this is a file of texts or chats, or a folder with one."""
+    if not isinstance(source, Path):
+        return False
+    paths = source.iterdir() if source.is_dir() else [source]
+    return any(path.name.endswith(LINES + TEXTS) and path.is_file() for path in paths)
+
+
 def _is_sequences(source: Any) -> bool:
     if isinstance(source, str) or not isinstance(source, Sequence):
         return False
@@ -99,7 +108,15 @@ def _chats(
 
 
 def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
-    return open_mixture(entries, documents)
+    return open_mixture(entries, documents, path_of)
+
+
+def path_of(source: Any) -> Path | None:
+    """The path that documents are given by, or that a mapping of them names."""
+    if isinstance(source, Mapping):
+        keys = (PATH, *(kind.key for kind in KINDS if kind.key is not None))
+        source = next((source[key] for key in keys if key in source), None)
+    return Path(source) if _is_path(source) else None
 
 
 KINDS: list[Kind] = [
@@ -169,7 +186,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
         if option not in known:
             raise ValueError(
                 f"documents{_shown(source)} is taken for {kind.description}, which has no option"
-                f" {option!r}. It takes {', '.join(known)}."
+                f" {option!r}. It takes {', '.join(known) or 'none'}."
             )
     return kind.open(source, **options)
 
@@ -244,6 +261,13 @@ def _kind_of(name: str, source: Any) -> Kind:
     paths = source if isinstance(source, list) else [source]
     missing = [path for path in paths if isinstance(path, Path) and not path.exists()]
     what = f"there is no file {missing[0]}" if missing else "these are no documents that are known"
+    if _is_texts(source):
+        raise ValueError(
+            f"{name}{_shown(source)}: these are texts, which need a tokenizer. Tokenise them"
+            " (lightning-wlb tokenize SOURCE OUT --tokenizer ...) and give the folder OUT; or give"
+            f" {{'texts': {str(source)!r}, 'tokenizer': ...}}, 'chats' in place of 'texts' for"
+            " chats."
+        )
     raise ValueError(
         f"{name}{_shown(source)}: {what}. Give a document store (lengths, vocab_size, read, targets"
         " and mask: lightning_wlb.DocumentStore), or one of: "

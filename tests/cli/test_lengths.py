@@ -53,6 +53,17 @@ def test_folders_and_files_of_documents_are_opened_as_documents(
     assert asked == [str(path)]
 
 
+def test_a_mapping_names_documents_and_no_mixture(tmp_path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(5))
+    np.save(tmp_path / "offsets.npy", [0, 3, 5])
+    mapping = f"{{tokens: {tmp_path}/tokens.npy, offsets: {tmp_path}/offsets.npy}}"
+    assert load_lengths(mapping, **SETTINGS).tolist() == [3, 2]
+    with pytest.raises(ValueError, match=r"--lengths: a mixture takes its stores .* one by one"):
+        load_lengths(f"{{mixture: [{{documents: {mapping}, weight: 1}}]}}", **SETTINGS)
+    with pytest.raises(ValueError, match="--lengths: while parsing a flow mapping"):
+        load_lengths("{tokens: a", **SETTINGS)
+
+
 def test_documents_of_an_unknown_kind_are_a_mistake(tmp_path) -> None:
     with pytest.raises(ValueError, match=f"--lengths: documents='{tmp_path}'"):
         load_lengths(str(tmp_path), **SETTINGS)

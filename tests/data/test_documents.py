@@ -114,6 +114,7 @@ def test_holding_out_of_many_documents_takes_12_bytes_each() -> None:
         (([[1, 9]], None, 9), "outside .0, vocab_size=9."),
         (([[1]], []), "0 masks for 1 documents"),
         (([[1, 2]], [[True]]), r"2 tokens but a mask of shape \(1,\)"),
+        (([[1], [2, 3]], [None, [0, -100]]), "mask of document 1 has -100 at position 1"),
     ],
 )
 def test_bad_input_is_answered(arguments: tuple, message: str) -> None:

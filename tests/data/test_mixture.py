@@ -20,7 +20,7 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.opening import documents as open_documents
-from lightning_wlb.data.opening import hold_out
+from lightning_wlb.data.opening import hold_out, path_of
 from lightning_wlb.data.sampler import StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
@@ -48,7 +48,7 @@ def mixed(**books: Any) -> MixedDocuments:
         {"documents": WEB, "weight": 0.75, "name": "web", "repeat": False},
         {"documents": BOOKS, "weight": 0.25, "name": "books", **books},
     ]
-    return open_mixture(entries, open_documents)
+    return open_mixture(entries, open_documents, path_of)
 
 
 @given(st.data())
@@ -203,9 +203,9 @@ def test_names_are_those_of_files_or_places() -> None:
     store = InMemoryDocuments([[1]])
     entries = [
         {"documents": documents, "weight": 1}
-        for documents in ("data/web.jsonl", {"texts": "data/books", "tokenizer": "t"}, [[1]])
+        for documents in ("data/web.jsonl", {"tokenizer": "t", "texts": "data/books"}, [[1]])
     ]
-    opened = open_mixture(entries, lambda documents: store)
+    opened = open_mixture(entries, lambda documents: store, path_of)
     assert [share.name for share in opened.shares] == ["web", "books", "2"]
     assert opened.shares[0] == Share("web", 1, 1.0, True)
 
@@ -223,9 +223,10 @@ ENTRY = {"documents": [[1]], "weight": 1.0}
         ([{**ENTRY, "weight": 0}], r"mixture\[0\]: weight=0 is out of range"),
         ([{**ENTRY, "weight": "much"}], r"mixture\[0\]: weight='much' is of type str"),
         ([{**ENTRY, "repeat": "no"}], r"mixture\[0\]: repeat='no' is of type str"),
+        ([{**ENTRY, "documents": {"mixture": [ENTRY]}}], r"mixture\[0\] is a mixture itself"),
         ([{**ENTRY, "name": "a"}] * 2, r"named a, a: it needs stores, and for each a name"),
     ],
 )
 def test_bad_mixtures_are_answered(entries, message) -> None:
     with pytest.raises(ValueError, match=message):
-        open_mixture(entries, open_documents)
+        open_mixture(entries, open_documents, path_of)

@@ -59,6 +59,13 @@ def test_what_is_not_known_is_refused(source: Any, options: dict[str, Any], mess
         documents(source, **options)
 
 
+def test_texts_are_told_from_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    for source in (tmp_path, tmp_path / "a.jsonl.gz"):
+        with pytest.raises(ValueError, match=rf"texts, which need a tok.*'texts': '{source}', "):
+            documents(source)
+
+
 def test_the_error_lists_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="these are no documents that are known") as info:
         documents(tmp_path)

@@ -85,9 +85,15 @@ def _token_column(schema: pa.Schema, name: str) -> str:
     lists = [field.name for field in schema if _is_integers(field.type)]
     if len(lists) != 1:
         found = f"several: {', '.join(lists)}" if lists else "no column of lists of integers"
+        remedy = (
+            "Name the column of tokens with column=..."
+            if lists
+            else "These are no tokens: write texts or chats as JSON lines (datasets' and pandas'"
+            " to_json do) and tokenise them with lightning-wlb tokenize."
+        )
         raise ValueError(
             f"{name} has no column {' or '.join(TOKEN_COLUMNS)}, and {found} among its columns"
-            f" {_columns(schema)}. Name the column of tokens with column=..."
+            f" {_columns(schema)}. {remedy}"
         )
     return lists[0]
 

@@ -39,7 +39,8 @@ class FlatDocuments(MappedDocuments):
 
     Raises:
         ValueError: files that are missing, truncated or of another type, offsets out of order or
-            that do not cover the tokens, or documents without tokens.
+            that do not cover the tokens, no token that ends a document, or documents without
+            tokens.
     """
 
     def __init__(
@@ -149,6 +150,12 @@ def _cached_offsets(path: Path, tokens: Array, end_of_document: int) -> Path:
             for first in shown(blocks, f"Finding the documents of {path.name}")
         ]
         offsets = np.concatenate([np.zeros(1, np.int64), *found])
+        if len(offsets) == 1 and len(tokens):
+            raise ValueError(
+                f"{path}: the token end_of_document={end_of_document} is nowhere among its"
+                f" {len(tokens)} tokens, so that all would be one document. Give the token that"
+                " ends documents in this corpus."
+            )
         rest = [len(tokens)] if offsets[-1] < len(tokens) else []
         np.save(folder / "offsets.npy", np.concatenate((offsets, np.array(rest, np.int64))))
 

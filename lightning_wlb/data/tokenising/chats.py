@@ -70,7 +70,9 @@ class ChatEncoder:
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         definition = self._tokenizer.backend_tokenizer.to_str().encode()
         self.digest = digest_of(
-            definition, self._template, sorted(self._tokenizer.special_tokens_map.items())
+            definition,
+            self._tokenizer.chat_template,
+            sorted(self._tokenizer.special_tokens_map.items()),
         )
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
@@ -110,7 +112,8 @@ class ChatEncoder:
         """The text of a chat, and the ranges of characters that the assistant said."""
         messages, tools = _messages(row, self._column), row.record.get("tools")
         try:
-            if _MARKS.search(self._template):
+            # A tokenizer may have a template of its own for chats with tools.
+            if _MARKS.search(self._tokenizer.get_chat_template(tools=tools)):
                 text, spans = self._marked(messages, tools)
             else:
                 text, spans = self._differences(messages, tools)

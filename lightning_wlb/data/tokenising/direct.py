@@ -78,7 +78,7 @@ def _tokenised(request: TokeniseRequest) -> Path:
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
     folder = _cache_folder() / f"{source.stem}-{key[:16]}"
     if finished(folder, identity) is None:
-        rank_zero_info(f"Tokenising {source} into {folder}, once. {request.encoder.describe()}")
+        rank_zero_info(f"Tokenising {source} into {folder}, once. {request.describe()}")
         tokenise(request, folder)
     return folder
 

@@ -80,7 +80,7 @@ class TextEncoder:
             own, vocabulary = self._hf.eos_token, self._hf.get_vocab()
             definition = self._hf.backend_tokenizer.to_str().encode()
         self.vocab_size = max(vocabulary.values()) + 1
-        end = own if eos is True else eos or None
+        end = own if eos is True else None if eos is False else eos
         if end is not None and end not in vocabulary:
             raise ValueError(
                 f"The end-of-document token {end!r} is not in the vocabulary of tokenizer {name}."
@@ -201,6 +201,8 @@ def hugging_face_tokenizer(name: str) -> Any:
         ValueError: transformers is missing, there is no such tokenizer, or one without the
             tokenizers library behind it.
     """
+    if name.endswith(".json"):
+        raise ValueError(f"There is no tokenizers file {name}. Check the path.")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -251,7 +253,13 @@ def _eos_beside(file: Path) -> str | None:
     neighbour = file.with_name("tokenizer_config.json")
     if not neighbour.is_file():
         return None
-    token = json.loads(neighbour.read_text(encoding="utf-8")).get("eos_token")
+    try:
+        token = json.loads(neighbour.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{neighbour}, which names the end-of-document token of {file.name}, cannot be read:"
+            f" {error}. Mend or remove it."
+        ) from error
     return token["content"] if isinstance(token, dict) else token
 
 

@@ -106,6 +106,14 @@ class TokeniseRequest:
             return ChatEncoder(self.tokenizer, column)
         return TextEncoder(self.tokenizer, column, self.eos)
 
+    def describe(self) -> str:
+        """How documents begin and end, and which files are left out, in words."""
+        left_out = self.files.left_out
+        if not left_out:
+            return self.encoder.describe()
+        files = f"{len(left_out):,} other file{'' if len(left_out) == 1 else 's'}"
+        return f"{self.encoder.describe()}\nLeft out: {files}, such as {left_out[0]}."
+
     def identity(self) -> dict[str, Any]:
         """What decides the result, in plain values; requests with the same give the same folder."""
         return {

@@ -2,7 +2,8 @@
 
 A source is a file of JSON lines (``.jsonl``, ``.jsonl.gz``), a text file (``.txt``, ``.md``: one
 document), or a folder of one of these kinds, searched with everything below it, in order of path.
-Hidden files and folders are passed over, and so are text files beside JSON lines.
+Links are followed, and what is found twice by them is refused. Hidden files and folders are passed
+over, and so are text files beside JSON lines.
 
 Shards are ranges of bytes of the files one after another, about equal, and depend on the files'
 sizes alone: never on how many processes read them. A line belongs to the shard in which it begins;
@@ -72,7 +73,7 @@ class Source:
         """Find the files of a source.
 
         Raises:
-            ValueError: nothing is there, or nothing that can be read.
+            ValueError: nothing is there, nothing that can be read, or a file or folder twice.
         """
         path = Path(path)
         known = f"files ending in {', '.join([*LINES, *TEXTS])}, or a folder of such files"
@@ -114,6 +115,8 @@ class Source:
         room = most
         for path, size in zip(self.files, self.sizes, strict=True):
             start = 0
+            if not size and not path.name.endswith(LINES):
+                shards[-1].append(Part(path, 0, 0))  # An empty text, which is counted.
             while start < size:
                 if room <= 0:
                     shards.append([])
@@ -154,11 +157,29 @@ def rows(part: Part) -> Iterator[Row]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    found = []
-    for at, below, names in os.walk(folder):
+    found: list[Path] = []
+    seen: dict[str, str] = {}
+    for at, below, names in os.walk(folder, followlinks=True):
+        _check_once(at, seen)
         below[:] = [name for name in below if not name.startswith(".")]
         found += [Path(at, name) for name in names if not name.startswith(".")]
+    links = [path for path in found if path.is_symlink()]
+    for path in links:
+        if not path.exists():
+            raise ValueError(f"{path} is a link that leads to nothing. Mend or remove it.")
+    for path in found if links else []:
+        _check_once(str(path), seen)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _check_once(path: str, seen: dict[str, str]) -> None:
+    """Refuse what a link leads to a second time: its documents would come twice, or for ever."""
+    other = seen.setdefault(os.path.realpath(path), path)
+    if other != path:
+        raise ValueError(
+            f"{path} and {other} are the same by a link, so that documents would come twice. Remove"
+            " one of them from the source."
+        )
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -167,7 +188,7 @@ def _opened(path: Path) -> BinaryIO:
 
 def _record(line: bytes, path: Path, at: int) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unambiguous)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{_place(path, at)} is no UTF-8 from byte {error.start} of the line on. Convert the"
@@ -178,11 +199,22 @@ def _record(line: bytes, path: Path, at: int) -> dict[str, Any]:
             f"{_place(path, at)} is no JSON: {error.msg} at character {error.pos + 1} of the line."
             " Mend or remove the line; each line is one JSON object."
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{_place(path, at)}: {error}. Mend or remove the line.") from error
     if not isinstance(record, dict):
         raise ValueError(
             f"{_place(path, at)} holds a {type(record).__name__}, but each line is one JSON object,"
             ' as in {"text": "..."}. Mend or remove the line.'
         )
+    return record
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the name {twice!r} twice, and only one of them can count")
     return record
 
 

@@ -49,7 +49,9 @@ def saved(folder: Path, **kinds: bool) -> str:
     return str(path)
 
 
-def saved_chat_tokenizer(folder: Path, template: str | None, trims: bool = False) -> str:
+def saved_chat_tokenizer(
+    folder: Path, template: str | dict[str, str] | None, trims: bool = False
+) -> str:
     """The folder of a Hugging Face tokenizer with a chat template.
 
     ``trims``: whether its offsets leave out the spaces at the ends of tokens.

@@ -140,6 +140,24 @@ def test_tools_and_missing_entries_reach_the_template(folder) -> None:
     assert made[0].tokens.tolist() == fox + made[1].tokens.tolist()
 
 
+def test_a_template_of_its_own_for_tools_is_marked_or_not_by_itself(folder) -> None:
+    plain, marked = (
+        ChatEncoder(saved_chat_tokenizer(folder / name, template), "messages")
+        for name, template in (
+            ("default", {"default": MARKED, "tool_use": PLAIN}),
+            ("both", {"default": MARKED, "tool_use": MARKED}),
+        )
+    )
+    messages = messages_of([("user", "the fox"), ("assistant", "jumps")])
+    chat = Row({"messages": messages, "tools": [{"name": "fox"}]}, Path("a.txt"), 0, 1)
+    (unmarked,), (by_marks,) = plain.documents([chat]), marked.documents([chat])
+    assert unmarked is not None
+    assert by_marks is not None
+    # The line end that the template writes after the turn, which no mark spans.
+    assert int(unmarked.mask.sum()) == int(by_marks.mask.sum()) + 1
+    assert plain.digest != marked.digest
+
+
 def test_a_folder_of_chats_has_masks(tmp_path) -> None:
     datasets = pytest.importorskip("datasets")
     tokenizer = saved_chat_tokenizer(tmp_path / "model", MARKED)

@@ -116,8 +116,15 @@ def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:
     broken.write_text("{}")
     with pytest.raises(ValueError, match=r"is no tokenizer of the tokenizers library"):
         TextEncoder(str(broken), "text")
-    with pytest.raises(ValueError, match=r"'<end>' is not in the vocabulary of tokenizer"):
-        TextEncoder(saved(tmp_path), "text", "<end>")
+    for end in ("<end>", ""):
+        with pytest.raises(ValueError, match=f"'{end}' is not in the vocabulary of tokenizer"):
+            TextEncoder(saved(tmp_path), "text", end)
+    with pytest.raises(ValueError, match=r"no tokenizers file .*missing\.json"):
+        TextEncoder(str(tmp_path / "missing.json"), "text")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json, which names the end-of-docum"):
+        TextEncoder(saved(tmp_path), "text")
+    (tmp_path / "tokenizer_config.json").unlink()
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"cannot be opened: .*Give a tokenizer.json file"):
         TextEncoder(str(tmp_path / "missing" / "folder"), "text")

@@ -78,6 +78,29 @@ def test_text_files_are_a_document_each_and_hidden_ones_none(folder) -> None:
     assert source.left_out == ("picture.png",)
 
 
+def test_empty_texts_are_rows_too(folder) -> None:
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text("")
+    (shard,) = Source.open(folder).shards()
+    assert [row.record for part in shard for row in rows(part)] == [{"text": ""}] * 2
+
+
+def test_links_are_followed_and_nothing_comes_twice(folder, tmp_path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "b.txt").write_text("b")
+    (folder / "a.txt").write_text("a")
+    (folder / "link").symlink_to(tmp_path / "far")
+    assert [path.name for path in Source.open(folder).files] == ["a.txt", "b.txt"]
+    for to in (folder, tmp_path / "far", folder / "a.txt", tmp_path / "far" / "b.txt"):
+        (folder / "z.txt").symlink_to(to)
+        with pytest.raises(ValueError, match="are the same by a link, so that documents would"):
+            Source.open(folder)
+        (folder / "z.txt").unlink()
+    (folder / "z.txt").symlink_to(folder / "nowhere")
+    with pytest.raises(ValueError, match=r"z\.txt is a link that leads to nothing"):
+        Source.open(folder)
+
+
 def test_json_lines_go_before_texts_beside_them(folder) -> None:
     (folder / "README.md").write_text("about")
     (folder / "a.jsonl").write_text("{}")
@@ -105,6 +128,9 @@ def test_the_digest_changes_with_size_time_and_name(folder) -> None:
         (b'{"a": 1}\n{"a": \n', r"a.jsonl:2 is no JSON: Expecting value at character"),
         (b"\n\n[1]\n", r"a.jsonl:3 holds a list, but each line is one JSON object"),
         (b'{"a": "\xff"}', r"a.jsonl:1 is no UTF-8 from byte 7 "),
+        (b'{"a": {"b": 1, "c": 2, "b": 3}}', r"a.jsonl:1: an object has the name 'b' twice"),
+        (b'\n{"a": ' + b"9" * 5000 + b"}", r"a.jsonl:2: Exceeds the limit .*remove the line"),
+        (b'{"a": ' + b"[" * 100_000, r"a.jsonl:1: maximum recursion depth .*remove the line"),
     ],
 )
 def test_lines_that_cannot_be_read_are_named(folder, content, message) -> None:
