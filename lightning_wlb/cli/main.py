@@ -30,8 +30,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     whole = argparse.ArgumentParser(
         prog="lightning-wlb",
-        description="Workload-balanced long-context training: tokenise documents, see what balancing"
-        " gains on them, train, and take the model elsewhere.",
+        description="Workload-balanced long-context training: tokenise documents, see what"
+        " balancing gains on them, train, and take the model elsewhere.",
     )
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
