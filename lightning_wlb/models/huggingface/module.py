@@ -53,7 +53,8 @@ class HuggingFaceModule(LanguageModule):
                     f"pretrained=True with config of type {type(config).__name__}: there is no"
                     " folder to read weights from. Give it as pretrained='FOLDER'."
                 )
-            pretrained = str(config)
+            # A config may be given by its file, which lies beside the weights.
+            pretrained = str(Path(config).parent if Path(config).is_file() else config)
         self.pretrained = str(pretrained) if pretrained else None
         self.lora = None if lora is None else checked(lora)
         if self.lora is not None and self.pretrained is None:
