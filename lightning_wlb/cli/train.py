@@ -89,4 +89,4 @@ class WLBCLI(LightningCLI):
 
 def run(arguments: Sequence[str]) -> None:
     """Run ``fit``, ``validate`` or ``test`` with the options that follow it."""
-    WLBCLI(args=list(arguments))
+    WLBCLI(args=list(arguments), parser_kwargs={"prog": "lightning-wlb"})

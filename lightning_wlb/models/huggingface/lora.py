@@ -93,6 +93,16 @@ def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
     return LoraConfig(**checked(given), task_type="CAUSAL_LM", **more)
 
 
+def same_adapters(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two sets of fields describe the same adapters, but for their first values."""
+    if one is None or other is None:
+        return one is other
+    first, second = (
+        peft_config(dict(each) | {"init_lora_weights": True}).to_dict() for each in (one, other)
+    )
+    return bool(first == second)
+
+
 def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     """Put adapters into a ``ForCausalLM``, in place; everything else is frozen.
 

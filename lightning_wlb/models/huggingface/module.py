@@ -7,16 +7,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.huggingface.config import read_config
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.folder import resolve
-from lightning_wlb.models.huggingface.lora import checked
+from lightning_wlb.models.huggingface.lora import checked, same_adapters
 from lightning_wlb.models.huggingface.shape import shape_of
 from lightning_wlb.models.huggingface.weights import load
 from lightning_wlb.models.language_module import LanguageModule
+
+# Fields of a config that say something about the model, and change nothing in training.
+_DESCRIBING = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+}
 
 
 class HuggingFaceModule(LanguageModule):
@@ -92,3 +102,36 @@ class HuggingFaceModule(LanguageModule):
         assert isinstance(self.model, HuggingFaceDecoder)
         load(self.model, resolve(self.pretrained))
         self.model.initialise_adapters(self.initial_seed)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Hold the checkpoint's arguments against this module's: weights do not tell them.
+
+        Raises:
+            ValueError: another config, or adapters with another factor or of other modules.
+        """
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint.get("hyper_parameters", {})
+        then, now = (each.get("lora") for each in (saved, self.hparams))
+        if "lora" in saved and not same_adapters(then, now):
+            raise ValueError(
+                f"the checkpoint was trained with lora={then}, this module has lora={now}: its"
+                " adapters would mean something else. Give the lora of the checkpoint."
+            )
+        if now is not None and saved.get("pretrained") != self.pretrained:
+            # Not refused: the folder may have moved.
+            rank_zero_warn(
+                f"The checkpoint's adapters belong to the weights {saved.get('pretrained')!r}; this"
+                f" module reads {self.pretrained!r}. They must be the same weights."
+            )
+        before = saved.get("config", {})
+        changed = {
+            field: (before[field], value)
+            for field, value in self.hparams["config"].items()
+            if field in before and before[field] != value and field not in _DESCRIBING
+        }
+        if changed:
+            raise ValueError(
+                "the checkpoint is of a model with another config, here as (then, now):"
+                f" {changed}. Resume with the config of the checkpoint; to go on with another,"
+                " export the checkpoint, change config.json and start from it by pretrained."
+            )
