@@ -87,8 +87,17 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
-    """Peft's ``LoraConfig``."""
-    from peft import LoraConfig
+    """Peft's ``LoraConfig``.
+
+    Raises:
+        ModuleNotFoundError: without peft; it names the extra.
+    """
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"lora needs {error.name}: pip install 'lightning-wlb[hf]'", name=error.name
+        ) from error
 
     return LoraConfig(**checked(given), task_type="CAUSAL_LM", **more)
 
@@ -114,10 +123,10 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     Raises:
         ValueError: adapters outside of the layers, of another kind, or not in all layers.
     """
+    config = peft_config(given)
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
 
-    config = peft_config(given)
     linear = {name for name, each in causal.named_modules() if isinstance(each, nn.Linear)}
     try:
         inject_adapter_in_model(config, causal)

@@ -103,6 +103,19 @@ class HuggingFaceModule(LanguageModule):
         load(self.model, resolve(self.pretrained))
         self.model.initialise_adapters(self.initial_seed)
 
+    def on_train_start(self) -> None:
+        """Warn where documents are longer than the model's positions."""
+        super().on_train_start()
+        known = getattr(self.config, "max_position_embeddings", None)
+        settings = getattr(getattr(self.trainer, "datamodule", None), "settings", None)
+        if known and settings is not None and settings.context_window > known:
+            rank_zero_warn(
+                f"context_window={settings.context_window}, but the config was made for"
+                f" max_position_embeddings={known} positions. Where that is meant, to extend the"
+                " model, set max_position_embeddings, and rope scaling if it shall have one; what"
+                " is exported has the config's."
+            )
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Hold the checkpoint's arguments against this module's: weights do not tell them.
 

@@ -208,6 +208,19 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch):
         _ = wlb.HuggingFaceModule
 
 
+def test_without_peft_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lora needs.*'lightning-wlb\[hf\]'"):
+        HuggingFaceDecoder(tiny("llama"), lora={"r": 2})
+
+
+def test_documents_beyond_the_models_positions_are_said():
+    module = wlb.HuggingFaceModule(tiny("llama", max_position_embeddings=31))
+    runner = trainer("auto", 1, precision="32-true", max_steps=1)
+    with pytest.warns(UserWarning, match="context_window=32.*max_position_embeddings=31"):
+        runner.fit(module, data(Run("llama").case))
+
+
 def test_logits_of_a_micro_batch_without_labels():
     decoder = HuggingFaceDecoder(tiny("cohere"))
     decoder.initialise(0)
