@@ -34,6 +34,11 @@ def check_config(config: Any) -> None:
             f"{name} is no causal language model of transformers, one that predicts the next token."
             " Give the config of a family of decoders (docs/families.md)."
         )
+    if getattr(config, "is_heterogeneous", False):
+        raise ValueError(
+            f"{name} gives single layers settings of their own (per_layer_config), which the"
+            " families' modules pass over or cannot be built with. Leave per_layer_config out."
+        )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if others:
         raise ValueError(

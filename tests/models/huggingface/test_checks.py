@@ -36,6 +36,7 @@ LONGROPE = {
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1.*Set attention_dropout=0.0"),
         ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop=0.2"),
+        ("llama", {"per_layer_config": {1: {"skip": ["attention"]}}}, "Leave per_layer_config out"),
         ("mixtral", {"router_jitter_noise": 0.01}, "Set router_jitter_noise=0.0"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'llama' is quantised"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "'dynamic'.*Use 'yarn'"),
