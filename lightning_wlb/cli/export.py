@@ -96,10 +96,11 @@ def export(
         report: called with the parts that are done, and all.
 
     Raises:
-        ValueError: a checkpoint of another model, a folder that is in use, or one without a
-            tokenizer.
+        ValueError: a checkpoint of another model, a folder that is in use or that is read, or one
+            without a tokenizer.
     """
     folder = Path(folder).absolute()
+    _refuse_overlap("checkpoint", Path(checkpoint), folder)
     if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty. Give another folder, or --force to replace it.")
     stored = StoredCheckpoint(Path(checkpoint))
@@ -116,6 +117,8 @@ def export(
     from lightning_wlb.models.huggingface.export import files_beside
 
     source = _tokenizer_of(tokenizer, given)
+    if source is not None:
+        _refuse_overlap("model that training started from or tokenizer", source, folder)
     copied = files_beside(source) if source is not None else []
     if tokenizer is not None and not any("token" in name for name in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
@@ -166,6 +169,16 @@ def _tokenizer_of(tokenizer: str | Path | None, given: dict[str, Any]) -> Path |
         return Path(tokenizer)
     source = given.get("pretrained")
     return Path(source) if source and Path(source).is_dir() else None
+
+
+def _refuse_overlap(what: str, source: Path, folder: Path) -> None:
+    """Refuse to replace what is read: --force would remove it."""
+    read, written = source.resolve(), folder.resolve()
+    if written == read or written in read.parents:
+        raise ValueError(
+            f"{folder} is or holds the {what} {source}, which is read. Give another folder to"
+            " export to."
+        )
 
 
 def _require_transformers() -> None:

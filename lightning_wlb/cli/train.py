@@ -92,4 +92,5 @@ def run(arguments: Sequence[str]) -> None:
     """Run ``fit``, ``validate`` or ``test`` with the options that follow it."""
     given = list(arguments)
     # LightningCLI warns of arguments that are given beside the command line's.
-    WLBCLI(args=None if given == sys.argv[1:] else given)
+    args = None if given == sys.argv[1:] else given
+    WLBCLI(args=args, parser_kwargs={"prog": "lightning-wlb"})

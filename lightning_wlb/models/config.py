@@ -149,7 +149,8 @@ def check_tensor_parallel(config: TransformerConfig | ModelShape, size: int) -> 
     for name, value in shape.split_sizes:
         if value % size:
             remedy = (
-                f"Pad the vocabulary to vocab_size={-(-value // size) * size}"
+                f"Pad the vocabulary to vocab_size={-(-value // size) * size}; with pretrained"
+                " weights, which fix it, choose a tensor_parallel_size that divides it"
                 if name == "vocab_size"
                 else f"Choose a tensor_parallel_size that divides {value}"
             )

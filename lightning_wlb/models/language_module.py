@@ -48,7 +48,7 @@ class LanguageModule(L.LightningModule):
     Args:
         config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.
         learning_rate: peak learning rate of AdamW.
-        weight_decay: of matrices; vectors (norm weights) have none.
+        weight_decay: of matrices; vectors (norm weights, biases) have none.
         betas: AdamW's.
         warmup_tokens: the learning rate rises linearly from 0 over this many tokens.
         decay_tokens: token count, warm-up included, at which a cosine decay ends; None: no decay.
@@ -242,10 +242,19 @@ class LanguageModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW; with a schedule by tokens where warm-up or decay is asked for."""
-        parameters = [each for each in self.parameters() if each.requires_grad]
+        trained = {name: each for name, each in self.named_parameters() if each.requires_grad}
+        parameters = list(trained.values())
+        # Experts' biases have two dims: a row for each expert.
+        matrices = {n for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")}
         parameter_groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            {
+                "params": [p for n, p in trained.items() if n in matrices],
+                "weight_decay": self.weight_decay,
+            },
+            {
+                "params": [p for n, p in trained.items() if n not in matrices],
+                "weight_decay": 0.0,
+            },
         ]
         optimizer = torch.optim.AdamW(
             [each for each in parameter_groups if each["params"]],

@@ -99,7 +99,8 @@ def load(
 
     Raises:
         FileNotFoundError: if the folder is not there or is not such a checkpoint.
-        ValueError: if there are optimizers and the checkpoint holds weights only.
+        ValueError: if there are optimizers and the checkpoint holds weights only, or if its
+            weights are not those of the model.
     """
     replaced = replacing.replaced_by(path)
     if not path.exists() and (replaced / _METADATA_FILENAME).is_file():
@@ -124,6 +125,7 @@ def load(
             f" {type(model).__name__}.load_from_checkpoint."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
+    _check_weights(path, model, weights, names)
     state: dict[str, Any] = {WEIGHTS: weights}
     for index, optimizer in enumerate(optimizers):
         # Gradients that an earlier fit of the same module has left: torch would take an optimizer
@@ -145,6 +147,50 @@ def load(
         weights_only=True if weights_only is None else weights_only,
     )
     return rest
+
+
+def _check_weights(
+    path: Path, model: nn.Module, weights: Mapping[str, Any], stored: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint of another model; collective over all ranks.
+
+    torch itself passes over what the model lacks, as adapters that it is not asked for.
+
+    Raises:
+        ValueError: naming what is missing, too much or of another shape; the same on every rank.
+    """
+    prefix = f"{WEIGHTS}."
+    there = {
+        name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)
+    }
+    mine = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
+    shares = [mine]
+    if dist.is_initialized():
+        shares = [{}] * dist.get_world_size()
+        dist.all_gather_object(shares, mine)
+    wanted = {name: shape for share in shares for name, shape in share.items()}
+    # A weight of no size has no metadata of a tensor.
+    sizes = {
+        name: tuple(getattr(each, "size", wanted.get(name, ()))) for name, each in there.items()
+    }
+    strict = getattr(model, "strict_loading", True)
+    found = {
+        "missing": sorted(set(wanted) - set(sizes)),
+        "not in the model": sorted(set(sizes) - set(wanted)) if strict else [],
+        "of another shape": sorted(
+            name for name in set(wanted) & set(sizes) if wanted[name] != sizes[name]
+        ),
+    }
+    said = [
+        f"{what}: {', '.join(each[:3])}{f' and {len(each) - 3} more' if len(each) > 3 else ''}"
+        for what, each in found.items()
+        if each
+    ]
+    if said:
+        raise ValueError(
+            f"{path} is a checkpoint of another model; {'; '.join(said)}. Give the module the"
+            " arguments that it had when the checkpoint was saved (config, lora)."
+        )
 
 
 def _mentions(key: str, parameter: str) -> bool:

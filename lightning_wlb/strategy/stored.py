@@ -52,6 +52,11 @@ class StoredCheckpoint:
             )
         except (pickle.UnpicklingError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+        if not isinstance(rest, dict):
+            raise ValueError(
+                f"{path} is not a checkpoint: it holds a {type(rest).__name__}, not what a Trainer"
+                " saves."
+            )
         if path.is_dir():
             self._reader = dcp.FileSystemReader(path)
             prefix = f"{WEIGHTS}."

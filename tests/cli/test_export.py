@@ -191,6 +191,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         export(checkpoint, out, tokenizer=tmp_path)
     with pytest.raises(ValueError, match="there is no such folder"):
         export(checkpoint, out, tokenizer=tmp_path / "gone")
+    # What is read is not replaced, whatever is asked.
+    for folder in (checkpoint, tmp_path / "llama", tmp_path):
+        with pytest.raises(ValueError, match=r"is or holds the .* which is read"):
+            export(checkpoint, folder, force=True)
     incomplete = torch.load(checkpoint, weights_only=True)
     del incomplete["state_dict"]["model.head.norm.weight"]
     torch.save(incomplete, checkpoint)

@@ -313,6 +313,21 @@ def test_what_is_not_a_checkpoint_is_answered(folder, results, tmp_path):
     assert "got s3://bucket/run.ckpt" in messages[4]
 
 
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    def model(*widths: int) -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(2, width, False) for width in widths))
+
+    checkpoint.save(tmp_path / "two", model(2, 2), [], {}, {})
+    for other, message in (
+        (model(2, 2, 2), "another model; missing: 2.weight. Give"),
+        # torch would pass over the layer that is not there.
+        (model(2), "another model; not in the model: 1.weight. Give"),
+        (model(2, 3), "another model; of another shape: 1.weight. Give"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.load(tmp_path / "two", other, [], {}, None)
+
+
 class Killed(BaseException):
     """The process ends here."""
 

@@ -45,6 +45,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "text.ckpt").write_text("text")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         StoredCheckpoint(tmp_path / "text.ckpt")
+    torch.save([1], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match="it holds a list"):
+        StoredCheckpoint(tmp_path / "list.ckpt")
     # Objects of classes are never unpickled.
     torch.save({"state_dict": {}, "hyper_parameters": {"model": nn.Linear(1, 1)}}, tmp_path / "o")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):

@@ -148,8 +148,12 @@ def attention(
             f" attention implementation {NAME!r} reads the micro-batch. Load the model by"
             " from_pretrained(...) to use it by itself."
         )
-    if others.get("is_causal") is False:
-        raise ValueError(f"{type(module).__name__} attends without causality; decoders only.")
+    causal = others.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(
+            f"{type(module).__name__} attends without causality, to later tokens too; decoders"
+            " only. Where the config has use_bidirectional_attention, set it to False."
+        )
     unknown = sorted(
         name for name, given in others.items() if given is not None and name not in _HARMLESS
     )
@@ -166,6 +170,13 @@ def attention(
             " (docs/families.md)."
         )
     number: int = module.layer_idx  # type: ignore[assignment]
+    if sliding_window is None and _has_window(module, number):
+        raise ValueError(
+            f"{type(module).__name__} gives attention no window, though its config has one for"
+            f" layer {number}: the family has it in its masks alone, which are not made here, so"
+            " the layer would see too much. Set use_sliding_window=False or sliding_window=None in"
+            " the config, or choose another family (docs/families.md)."
+        )
     run.attended.add(number)
     out = packed_attention(
         query[0].transpose(0, 1),
@@ -180,6 +191,15 @@ def attention(
         ),
     )
     return out[None], None
+
+
+def _has_window(module: nn.Module, number: int) -> bool:
+    """Whether a layer has a sliding window by its module's config."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return bool(kinds[number] == "sliding_attention")
+    return bool(getattr(config, "sliding_window", None))
 
 
 AttentionInterface.register(NAME, attention)

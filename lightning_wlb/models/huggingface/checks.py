@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 # Layer types of transformers whose attention the kernels compute.
 ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -27,6 +29,16 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"{name} takes more than text. Give its text part alone: config.get_text_config()."
         )
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"{name} is no causal language model of transformers, one that predicts the next token."
+            " Give the config of a family of decoders (docs/families.md)."
+        )
+    if getattr(config, "is_heterogeneous", False):
+        raise ValueError(
+            f"{name} gives single layers settings of their own (per_layer_config), which the"
+            " families' modules pass over or cannot be built with. Leave per_layer_config out."
+        )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if others:
         raise ValueError(
@@ -41,11 +53,18 @@ def check_config(config: Any) -> None:
             " Choose another family (docs/families.md)."
         )
     for field, value in config.to_dict().items():
-        if _is_dropout(field) and isinstance(value, int | float) and value:
+        if _is_random(field) and isinstance(value, int | float) and value:
             raise ValueError(
-                f"{name}: {field}={value:g}. Dropout would draw other numbers on every mesh, so a"
-                f" run could not be repeated or resumed exactly. Set {field}=0.0 in the config."
+                f"{name}: {field}={value:g}. Dropout and noise would draw other numbers on every"
+                " mesh and where backward recomputes, so a run could not be repeated or resumed"
+                f" exactly. Set {field}=0.0 in the config."
             )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{name} is quantised (quantization_config), and its weights are not numbers that can"
+            " be trained. Give a folder with weights in bfloat16 or float32; without weights, the"
+            " config without quantization_config."
+        )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"{name}: output_router_logits=True asks for a load-balancing loss, which this package"
@@ -109,10 +128,11 @@ def check_parts(model: Any, known: set[int]) -> None:
         )
 
 
-def _is_dropout(field: str) -> bool:
+def _is_random(field: str) -> bool:
     # Those of a classifier or a summary are of heads that are not built here.
     unused = field.startswith(("classifier", "summary"))
-    return ("dropout" in field or field.endswith("pdrop")) and not unused
+    random = any(each in field for each in ("dropout", "layerdrop", "jitter"))
+    return (random or field.endswith("pdrop")) and not unused
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:

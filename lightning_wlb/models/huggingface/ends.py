@@ -21,11 +21,15 @@ from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_row
 
 
 class Embedding(nn.Module):
-    """A family's token embedding, whose words may lie on several ranks."""
+    """A family's token embedding, whose words may lie on several ranks.
+
+    transformers gives its padding token's row no gradient from here, on any number of ranks.
+    """
 
     def __init__(self, words: nn.Embedding) -> None:
         super().__init__()
         self.words = words
+        self._padding = words.padding_idx
 
     def forward(self, tokens: Tensor, group: ProcessGroup | None) -> Tensor:
         """int64 [P] -> [P/TP, dim]."""
@@ -33,8 +37,13 @@ class Embedding(nn.Module):
             rows: Tensor = self.words(tokens)
             return rows
         own = self.words.weight.shape[0]
-        column = tokens - group_rank(group) * own
+        first = group_rank(group) * own
+        column = tokens - first
         elsewhere = (column < 0) | (column >= own)
+        if self._padding is not None:
+            # By number among this rank's words, which its module looks up.
+            here = first <= self._padding < first + own
+            self.words.padding_idx = self._padding - first if here else None
         rows = self.words(column.masked_fill(elsewhere, 0))
         return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), group)
 

@@ -40,7 +40,7 @@ class Folder:
         self.path = path
         self._open: dict[str, Any] = {}
         if (path / _INDEX).is_file():
-            self._files: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+            self._files: dict[str, str] = _weight_map(path / _INDEX)
         elif (path / _SINGLE).is_file():
             self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         else:
@@ -56,6 +56,10 @@ class Folder:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, whole; nothing is read."""
         return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Of a tensor, as safetensors names it: ``"BF16"``, ``"I8"``."""
+        return str(self._slice(name).get_dtype())
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor if None."""
@@ -95,9 +99,25 @@ class TextPart(Folder):
         """Of a tensor, whole; nothing is read."""
         return super().shape(self._stored[name])
 
+    def dtype(self, name: str) -> str:
+        """Of a tensor, as safetensors names it."""
+        return super().dtype(self._stored[name])
+
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor if None."""
         return super().read(self._stored[name], box)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File of each tensor, from the index of a folder with several files."""
+    try:
+        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} is no index of safetensors, which is JSON with a weight_map"
+            f" ({type(error).__name__}: {error}). Copy or download the folder again."
+        ) from error
+    return files
 
 
 def _alone(name: str) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_wlb.arguments import flag, number, whole
 from lightning_wlb.models.initialise import seed_of
 
 FIELDS = (
@@ -54,6 +55,10 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming the field that is not known, or the value that cannot be.
     """
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"lora={given!r}. Give fields of peft's LoraConfig, as {{'r': 16, 'lora_alpha': 32}}."
+        )
     unknown = sorted(set(given) - {*FIELDS, *_NEUTRAL})
     if unknown:
         raise ValueError(
@@ -71,17 +76,40 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
             f"lora: init_lora_weights={given['init_lora_weights']!r}. Give True (peft's default) or"
             " 'gaussian'; others are made from weights that no rank holds whole."
         )
-    rank = given.get("r", 8)
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"lora: r={rank!r} is no rank. Give a whole number of at least 1.")
+    whole("lora: r", given.get("r", 8), 1)
+    number("lora: lora_alpha", given.get("lora_alpha", 8), 0, above=True)
+    flag("lora: use_rslora", given.get("use_rslora", False))
+    for pattern, rank in (given.get("rank_pattern") or {}).items():
+        whole(f"lora: rank_pattern of {pattern!r}", rank, 1)
+    for pattern, alpha in (given.get("alpha_pattern") or {}).items():
+        number(f"lora: alpha_pattern of {pattern!r}", alpha, 0, above=True)
     return {name: given[name] for name in FIELDS if name in given}
 
 
 def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
-    """Peft's ``LoraConfig``."""
-    from peft import LoraConfig
+    """Peft's ``LoraConfig``.
+
+    Raises:
+        ModuleNotFoundError: without peft; it names the extra.
+    """
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"lora needs {error.name}: pip install 'lightning-wlb[hf]'", name=error.name
+        ) from error
 
     return LoraConfig(**checked(given), task_type="CAUSAL_LM", **more)
+
+
+def same_adapters(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two sets of fields describe the same adapters, but for their first values."""
+    if one is None or other is None:
+        return one is other
+    first, second = (
+        peft_config(dict(each) | {"init_lora_weights": True}).to_dict() for each in (one, other)
+    )
+    return bool(first == second)
 
 
 def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
@@ -95,10 +123,21 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     Raises:
         ValueError: adapters outside of the layers, of another kind, or not in all layers.
     """
+    config = peft_config(given)
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
 
-    inject_adapter_in_model(peft_config(given), causal)
+    linear = {name for name, each in causal.named_modules() if isinstance(each, nn.Linear)}
+    try:
+        inject_adapter_in_model(config, causal)
+    except ValueError as error:
+        parts = sorted({name.rpartition(".")[2] for name in linear if name.startswith(layers)})
+        raise ValueError(
+            f"lora: target_modules={given.get('target_modules')!r} cannot be had of"
+            f" {type(causal).__name__}: {error} Its layers have the linear modules"
+            f" {', '.join(parts)}."
+        ) from error
+    _check_patterns(causal, given)
     adapters = [name for name, each in causal.named_parameters() if each.requires_grad]
     others = [
         name
@@ -124,6 +163,24 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
             f" {without}. A pipeline stage of these would have nothing to train; name a module that"
             " each layer has, as 'o_proj'."
         )
+
+
+def _check_patterns(causal: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse a rank or an alpha for modules that have no adapter; peft would pass it over.
+
+    Raises:
+        ValueError: naming the pattern.
+    """
+    from peft.utils.other import get_pattern_key
+
+    adapted = {n.partition(".lora_")[0] for n, _ in causal.named_parameters() if is_adapter(n)}
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in given.get(field) or {}:
+            if not any(get_pattern_key([pattern], name) == pattern for name in adapted):
+                raise ValueError(
+                    f"lora: {field} has {pattern!r}, which names no module with an adapter. Give"
+                    " the end of a module's name, as 'q_proj', or a regular expression for it."
+                )
 
 
 def initial_value(name: str, shape: Iterable[int], seed: int, given: Mapping[str, Any]) -> Tensor:

@@ -7,16 +7,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.huggingface.config import read_config
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.folder import resolve
-from lightning_wlb.models.huggingface.lora import checked
+from lightning_wlb.models.huggingface.lora import checked, same_adapters
 from lightning_wlb.models.huggingface.shape import shape_of
 from lightning_wlb.models.huggingface.weights import load
 from lightning_wlb.models.language_module import LanguageModule
+
+# Fields of a config that say something about the model, and change nothing in training.
+_DESCRIBING = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+}
 
 
 class HuggingFaceModule(LanguageModule):
@@ -53,7 +63,8 @@ class HuggingFaceModule(LanguageModule):
                     f"pretrained=True with config of type {type(config).__name__}: there is no"
                     " folder to read weights from. Give it as pretrained='FOLDER'."
                 )
-            pretrained = str(config)
+            # A config may be given by its file, which lies beside the weights.
+            pretrained = str(Path(config).parent if Path(config).is_file() else config)
         self.pretrained = str(pretrained) if pretrained else None
         self.lora = None if lora is None else checked(lora)
         if self.lora is not None and self.pretrained is None:
@@ -91,3 +102,49 @@ class HuggingFaceModule(LanguageModule):
         assert isinstance(self.model, HuggingFaceDecoder)
         load(self.model, resolve(self.pretrained))
         self.model.initialise_adapters(self.initial_seed)
+
+    def on_train_start(self) -> None:
+        """Warn where documents are longer than the model's positions."""
+        super().on_train_start()
+        known = getattr(self.config, "max_position_embeddings", None)
+        settings = getattr(getattr(self.trainer, "datamodule", None), "settings", None)
+        if known and settings is not None and settings.context_window > known:
+            rank_zero_warn(
+                f"context_window={settings.context_window}, but the config was made for"
+                f" max_position_embeddings={known} positions. Where that is meant, to extend the"
+                " model, set max_position_embeddings, and rope scaling if it shall have one; what"
+                " is exported has the config's."
+            )
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Hold the checkpoint's arguments against this module's: weights do not tell them.
+
+        Raises:
+            ValueError: another config, or adapters with another factor or of other modules.
+        """
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint.get("hyper_parameters", {})
+        then, now = (each.get("lora") for each in (saved, self.hparams))
+        if "lora" in saved and not same_adapters(then, now):
+            raise ValueError(
+                f"the checkpoint was trained with lora={then}, this module has lora={now}: its"
+                " adapters would mean something else. Give the lora of the checkpoint."
+            )
+        if now is not None and saved.get("pretrained") != self.pretrained:
+            # Not refused: the folder may have moved.
+            rank_zero_warn(
+                f"The checkpoint's adapters belong to the weights {saved.get('pretrained')!r}; this"
+                f" module reads {self.pretrained!r}. They must be the same weights."
+            )
+        before = saved.get("config", {})
+        changed = {
+            field: (before[field], value)
+            for field, value in self.hparams["config"].items()
+            if field in before and before[field] != value and field not in _DESCRIBING
+        }
+        if changed:
+            raise ValueError(
+                "the checkpoint is of a model with another config, here as (then, now):"
+                f" {changed}. Resume with the config of the checkpoint; to go on with another,"
+                " export the checkpoint, change config.json and start from it by pretrained."
+            )

@@ -78,10 +78,12 @@ class Converted:
 
     Args:
         make: does that.
+        keys: the name of each stored tensor.
         shape: of the parameter.
     """
 
     make: Callable[[], Tensor]
+    keys: tuple[str, ...]
     shape: tuple[int, ...]
 
     def copy_to(self, target: Tensor, box: Box) -> None:
@@ -170,10 +172,11 @@ def _made_whole(
             each: value[0] if isinstance(value, list) else value for each, value in made.items()
         }
 
-    shapes = convert(lambda key: torch.empty(folder.shape(key), device="meta"))
+    made = convert(lambda key: torch.empty(folder.shape(key), device="meta"))
+    used = tuple(key for stored in keys.values() for key in stored)
     return {
-        each: Converted(lambda each=each: convert(folder.read)[each], tuple(value.shape))  # type: ignore[misc]
-        for each, value in shapes.items()
+        each: Converted(lambda each=each: convert(folder.read)[each], used, tuple(value.shape))  # type: ignore[misc]
+        for each, value in made.items()
     }
 
 

@@ -122,6 +122,8 @@ def split_of(name: str, shape: Iterable[int], plan: Mapping[str, str], kv_heads:
     style = plan.get(place, plan.get(place.rpartition(".")[0], REPLICATE))
     if adapter:
         style = _of_adapter(style, adapter[1])
+    if style == REPLICATE and dims == 2 and re.search(r"\.[qk]_norm\.weight$", place):
+        style = "colwise"  # a row for each head, as in Command R+, which plans leave out
     is_bias = dims == 1 and name.endswith("bias") and style in ROWWISE
     if is_bias or style == "once":
         return Split(style, once=True)
@@ -135,7 +137,7 @@ def split_of(name: str, shape: Iterable[int], plan: Mapping[str, str], kv_heads:
         )
     dim = 0 if dims == 1 else dims + _DIMS[style]
     # Queries and outputs are split by query heads, of which there are at least as many as ranks.
-    by_heads = style == "colwise" and re.search(r"\.[kv]_proj\.", f"{place}.") is not None
+    by_heads = style == "colwise" and re.search(r"\.([kv]_proj|k_norm)\.", f"{place}.") is not None
     return Split(style, dim, style.startswith("packed"), kv_heads if by_heads else 0)
 
 

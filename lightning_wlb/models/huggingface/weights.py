@@ -29,6 +29,8 @@ from lightning_wlb.models.huggingface.lora import is_adapter
 from lightning_wlb.models.huggingface.sources import Source, find_sources
 from lightning_wlb.models.initialise import held, share_of
 
+# Dtypes of values as they are. Other dtypes of a weight are codes that a scale belongs to.
+_PLAIN = {"F64", "F32", "F16", "BF16"}
 # Tables that folders written by old versions of transformers have, and modules compute.
 _COMPUTED = r"rotary_emb\.inv_freq"
 
@@ -133,9 +135,21 @@ def _check(folder: Folder, sources: Mapping[str, Source], model: Any) -> None:
     """Hold the folder's tensors against the model's.
 
     Raises:
-        ValueError: naming those that are missing, too much, or of another shape.
+        ValueError: naming those that are missing, too much, of another shape, or quantised.
     """
     state = weights_of(model)
+    codes = [
+        f"{key} is {dtype}"
+        for name, tensor in state.items()
+        if name in sources and tensor.is_floating_point()
+        for key in sources[name].keys
+        if (dtype := folder.dtype(key)) not in _PLAIN
+    ]
+    if codes:
+        raise ValueError(
+            f"{folder.path} is quantised: {', '.join(codes[:3])}. Training needs the weights"
+            " themselves: give a folder in bfloat16, float16 or float32."
+        )
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)

@@ -138,6 +138,11 @@ class Run:
     virtual: int = 1
     checkpointing: str = "none"
     steps: int = 3
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def config(self) -> Any:
+        return tiny(self.family, **dict(self.fields))
 
     @property
     def case(self) -> Case:
@@ -151,7 +156,7 @@ def by_document(run: Run) -> dict[str, Any]:
     """The run in one process by transformers alone; names are the family's."""
     recorder = Recorder()
     with KeepDouble():
-        module = ByDocument(tiny(run.family), **OPTIONS)
+        module = ByDocument(run.config, **OPTIONS)
         trainer("auto", 1, max_steps=run.steps, callbacks=[recorder]).fit(module, data(run.case))
     return recorder.record()
 
@@ -162,7 +167,7 @@ def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
     for run in runs:
         recorder = Recorder()
         with KeepDouble():
-            module = Packed(tiny(run.family), activation_checkpointing=run.checkpointing, **OPTIONS)
+            module = Packed(run.config, activation_checkpointing=run.checkpointing, **OPTIONS)
             strategy = WLBStrategy(
                 *run.mesh, schedule=run.schedule, virtual_pipeline_size=run.virtual
             )

@@ -17,6 +17,11 @@ from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import packed_rows
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -31,6 +36,9 @@ LONGROPE = {
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1.*Set attention_dropout=0.0"),
         ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop=0.2"),
+        ("llama", {"per_layer_config": {1: {"skip": ["attention"]}}}, "Leave per_layer_config out"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "Set router_jitter_noise=0.0"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'llama' is quantised"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "'dynamic'.*Use 'yarn'"),
         ("qwen2_moe", {"output_router_logits": True}, "Set output_router_logits=False"),
         ("qwen3_next", {}, "linear_attention"),
@@ -41,6 +49,11 @@ LONGROPE = {
 def test_a_config_that_cannot_be_exact(family, fields, said):
     with pytest.raises(ValueError, match=said):
         check_config(tiny(family, **fields))
+
+
+def test_a_model_that_is_no_decoder_is_refused():
+    with pytest.raises(ValueError, match="'t5' is no causal language model"):
+        check_config(AutoConfig.for_model("t5"))
 
 
 def test_a_multimodal_config_is_refused_with_its_text_part():
@@ -107,6 +120,26 @@ def test_attention_that_asks_for_more_than_the_kernels_compute_is_refused():
         for said, options in asked.items():
             with pytest.raises(ValueError, match=said):
                 attention(module, q, q, q, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        # What these change is in transformers' masks alone.
+        ("gemma3_text", {"use_bidirectional_attention": True}, "without causality"),
+        (
+            "qwen2_moe",
+            WINDOWS,
+            "gives attention no window",
+        ),
+    ],
+)
+def test_what_a_family_does_by_masks_alone_is_refused(family, fields, said):
+    decoder = HuggingFaceDecoder(tiny(family, **fields))
+    decoder.initialise(0)
+    _, rows = packed_rows((5, 3))
+    with pytest.raises(ValueError, match=said):
+        decoder(rows)
 
 
 def test_a_layer_that_does_not_attend_is_refused():

@@ -49,3 +49,11 @@ def test_a_name_that_cannot_be_fetched_is_refused(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(ValueError, match=r"'someone/model' is not a folder.*no network"):
         resolve("someone/model")
+
+
+@pytest.mark.parametrize("text", ["{broken", '{"metadata": {}}', "[]"])
+def test_an_index_that_is_none_is_refused_by_name(tmp_path, text):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(ValueError, match=rf"{index} is no index of safetensors"):
+        Folder(tmp_path)

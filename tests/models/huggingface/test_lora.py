@@ -253,7 +253,14 @@ def test_adapters_begin_without_effect_and_the_frozen_model_as_without_them():
         ({"lora_dropout": 0.1}, r"lora_dropout=0\.1\. Only 0\.0"),
         ({"bias": "all"}, r"bias='all'"),
         ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa'"),
-        ({"r": 0}, r"r=0 is no rank"),
+        ({"r": 0}, r"lora: r=0, but it must be at least 1"),
+        ({"r": True}, r"lora: r=True is of type bool"),
+        ({"lora_alpha": 0}, r"lora: lora_alpha=0 is out of range"),
+        (
+            {"rank_pattern": {"k_proj": 4}, "target_modules": ["q_proj"]},
+            r"rank_pattern has 'k_proj'",
+        ),
+        ({"target_modules": ["qkv"]}, r"qkv.*linear modules down_proj, gate_proj, k_proj"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"makes adapters model\.embed_tokens"),
         ({"target_modules": ["q_proj", "lm_head"]}, r"makes adapters lm_head"),
         ({"target_modules": r".*layers\.[01]\..*q_proj"}, r"names nothing in layers \[2, 3\]"),
@@ -267,6 +274,11 @@ def test_what_lora_cannot_do_is_refused(lora, message):
 def test_adapters_of_experts_are_refused():
     with pytest.raises(ValueError, match=r"not the embedding, the head or experts.*'all-linear'"):
         HuggingFaceDecoder(tiny("mixtral"), lora=LORA)
+
+
+def test_a_rank_by_itself_is_refused():
+    with pytest.raises(ValueError, match=r"lora=16\. Give fields"):
+        HuggingFaceDecoder(tiny("llama"), lora=16)
 
 
 def test_adapters_need_weights_to_belong_to():

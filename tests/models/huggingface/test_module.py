@@ -77,6 +77,32 @@ def test_hyperparameters_are_plain_and_make_the_module_again(tmp_path):
     assert dict(again.hparams) == dict(module.hparams)
 
 
+def test_a_checkpoint_of_other_arguments_is_refused():
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    module = wlb.HuggingFaceModule(tiny("llama"), pretrained="base", lora=lora)
+    saved = dict(module.hparams)
+    module.on_load_checkpoint({"hyper_parameters": saved})
+    module.on_load_checkpoint({"hyper_parameters": saved | {"lora": lora | {"lora_alpha": 8}}})
+    for other in (lora | {"lora_alpha": 16}, lora | {"target_modules": ["v_proj"]}, None):
+        with pytest.raises(ValueError, match="adapters would mean something else"):
+            module.on_load_checkpoint({"hyper_parameters": saved | {"lora": other}})
+    with pytest.warns(UserWarning, match="belong to the weights 'elsewhere'.*reads 'base'"):
+        module.on_load_checkpoint({"hyper_parameters": saved | {"pretrained": "elsewhere"}})
+    config = saved["config"] | {"rms_norm_eps": 0.5, "transformers_version": "0"}
+    with pytest.raises(ValueError, match=r"now\): {'rms_norm_eps': \(0.5, 1e-06\)}\. Resume"):
+        module.on_load_checkpoint({"hyper_parameters": saved | {"config": config}})
+
+
+def test_biases_of_experts_do_not_decay():
+    module = wlb.HuggingFaceModule(tiny("gpt_oss"))
+    module.configure_model()
+    decayed, others = module.configure_optimizers().param_groups
+    names = {id(each): name for name, each in module.named_parameters()}
+    assert not [names[id(p)] for p in decayed["params"] if names[id(p)].endswith("bias")]
+    assert {p.ndim for p in decayed["params"]} == {2, 3}
+    assert {p.ndim for p in others["params"]} == {1, 2}
+
+
 def test_initial_values_are_the_familys_and_a_function_of_the_seed():
     decoder = HuggingFaceDecoder(tiny("gpt_oss", hidden_size=128, initializer_range=0.05))
     decoder.initialise(3)
@@ -186,6 +212,19 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-wlb\[hf\]'"):
         _ = wlb.HuggingFaceModule
+
+
+def test_without_peft_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lora needs.*'lightning-wlb\[hf\]'"):
+        HuggingFaceDecoder(tiny("llama"), lora={"r": 2})
+
+
+def test_documents_beyond_the_models_positions_are_said():
+    module = wlb.HuggingFaceModule(tiny("llama", max_position_embeddings=31))
+    runner = trainer("auto", 1, precision="32-true", max_steps=1)
+    with pytest.warns(UserWarning, match="context_window=32.*max_position_embeddings=31"):
+        runner.fit(module, data(Run("llama").case))
 
 
 def test_logits_of_a_micro_batch_without_labels():

@@ -129,6 +129,13 @@ def rewritten(folder: Path, change: Any) -> None:
             lambda state: state.update({"model.norm.weight": torch.zeros(16)}),
             r"of another shape: model.norm.weight is \(16,\), in the model \(32,\)",
         ),
+        # Codes, which would be taken for values.
+        (
+            lambda state: state.update(
+                {"model.layers.0.mlp.up_proj.weight": torch.ones(48, 32, dtype=torch.int8)}
+            ),
+            "is quantised: model.layers.0.mlp.up_proj.weight is I8",
+        ),
     ],
 )
 def test_a_folder_of_another_model_is_refused(change, message, tmp_path):
