@@ -230,7 +230,10 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
         options = {**given, **options}
     if kind is None:
         source = _with_paths(name, source)
-        kind = _kind_of(name, source)
+        if "tokenizer" in options and _is_texts(source):
+            (kind,) = (each for each in KINDS if each.key == "texts")
+        else:
+            kind = _kind_of(name, source)
     return kind, source, options
 
 
@@ -266,7 +269,7 @@ def _kind_of(name: str, source: Any) -> Kind:
             f"{name}{_shown(source)}: these are texts, which need a tokenizer. Tokenise them"
             " (lightning-wlb tokenize SOURCE OUT --tokenizer ...) and give the folder OUT; or give"
             f" {{'texts': {str(source)!r}, 'tokenizer': ...}}, 'chats' in place of 'texts' for"
-            " chats."
+            " chats, or of texts the path with the option tokenizer=..."
         )
     raise ValueError(
         f"{name}{_shown(source)}: {what}. Give a document store (lengths, vocab_size, read, targets"

@@ -116,3 +116,10 @@ def test_documents_opens_texts_chats_and_mixtures_of_them(tmp_path) -> None:
     assert mask.tolist() == [False, False, False, False, True, True, True]
     with pytest.raises(ValueError, match=r"no option 'colum'. It takes tokenizer, column, eos"):
         lightning_wlb.documents({"texts": str(lines), "tokenizer": model, "colum": "a"})
+
+
+def test_a_path_of_texts_with_a_tokenizer_is_opened(tmp_path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}, {"text": "jumps"}])
+    store = lightning_wlb.documents(str(source), tokenizer=saved(tmp_path))
+    assert store.lengths.tolist() == [2, 1]
+    assert store.read(0, 0, 2).tolist() == tokenizer().encode("the fox").ids
