@@ -27,6 +27,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.mixture import Share
+from tests.ranks import run_ranks
 
 WORK = Work(PassWork(16, 1), PassWork(33, 1))
 DATA = DataSettings(context_window=64, micro_batches=2, packing="wlb", seed=3)
@@ -161,28 +162,32 @@ def test_documents_are_held_out_of_the_mixture() -> None:
         store.subset(np.arange(40))
 
 
-def test_the_monitor_logs_the_epoch_of_each_store(tmp_path) -> None:
+def epochs_of_a_run(rank: int, folder: str) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+    """What the monitor logs last, and where the planner stands then."""
     config = TransformerConfig(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=16, vocab_size=256)
     data = WLBDataModule(mixed(), context_window=64, micro_batches=2, num_workers=0)
-    logger = CSVLogger(tmp_path)
     trainer = L.Trainer(
         accelerator="cpu",
         strategy="wlb",
         devices=1,
         max_steps=6,
         log_every_n_steps=1,
-        logger=logger,
+        logger=CSVLogger(folder),
         callbacks=[ImbalanceMonitor(heat_map=False)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(LanguageModule(config, learning_rate=1e-3), data)
-    state = data.state_dict()["planner"]["mixture"]
-    logged = trainer.logged_metrics
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    return logged, data.state_dict()["planner"]["mixture"]
+
+
+def test_the_monitor_logs_the_epoch_of_each_store(tmp_path) -> None:
+    ((logged, state),) = run_ranks(epochs_of_a_run, 1, str(tmp_path), process_group=False)
     for name in ("web", "books"):
         expected = state[name]["passes"] + state[name]["position"] / state[name]["documents"]
-        assert logged[f"wlb/epoch/{name}"].item() == pytest.approx(expected)
+        assert logged[f"wlb/epoch/{name}"] == pytest.approx(expected)
     assert state["web"]["position"] > 0
 
 
