@@ -34,9 +34,10 @@ def check_config(config: Any) -> None:
             f"{name} is no causal language model of transformers, one that predicts the next token."
             " Give the config of a family of decoders (docs/families.md)."
         )
-    if getattr(config, "is_heterogeneous", False):
+    # A family that has such settings by itself (Gemma 4's wider heads) is built by them.
+    if own := sorted(_of_single_layers(config) - _of_single_layers(type(config)())):
         raise ValueError(
-            f"{name} gives single layers settings of their own (per_layer_config), which the"
+            f"{name} gives single layers settings of their own ({', '.join(own)}), which the"
             " families' modules pass over or cannot be built with. Leave per_layer_config out."
         )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
@@ -133,6 +134,12 @@ def _is_random(field: str) -> bool:
     unused = field.startswith(("classifier", "summary"))
     random = any(each in field for each in ("dropout", "layerdrop", "jitter"))
     return (random or field.endswith("pdrop")) and not unused
+
+
+def _of_single_layers(config: Any) -> set[str]:
+    """Names of the settings that a config gives single layers."""
+    of_layers = config.to_dict().get("per_layer_config") or {}
+    return {name for layer in of_layers.values() for name in layer}
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
