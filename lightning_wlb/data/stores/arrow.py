@@ -10,13 +10,11 @@ as Parquet.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_wlb.data.stores.base import Empty
-from lightning_wlb.data.stores.columns import AUTO
-from lightning_wlb.data.stores.lists import FACTS, ListDocuments, name_of_files, shards
+from lightning_wlb.data.stores.lists import FACTS, ListDocuments, shards
 
 PARTIAL = "lightning_wlb.partial.json"
 """What ``lightning-wlb tokenize`` keeps in a folder that is not complete yet."""
@@ -25,41 +23,17 @@ PARTIAL = "lightning_wlb.partial.json"
 class ArrowDocuments(ListDocuments):
     """The rows of Arrow files as documents.
 
-    Args:
-        source: a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a folder
-            of ``.arrow`` files (taken by name), a file, or several files.
-        column: of the tokens; None: ``input_ids``, ``tokens``, or the only lists of integers.
-        mask_column: of the masks, lists of booleans or of 0 and 1, or ``labels`` (the token, or
-            -100 where it may not be a target); ``"auto"``: the one of ``loss_mask``,
-            ``assistant_masks``, ``completion_mask`` and ``labels`` that is there; None: no mask.
-        vocab_size: tokens are in ``[0, vocab_size)``; None: as the folder says, else not known.
-        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them.
-
-    Raises:
-        ValueError: files that are missing, damaged or compressed, columns of another type, masks
-            of another length than the tokens, nulls, or rows without tokens.
+    ``source`` is a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a
+    folder of ``.arrow`` files (taken by name), a file, or several files. The other arguments are
+    those of :class:`.ListDocuments`.
     """
 
-    def __init__(
-        self,
-        source: str | Path | Sequence[str | Path],
-        column: str | None = None,
-        mask_column: str | None = AUTO,
-        vocab_size: int | None = None,
-        empty: Empty = "refuse",
-    ) -> None:
-        name = f"ArrowDocuments({name_of_files(source)})"
-        arguments = {
-            "source": source, "column": column, "mask_column": mask_column,
-            "vocab_size": vocab_size, "empty": empty,
-        }  # fmt: skip
-        if isinstance(source, str | Path):
-            files, facts = _files(Path(source), name)
-        else:
-            files, facts = [Path(each) for each in source], {}
-        given = facts.get("vocab_size") if vocab_size is None else vocab_size
-        mapped = [(path, path) for path in files]
-        super().__init__(name, mapped, column, mask_column, given, empty, arguments, facts)
+    @staticmethod
+    def _find(
+        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
+    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
+        files, facts = (source, {}) if isinstance(source, list) else _files(source, name)
+        return [(path, path) for path in files], facts
 
 
 def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lightning_wlb.data.stores.base import Array, Empty, MappedDocuments, labels_as_mask
-from lightning_wlb.data.stores.columns import Columns, columns_of
+from lightning_wlb.data.stores.columns import AUTO, Columns, columns_of
 
 FACTS = "lightning_wlb.json"
 """What ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ``tokens``, ..."""
@@ -31,34 +31,42 @@ _SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+$")
 
 
 class ListDocuments(MappedDocuments):
-    """The rows of Arrow files as documents.
+    """The rows of files as documents; a subclass finds the Arrow files that hold them.
 
     Args:
-        name: how errors call the store.
-        files: each Arrow file, and the file that it was made of (or itself), which errors name.
-        column: of the tokens; None: find it.
-        mask_column: of the masks; ``"auto"``: find it; None: no mask.
-        vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
+        source: a path, or several files.
+        column: of the tokens; None: ``input_ids``, ``tokens``, or the only lists of integers.
+        mask_column: of the masks, lists of booleans or of 0 and 1, or ``labels`` (the token, or
+            -100 where it may not be a target); ``"auto"``: the one of ``loss_mask``,
+            ``assistant_masks``, ``completion_mask`` and ``labels`` that is there; None: no mask.
+        vocab_size: tokens are in ``[0, vocab_size)``; None: as the files say, else not known.
         empty: ``"refuse"`` rows without tokens, or ``"drop"`` them.
-        arguments: what the subclass was made with, by name.
-        facts: how many ``documents`` and ``tokens`` there must be, where that is known.
 
     Raises:
-        ValueError: files that are damaged or compressed, columns of another type, masks of another
-            length than the tokens, nulls, or rows without tokens.
+        ValueError: files that are missing, damaged or compressed, columns of another type, masks
+            of another length than the tokens, nulls, or rows without tokens.
     """
 
     def __init__(
         self,
-        name: str,
-        files: Sequence[tuple[Path, Path]],
-        column: str | None,
-        mask_column: str | None,
-        vocab_size: int | None,
-        empty: Empty,
-        arguments: dict[str, Any],
-        facts: Mapping[str, Any],
+        source: str | Path | Sequence[str | Path],
+        column: str | None = None,
+        mask_column: str | None = AUTO,
+        vocab_size: int | None = None,
+        empty: Empty = "refuse",
     ) -> None:
+        arguments = {
+            "source": source,
+            "column": column,
+            "mask_column": mask_column,
+            "vocab_size": vocab_size,
+            "empty": empty,
+        }
+        name = f"{type(self).__name__}({name_of_files(source)})"
+        given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
+        files, facts = self._find(given, name, column, mask_column)
+        if vocab_size is None:
+            vocab_size = facts.get("vocab_size")
         self._batches: list[_Batch] = []
         parts: list[Array] = []
         first: Columns | None = None
@@ -80,6 +88,17 @@ class ListDocuments(MappedDocuments):
         lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
         _check_facts(facts, lengths, name)
         super().__init__(name, lengths, vocab_size, empty, arguments)
+
+    @staticmethod
+    def _find(
+        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
+    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
+        """The Arrow files in order, each with the file that it was made of, which errors name.
+
+        The second result is what is known of them: ``vocab_size``, and how many ``documents`` and
+        ``tokens`` there must be.
+        """
+        raise NotImplementedError
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         batch, own = self._batch(row)

@@ -15,7 +15,7 @@ and by one document.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightning_wlb.data.cached import BESIDE, built_once, fingerprint, shown
-from lightning_wlb.data.stores.base import Empty
-from lightning_wlb.data.stores.columns import AUTO, Columns, columns_of
-from lightning_wlb.data.stores.lists import ListDocuments, name_of_files, shards
+from lightning_wlb.data.stores.columns import Columns, columns_of
+from lightning_wlb.data.stores.lists import ListDocuments, shards
 
 _CACHE_VERSION = 1
 _TOKENS_AT_ONCE = 4_000_000
@@ -34,39 +33,19 @@ _TOKENS_AT_ONCE = 4_000_000
 class ParquetDocuments(ListDocuments):
     """The rows of Parquet files as documents.
 
-    Args:
-        source: a file, a folder of ``.parquet`` files (taken by name), or several files.
-        column: as for :class:`.ArrowDocuments`.
-        mask_column: as for :class:`.ArrowDocuments`.
-        vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
-        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them.
-
-    Raises:
-        ValueError: files that are missing or damaged, columns of another type, masks of another
-            length than the tokens, nulls, or rows without tokens.
+    ``source`` is a file, a folder of ``.parquet`` files (taken by name), or several files. The
+    other arguments are those of :class:`.ListDocuments`.
     """
 
-    def __init__(
-        self,
-        source: str | Path | Sequence[str | Path],
-        column: str | None = None,
-        mask_column: str | None = AUTO,
-        vocab_size: int | None = None,
-        empty: Empty = "refuse",
-    ) -> None:
-        name = f"ParquetDocuments({name_of_files(source)})"
-        arguments = {
-            "source": source, "column": column, "mask_column": mask_column,
-            "vocab_size": vocab_size, "empty": empty,
-        }  # fmt: skip
-        if not isinstance(source, str | Path):
-            files = [Path(each) for each in source]
-        elif Path(source).is_dir():
-            files = shards(Path(source), ".parquet", name)
+    @staticmethod
+    def _find(
+        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
+    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
+        if isinstance(source, list):
+            files = source
         else:
-            files = [Path(source)]
-        mapped = [(_as_arrow(path, column, mask_column), path) for path in files]
-        super().__init__(name, mapped, column, mask_column, vocab_size, empty, arguments, {})
+            files = shards(source, ".parquet", name) if source.is_dir() else [source]
+        return [(_as_arrow(path, column, mask_column), path) for path in files], {}
 
 
 def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
