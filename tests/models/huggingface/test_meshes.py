@@ -23,6 +23,9 @@ TOLERANCE = 1e-10
 SLICED = {"packing": "slim"}
 BY_HEADS = {"sharding": "heads", "packing": "original"}
 
+# Transformers' own defaults scale by 1.
+GRANITE = (("embedding_multiplier", 12.0), ("logits_scaling", 8.0), ("residual_multiplier", 0.22))
+
 # Runs of one launch have equally many ranks.
 CHOICE = {
     "two ranks": (
@@ -30,7 +33,7 @@ CHOICE = {
         Run("qwen2_moe", (1, 1, 1, 2), checkpointing="full"),
         Run("phi3", (1, 1, 2, 1)),
         # Scales its embedding in front of the first layer, which a second stage must not repeat.
-        Run("granite", (1, 2, 1, 1), checkpointing="selective"),
+        Run("granite", (1, 2, 1, 1), checkpointing="selective", fields=GRANITE),
         Run("gpt_oss", (1, 1, 2, 1), **BY_HEADS),
         Run("gemma3_text", (2, 1, 1, 1)),
         # The embedding gives a padding token, here a word of the second rank, no gradient.
