@@ -25,7 +25,7 @@ from hypothesis import settings
 LONG = (
     "strategy/test_gradients.py",
     "strategy/test_slices_and_merges.py",
-    "strategy/test_checkpoint.py",
+    "checkpoints/test_sharded.py",
     "strategy/test_wlb.py",
     "test_examples.py",
     "models/huggingface",

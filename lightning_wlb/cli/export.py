@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_wlb.strategy import replacing
-from lightning_wlb.strategy.stored import StoredCheckpoint
+from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints.stored import StoredCheckpoint
 
 DTYPES = ("bfloat16", "float32")
 _PREFIX = "model."  # of the decoder in the module
@@ -122,13 +122,13 @@ def export(
     copied = files_beside(source) if source is not None else []
     if tokenizer is not None and not any("token" in name for name in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
-    replacing.begin(folder)
-    aside = replacing.aside_of(folder)
+    folders.begin(folder)
+    aside = folders.aside_of(folder)
     tensors = _write(stored, given, aside, dtype, report)
     for name in copied:
         assert source is not None
         shutil.copyfile(source / name, aside / name)
-    replacing.finish(folder)
+    folders.finish(folder)
     return Exported(tensors, tuple(copied))
 
 

@@ -1,1 +1,1 @@
-"""Mesh, parallelisation, executor, checkpoints and the Lightning strategy."""
+"""Mesh, parallelisation, executor and the Lightning strategy."""

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.checkpoints import sharded
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
-from lightning_wlb.strategy import checkpoint as checkpoints
 from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
 from lightning_wlb.strategy.executor import Executor
@@ -326,7 +326,7 @@ class WLBStrategy(MeshStrategy):
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
         assert self.lightning_module is not None
-        checkpoints.save(
+        sharded.save(
             local_path(self.broadcast(filepath)),
             self.lightning_module,
             [] if weights_only else self.optimizers,
@@ -342,7 +342,7 @@ class WLBStrategy(MeshStrategy):
         assert module is not None
         # A validation after fit reads weights, and leaves the optimizers alone.
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load(
+        return sharded.load(
             local_path(self.broadcast(checkpoint_path)),
             module,
             self.optimizers if fitting else [],

@@ -17,11 +17,11 @@ from peft import PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lightning_wlb.checkpoints.stored import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.lora import initial_value, is_adapter, of_base, peft_config
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
-from lightning_wlb.strategy.stored import StoredCheckpoint
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write

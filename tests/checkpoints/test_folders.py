@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_wlb.strategy import replacing
+from lightning_wlb.checkpoints import folders
 
 
 def write(path: Path, text: str) -> None:
-    replacing.begin(path)
-    (replacing.aside_of(path) / "file").write_text(text)
+    folders.begin(path)
+    (folders.aside_of(path) / "file").write_text(text)
 
 
 def test_what_stood_there_stays_until_the_new_folder_is_whole(tmp_path):
     path = tmp_path / "folder"
     write(path, "one")
     assert not path.exists()
-    replacing.finish(path)
+    folders.finish(path)
     write(path, "two")
     assert (path / "file").read_text() == "one"
-    replacing.finish(path)
+    folders.finish(path)
     assert (path / "file").read_text() == "two"
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
 
@@ -28,9 +28,9 @@ def test_what_stood_there_stays_until_the_new_folder_is_whole(tmp_path):
 def test_what_died_is_removed_under_this_name_at_once_and_under_others_when_stale(tmp_path):
     for name in ("mine", "fresh", "stale"):
         write(tmp_path / name, "half")
-    stale = replacing.aside_of(tmp_path / "stale")
+    stale = folders.aside_of(tmp_path / "stale")
     for each in (stale, stale / "file"):
         os.utime(each, (0, 0))
-    replacing.begin(tmp_path / "mine")
+    folders.begin(tmp_path / "mine")
     assert sorted(each.name for each in stale.parent.iterdir()) == ["fresh", "mine"]
-    assert not any(replacing.aside_of(tmp_path / "mine").iterdir())
+    assert not any(folders.aside_of(tmp_path / "mine").iterdir())

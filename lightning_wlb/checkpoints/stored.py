@@ -19,7 +19,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_wlb.strategy.checkpoint import WEIGHTS
+from lightning_wlb.checkpoints.sharded import WEIGHTS
 
 
 class StoredCheckpoint:

@@ -16,9 +16,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_wlb.checkpoints import sharded
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.strategy import checkpoint
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
@@ -317,7 +317,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     def model(*widths: int) -> torch.nn.Module:
         return torch.nn.Sequential(*(torch.nn.Linear(2, width, False) for width in widths))
 
-    checkpoint.save(tmp_path / "two", model(2, 2), [], {}, {})
+    sharded.save(tmp_path / "two", model(2, 2), [], {}, {})
     for other, message in (
         (model(2, 2, 2), "another model; missing: 2.weight. Give"),
         # torch would pass over the layer that is not there.
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         (model(2, 3), "another model; of another shape: 1.weight. Give"),
     ):
         with pytest.raises(ValueError, match=message):
-            checkpoint.load(tmp_path / "two", other, [], {}, None)
+            sharded.load(tmp_path / "two", other, [], {}, None)
 
 
 class Killed(BaseException):
@@ -349,7 +349,7 @@ def broken_saves(rank: int, scratch: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         # Before it renames: the checkpoint that bears the name is whole.
-        patch.setattr(checkpoint.replacing, "finish", dies)
+        patch.setattr(sharded.folders, "finish", dies)
         with pytest.raises(Killed):
             runner.save_checkpoint(path)
     assert (scratch / ".partial" / "run.ckpt" / ".metadata").exists()

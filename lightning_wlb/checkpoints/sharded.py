@@ -6,7 +6,7 @@ keyed by parameter name), so that another mesh, or a single process, reads the p
 Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
 is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-The folder is renamed when every rank is done (:mod:`.replacing`), so that a folder with the final
+The folder is renamed when every rank is done (:mod:`.folders`), so that a folder with the final
 name is whole. The one that it replaces is read where the process died between two renames.
 """
 
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_wlb.strategy import replacing
+from lightning_wlb.checkpoints import folders
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Lightning's consolidate_checkpoint looks for this key.
@@ -55,10 +55,10 @@ def save(
         renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
             that a single process knows by its other name.
     """
-    aside = replacing.aside_of(path)
+    aside = folders.aside_of(path)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     if leader:
-        replacing.begin(path)
+        folders.begin(path)
     _barrier()
     state: dict[str, Any] = {WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
@@ -72,7 +72,7 @@ def save(
     dcp.save(state, checkpoint_id=aside)
     if leader:
         torch.save(dict(rest), aside / _METADATA_FILENAME)
-        replacing.finish(path)
+        folders.finish(path)
     _barrier()
 
 
@@ -102,7 +102,7 @@ def load(
         ValueError: if there are optimizers and the checkpoint holds weights only, or if its
             weights are not those of the model.
     """
-    replaced = replacing.replaced_by(path)
+    replaced = folders.replaced_by(path)
     if not path.exists() and (replaced / _METADATA_FILENAME).is_file():
         rank_zero_warn(
             f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_wlb.strategy import checkpoint
-from lightning_wlb.strategy.stored import StoredCheckpoint
+from lightning_wlb.checkpoints import sharded
+from lightning_wlb.checkpoints.stored import StoredCheckpoint
 
 GIVEN = {"hyper_parameters": {"seed": 3}}
 
@@ -23,7 +23,7 @@ def test_weights_come_out_by_name_as_they_are_stored(kind, tmp_path):
     layers, path = model(), tmp_path / "one.ckpt"
     if kind == "folder":
         optimizer = torch.optim.AdamW(layers.parameters())
-        checkpoint.save(path, layers, [optimizer], GIVEN, {})
+        sharded.save(path, layers, [optimizer], GIVEN, {})
     else:
         torch.save(GIVEN | {"state_dict": layers.state_dict()}, path)
     stored = StoredCheckpoint(path)

@@ -1,0 +1,1 @@
+"""Checkpoints as folders: written whole, read by any mesh, kept apart from the strategy."""
