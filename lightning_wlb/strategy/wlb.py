@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
@@ -45,7 +44,6 @@ from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
-from lightning_wlb.strategy.signals import EndOnSignal
 
 
 class WLBStrategy(MeshStrategy):
@@ -64,7 +62,8 @@ class WLBStrategy(MeshStrategy):
         virtual_pipeline_size: stages per pipeline rank. None means 2 for ``"interleaved"``, which
             with 1 is ``"1f1b"``; the others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
-        timeout: how long a collective may wait for a rank.
+        timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
+            whatever way, is noticed at once.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
@@ -85,7 +84,7 @@ class WLBStrategy(MeshStrategy):
         schedule: str = "1f1b",
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = None,
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
@@ -145,11 +144,6 @@ class WLBStrategy(MeshStrategy):
         module.executor = self._run_step
         self.precision_plugin.clip = self._clip
         self._loss = None
-        assert self.executor is not None
-        self.executor.notice = self.executor.noticed = 0
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(each, EndOnSignal) for each in callbacks):
-            callbacks.append(EndOnSignal())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -281,11 +275,7 @@ class WLBStrategy(MeshStrategy):
         module = self.lightning_module
         if isinstance(module, LanguageModule):
             module.executor = None
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        super().teardown()
 
     # Checkpoints
 
@@ -316,7 +306,12 @@ class WLBStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a sharded checkpoint folder; collective over all ranks."""
+        """Write a sharded checkpoint folder; collective over all ranks.
+
+        After an exception that not all ranks have together nothing is written, as has been said.
+        """
+        if not self.together:
+            return
         if storage_options is not None:
             raise TypeError(
                 "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
