@@ -4,8 +4,8 @@ The library unpickles ``.metadata``, and the entries that are not tensors (an op
 as whatever they are, which runs code that whoever wrote them chose. Here the first is read by
 :mod:`.metadata`, and the second as tensors are: by ``torch.load(weights_only=True)``.
 
-Files are hashed while they are written. Cost: that of the library, and of the hash
-(:mod:`.durable`). For folders of local file systems only.
+Checksums are computed while files are written (:mod:`.durable`). Cost: that of the library. Not for
+object stores: a path of the file system only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _DurableFiles(FileSystem):
-    """The library's access to files; of those that it writes it keeps size and hash."""
+    """The library's access to files; of those that it writes it keeps size and checksum."""
 
     def __init__(self) -> None:
         self.written: dict[str, File] = {}
@@ -70,7 +70,7 @@ class _DurableFiles(FileSystem):
         folders.reached("writing")
         with DurableFile(Path(path)) as file:
             yield cast(io.IOBase, file)
-        self.written[file.path.name] = File(file.size, file.sha256)
+        self.written[file.path.name] = File(file.size, file.crc32)
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)

@@ -89,7 +89,7 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
 def _write_rest(rest: Mapping[str, Any], aside: folders.Aside) -> File:
     with DurableFile(aside.folder / REST) as file:
         torch.save({**rest, OWN: {"save": aside.save}}, file)
-    return File(file.size, file.sha256)
+    return File(file.size, file.crc32)
 
 
 def _finish(
