@@ -6,7 +6,7 @@ what disks, networks and hands do to files: flipped bits, files cut short, a fil
 It does not show who wrote a folder: whoever can change a file can change the manifest.
 
 The manifest holds a checksum of itself too. Cost of :func:`check`: reading all files once, as many
-at a time as there are processors. Not for folders that others add files to: these are not looked at.
+at a time as there are processors. What others add to a folder is not looked at.
 """
 
 from __future__ import annotations

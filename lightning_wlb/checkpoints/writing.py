@@ -65,8 +65,9 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
     ranks = Ranks(group)
     ranks.each(lambda: plain.check(parts.state))
     ranks.lead(lambda: plain.check(parts.rest))
-    aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT))
+    aside = None
     try:
+        aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT))
         ranks.each(lambda: folders.see(aside.folder))
         files = write_shards(parts.state, aside.folder, ranks)
 
@@ -80,7 +81,8 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
         step = int(parts.rest.get("global_step", -1))
         ranks.lead(lambda: _finish(aside, everyone, step))
     except BaseException as error:
-        folders.discard(aside)
+        if aside is not None:
+            folders.discard(aside)
         if isinstance(error, OSError):
             raise _unsaved(path, error) from error
         raise
