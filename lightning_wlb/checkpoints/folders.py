@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import sys
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -133,6 +134,14 @@ def discard(path: Path, aside: Path) -> None:
     """Remove what was written aside for ``path``."""
     shutil.rmtree(aside, ignore_errors=True)
     _tidy(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder so that there is never a part of it that bears its name."""
+    aside = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
+    make_folder(aside.parent)
+    path.rename(aside)
+    discard(path, aside)
 
 
 def _rename_twice(path: Path, aside: Path, replaced: Path) -> None:

@@ -50,6 +50,8 @@ class Executor:
         # What this rank has to tell the others, in bits (strategy/signals.py), and what any of the
         # ranks had told at the end of the last step.
         self.notice = 0
+        # Apart, since a signal may come while the other is changed.
+        self.save_notice = 0
         self.noticed = 0
 
     def measure(self) -> Stopwatch:
@@ -132,7 +134,7 @@ class Executor:
         rank = self.pipeline.rank
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
-        everyone = self._all_gather([int(bits), batch.next_digest, self.notice])
+        everyone = self._all_gather([int(bits), batch.next_digest, self.notice | self.save_notice])
         check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
         self._agreed = batch.next_digest or None
         self.noticed = reduce(or_, (row[2] for row in everyone))

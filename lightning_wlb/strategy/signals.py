@@ -36,8 +36,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.strategy.executor import Executor
 
-REQUEUE, STOP = 1, 2
-"""Bits of ``Executor.notice``."""
+REQUEUE, STOP, SAVE_FAILED = 1, 2, 4
+"""Bits of ``Executor.notice``; the last one, of saving.py, of ``Executor.save_notice``."""
 
 
 class EndOnSignal(pl.Callback):

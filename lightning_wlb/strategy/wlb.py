@@ -64,6 +64,11 @@ class WLBStrategy(CheckpointStrategy):
             with 1 is ``"1f1b"``; the others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank.
+        async_save: write checkpoints while training goes on, which waits only while tensors are
+            copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
+            state, twice where two checkpoints are saved at the end of a step.
+        on_save_failure: ``"raise"`` ends the run on all ranks when a checkpoint cannot be saved;
+            ``"warn"`` goes on without it. Either way no other checkpoint is lost.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
@@ -85,6 +90,8 @@ class WLBStrategy(CheckpointStrategy):
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        async_save: bool = False,
+        on_save_failure: str = "raise",
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
@@ -101,6 +108,8 @@ class WLBStrategy(CheckpointStrategy):
             virtual_pipeline_size,
             process_group_backend,
             timeout,
+            async_save,
+            on_save_failure,
         )
         self.schedule = schedule
         # The loss of a step whose gradients are not reduced yet.
@@ -134,6 +143,7 @@ class WLBStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = checked_module(self.lightning_module, trainer)
+        self.check_checkpoint_folders(trainer)
         # The model itself knows who has split it, so that both are freed together.
         previous: WLBStrategy | None = getattr(module.model, "parallelized_by", None)
         if previous is None:
@@ -144,7 +154,7 @@ class WLBStrategy(CheckpointStrategy):
         self.precision_plugin.clip = self._clip
         self._loss = None
         assert self.executor is not None
-        self.executor.notice = self.executor.noticed = 0
+        self.executor.notice = self.executor.save_notice = self.executor.noticed = 0
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(each, EndOnSignal) for each in callbacks):
             callbacks.append(EndOnSignal())
@@ -221,6 +231,7 @@ class WLBStrategy(CheckpointStrategy):
         module = self.lightning_module
         assert isinstance(module, LanguageModule)
         module.check_batch(batch)
+        self.check_saves(self.executor)
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
             if self._loss is not None:
@@ -272,6 +283,7 @@ class WLBStrategy(CheckpointStrategy):
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
+        self.finish_saves()
         module = self.lightning_module
         if isinstance(module, LanguageModule):
             module.executor = None
