@@ -1,19 +1,17 @@
 """Saves in the background, saves that fail, and what is removed after them."""
 
 import errno
+import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as L
-import pytest
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_wlb.checkpoints import manifest, sharded
-from lightning_wlb.strategy import saving
+from lightning_wlb.checkpoints import manifest, sharded, storage
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
@@ -37,7 +35,7 @@ def fit(folder: Path, mesh=MESH, every: int = 1, **options: Any) -> tuple[L.Trai
     keeper = {
         name: options.pop(name) for name in ("save_top_k", "save_last") if name in options
     }
-    watch = Watch()
+    watch = options.pop("watch", None) or Watch()
     runner = trainer(
         WLBStrategy(*mesh, **options),
         2,
@@ -90,5 +88,51 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
     assert sorted(shards(tmp_path / "pruned")) == [f"epoch=0-step={STEPS}.ckpt", "last.ckpt"]
 
 
-def main() -> None:
-    pass
+def full_disk(at: str) -> Any:
+    """Opening a file of a checkpoint of that name fails."""
+    create = storage._Files.create_stream
+
+    def fails(files: Any, path: Any, mode: str) -> Any:
+        if at in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return create(files, path, mode)
+
+    return patch.object(storage._Files, "create_stream", fails)
+
+
+def failures(rank: int, scratch: Path) -> list[tuple[str, int, str]]:
+    """How runs end in which rank 1 cannot write at step 2: (kind, steps, text)."""
+    results = []
+    for background in (False, True):
+        for reaction in ("raise", "warn"):
+            folder = scratch / f"{reaction}-{background}"
+            options = {"async_save": background, "on_save_failure": reaction}
+            with full_disk("step=2.ckpt" if rank == 1 else "nothing"), warnings.catch_warnings(
+                record=True
+            ) as said:
+                warnings.simplefilter("always")
+                watch, text = Watch(), ""
+                try:
+                    fit(folder, watch=watch, **options)
+                except OSError as error:
+                    text = str(error)
+                text += "".join(str(each.message) for each in said if "not saved" in str(each.message))
+            left = sorted(path.name for path in folder.iterdir())
+            results.append((f"{reaction}-{background}", len(watch.busy), text, left))
+    return results
+
+
+def test_a_save_that_fails_on_one_rank(tmp_path):
+    zero, one = run_ranks(failures, 2, tmp_path, process_group=False)
+    for (kind, steps, text, left), (_, same_steps, other, _) in zip(zero, one, strict=True):
+        assert steps == same_steps, (kind, "all ranks end at the same step")
+        assert "No space left on device" in text, kind
+        if kind.startswith("raise"):
+            assert "No space left on device" in other, kind
+            assert steps < STEPS, kind
+            assert left == ["epoch=0-step=1.ckpt"], kind
+        else:
+            assert steps == STEPS, kind
+            assert "step=2.ckpt was not saved" in text, kind
+            assert "The last good one" in text and "step=1.ckpt, is" in text, kind
+            assert left == [f"epoch=0-step={STEPS}.ckpt"], (kind, "step 1's is removed in the end")
