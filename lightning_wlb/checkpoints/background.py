@@ -24,7 +24,7 @@ from threading import Thread
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lightning_wlb.checkpoints.sharded import Parts
+from lightning_wlb.checkpoints.writing import Parts
 
 COPIES = 2
 """Saves that may be unfinished at a time: ModelCheckpoint may make two at the end of a step."""

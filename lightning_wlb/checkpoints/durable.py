@@ -33,7 +33,7 @@ class DurableFile(io.BufferedWriter):
 
     Raises:
         FileExistsError: there is a file.
-        OSError: of a write; ENOSPC and EDQUOT (the disk is full) say how many bytes went before.
+        OSError: of a write, with the file's path.
     """
 
     def __init__(self, path: Path) -> None:

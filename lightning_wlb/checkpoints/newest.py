@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 
 from lightning_wlb.checkpoints import folders, manifest
+from lightning_wlb.checkpoints.writing import REST
 
 REQUEUE = "hpc_ckpt_*.ckpt"
 """What Lightning calls the checkpoints that it saves before Slurm's time limit."""
@@ -30,7 +30,7 @@ JOB = "slurm_job_id"
 
 def is_checkpoint(path: Path) -> bool:
     """Whether there is a folder that was a checkpoint when it was written, damaged or not."""
-    if (path / _METADATA_FILENAME).is_file():
+    if (path / REST).is_file():
         return True
     try:
         return manifest.read(path).kind == manifest.CHECKPOINT
@@ -89,7 +89,7 @@ def can_resume(path: Path) -> bool:
 
 def _rest(path: Path) -> dict[str, Any] | None:
     try:
-        rest = torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=True)
+        rest = torch.load(path / REST, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
         return None
     return rest if isinstance(rest, dict) else None

@@ -98,16 +98,16 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], T]) -> tuple[Path, 
 
     Args:
         paths: at least one. A single one is loaded or refused.
-        load: raises Damaged, on all ranks alike.
+        load: raises Damaged, or FileNotFoundError, on all ranks alike.
 
     Raises:
-        Damaged: all of them are.
+        Damaged: all of them are. Of a single one, what ``load`` raises.
     """
     refused: list[str] = []
     for path in paths:
         try:
             loaded = load(path)
-        except Damaged as error:
+        except (Damaged, FileNotFoundError) as error:
             if len(paths) == 1:
                 raise
             refused.append(str(error))

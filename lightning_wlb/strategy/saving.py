@@ -38,6 +38,7 @@ from lightning_wlb.checkpoints import folders, sharded
 from lightning_wlb.checkpoints.background import COPIES, Background, Stager
 from lightning_wlb.checkpoints.newest import JOB, is_checkpoint, older_requeues, requeue_number
 from lightning_wlb.checkpoints.together import Ranks
+from lightning_wlb.checkpoints.writing import Parts, write
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
 from lightning_wlb.strategy.executor import Executor
@@ -196,8 +197,8 @@ class CheckpointStrategy(MeshStrategy):
         )
         if background:
             assert self._stager is not None
-            write = partial(self._write, path, self._stager.stage(parts), self._saving_group())
-            self._jobs.submit(path, write, copies=1)
+            copied, group = self._stager.stage(parts), self._saving_group()
+            self._jobs.submit(path, partial(self._write, path, copied, group), copies=1)
             return
         try:
             self._write(path, parts, None)
@@ -259,10 +260,10 @@ class CheckpointStrategy(MeshStrategy):
         assert world is not None
         return saving_group(world, self._timeout)
 
-    def _write(self, path: Path, parts: sharded.Parts, group: dist.ProcessGroup | None) -> None:
+    def _write(self, path: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
         """Write a checkpoint, and remove what it has made superfluous."""
         self._failing = True
-        sharded.write(path, parts, group)
+        write(path, parts, group)
         self._failing = False
         self._last_good = path, time.monotonic()
         if self.is_global_zero:
