@@ -41,11 +41,10 @@ from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.checkpoints.writing import Parts, write
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
-from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import Tie
 from lightning_wlb.strategy.launch import MeshStrategy
 from lightning_wlb.strategy.mesh import Size
-from lightning_wlb.strategy.signals import SAVE_FAILED
+from lightning_wlb.strategy.signals import NOTICES, SAVE_FAILED
 
 END_SECONDS = 30.0
 """How long a run that ends by an exception waits for a save in the background."""
@@ -169,7 +168,12 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a sharded checkpoint folder; collective over all ranks."""
+        """Write a sharded checkpoint folder; collective over all ranks.
+
+        After an exception that not all ranks have together nothing is written, as has been said.
+        """
+        if not self.together:
+            return
         if storage_options is not None:
             raise TypeError(
                 "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
@@ -207,7 +211,7 @@ class CheckpointStrategy(MeshStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint once the save before it has succeeded."""
-        if not self.is_global_zero:
+        if not self.is_global_zero or not self.together:
             return
         path = local_path(filepath)
         if self._jobs.busy:
@@ -215,22 +219,22 @@ class CheckpointStrategy(MeshStrategy):
         else:
             self._remove(path)
 
-    def check_saves(self, executor: Executor) -> None:
+    def check_saves(self) -> None:
         """At the beginning of a step: tell the others of a failed save, or act on what they told.
 
         Raises:
             Exception: what the save raised, on all ranks, unless ``on_save_failure="warn"``.
         """
-        if executor.noticed & SAVE_FAILED:
-            executor.save_notice = 0
+        if NOTICES.seen & SAVE_FAILED:
+            NOTICES.save_failed = False
             self._end_saves()
         elif self._jobs.failed:
-            executor.save_notice = SAVE_FAILED
+            NOTICES.save_failed = True
 
     def on_train_start(self) -> None:
         """From here on saves may be written in the background."""
         super().on_train_start()
-        self._training = True
+        self._training, NOTICES.save_failed = True, False
 
     def on_train_end(self) -> None:
         """Wait for saves in the background; every callback has made its last."""
@@ -282,7 +286,7 @@ class CheckpointStrategy(MeshStrategy):
                 if is_checkpoint(path):
                     folders.remove(path)
                 else:
-                    super().remove_checkpoint(path)
+                    self.checkpoint_io.remove_checkpoint(path)
             except OSError as error:
                 rank_zero_warn(f"{path} could not be removed: {error}. Training goes on.")
         self._outdated.clear()

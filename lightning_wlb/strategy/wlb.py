@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
@@ -44,7 +43,6 @@ from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.saving import CheckpointStrategy
-from lightning_wlb.strategy.signals import EndOnSignal
 
 
 class WLBStrategy(CheckpointStrategy):
@@ -63,7 +61,8 @@ class WLBStrategy(CheckpointStrategy):
         virtual_pipeline_size: stages per pipeline rank. None means 2 for ``"interleaved"``, which
             with 1 is ``"1f1b"``; the others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
-        timeout: how long a collective may wait for a rank.
+        timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
+            whatever way, is noticed at once.
         async_save: write checkpoints while training goes on, which waits only while tensors are
             copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
             state, twice where two checkpoints are saved at the end of a step.
@@ -89,7 +88,7 @@ class WLBStrategy(CheckpointStrategy):
         schedule: str = "1f1b",
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = None,
         async_save: bool = False,
         on_save_failure: str = "raise",
     ) -> None:
@@ -153,11 +152,6 @@ class WLBStrategy(CheckpointStrategy):
         module.executor = self._run_step
         self.precision_plugin.clip = self._clip
         self._loss = None
-        assert self.executor is not None
-        self.executor.notice = self.executor.save_notice = self.executor.noticed = 0
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(each, EndOnSignal) for each in callbacks):
-            callbacks.append(EndOnSignal())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -231,7 +225,7 @@ class WLBStrategy(CheckpointStrategy):
         module = self.lightning_module
         assert isinstance(module, LanguageModule)
         module.check_batch(batch)
-        self.check_saves(self.executor)
+        self.check_saves()
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
             if self._loss is not None:
@@ -287,11 +281,7 @@ class WLBStrategy(CheckpointStrategy):
         module = self.lightning_module
         if isinstance(module, LanguageModule):
             module.executor = None
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        super().teardown()
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:
