@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from lightning_wlb.checkpoints import metadata
+from lightning_wlb.checkpoints import folders, metadata
 from lightning_wlb.checkpoints.durable import DurableFile
-from lightning_wlb.checkpoints.folders import reached
 from lightning_wlb.checkpoints.manifest import File
 from lightning_wlb.checkpoints.together import Ranks
 
@@ -68,7 +67,7 @@ class _DurableFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", "a file of a save is written once, from its beginning"
-        reached("writing")
+        folders.reached("writing")
         with DurableFile(Path(path)) as file:
             yield cast(io.IOBase, file)
         self.written[file.path.name] = File(file.size, file.sha256)
