@@ -67,8 +67,6 @@ def read(folder: Path) -> Metadata:
     try:
         found = _Unpickler(io.BytesIO(stored)).load()
         return _metadata(folder, found)
-    except (OSError, MemoryError):
-        raise
     except Exception as error:  # whatever a pickle that is none can lead to
         raise Damaged(
             f"{folder} cannot be read as a checkpoint: {NAME} is damaged, or was made to do more"
