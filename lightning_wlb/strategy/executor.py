@@ -51,6 +51,8 @@ class Executor:
         # ranks had told at the end of the last step.
         self.notice = 0
         self.noticed = 0
+        # Of every rank in the last step; 0 where a rank computes none, or the same as another.
+        self.losses: list[float] = []
 
     def measure(self) -> Stopwatch:
         """Time every action from the next step on; the timings of a step stay until the next."""
@@ -137,6 +139,7 @@ class Executor:
         self._agreed = batch.next_digest or None
         self.noticed = reduce(or_, (row[2] for row in everyone))
         losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
+        self.losses = losses.view(torch.float64).tolist()
         total = losses.view(torch.float64).sum() / denominator
         return total.to(device=self.pipeline.device, dtype=loss.dtype)
 
@@ -259,7 +262,7 @@ def check_digests(digests: list[int], what: str) -> None:
     ranks: dict[int, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks.setdefault(digest, []).append(rank)
-    shown = "; ".join(f"{_name(digest)} on {_names(who)}" for digest, who in ranks.items())
+    shown = "; ".join(f"{_name(digest)} on {names_of_ranks(who)}" for digest, who in ranks.items())
     raise RuntimeError(
         f"The ranks hold different plans for {what}: {shown}. Every rank must see the same"
         " document lengths, seed and data settings: check that all nodes read the same data,"
@@ -271,7 +274,8 @@ def _name(digest: int) -> str:
     return f"digest {digest:016x}" if digest else "no such step"
 
 
-def _names(ranks: list[int]) -> str:
+def names_of_ranks(ranks: list[int]) -> str:
+    """Ranks in words, the first eight by number."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
