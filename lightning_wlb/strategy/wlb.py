@@ -37,7 +37,13 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
-from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
+from lightning_wlb.strategy.checks import (
+    check_callbacks,
+    checked_model,
+    checked_module,
+    local_path,
+    refuse_lbfgs,
+)
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import Tie, add_tied_gradients, clip_gradients
 from lightning_wlb.strategy.launch import MeshStrategy
@@ -130,6 +136,12 @@ class WLBStrategy(MeshStrategy):
         self._precision_plugin = plugin
 
     # Model and optimizers
+
+    def setup_environment(self) -> None:
+        """Make the mesh and its process groups, unless a callback is one that cannot run."""
+        assert self.lightning_module is not None
+        check_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the run, apply the parallelisms, make the optimizers."""
