@@ -89,6 +89,11 @@ class MeshStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def is_distributed(self) -> bool:
+        """True. Lightning asks, and where nothing answers ignores ``self.log(sync_dist=True)``."""
+        return True
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For loaders that are not the data module's own: a sampler over the replicas."""
         return {"num_replicas": self.mesh.data, "rank": self.rank.data}

@@ -35,7 +35,12 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
-from lightning_wlb.strategy.checks import checked_model, checked_module, refuse_lbfgs
+from lightning_wlb.strategy.checks import (
+    check_callbacks,
+    checked_model,
+    checked_module,
+    refuse_lbfgs,
+)
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
@@ -135,6 +140,12 @@ class WLBStrategy(CheckpointStrategy):
         self._precision_plugin = plugin
 
     # Model and optimizers
+
+    def setup_environment(self) -> None:
+        """Make the mesh and its process groups, unless a callback is one that cannot run."""
+        assert self.lightning_module is not None
+        check_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the run, apply the parallelisms, make the optimizers."""
