@@ -18,6 +18,8 @@ import numpy as np
 from tests.soak import plants
 
 ALL = (0, 1, 2, 3)
+LAUNCHER: dict[str, Any] = {"ranks": (0,), "ends": "dies"}
+STUCK: dict[str, Any] = {"timeout": 15.0, "says": r"(?i)timed out|time-?out|rank 3"}
 DIED = r"(?i)connection (closed|reset)|terminated with code|broken pipe|rank [03]"
 """What survivors may say of a rank that died without a word."""
 
@@ -105,55 +107,200 @@ DIED_SILENTLY = (
     _died("exit with code 1 on rank 3", "step", plants.exits(1)),
     _died("exit with code 0 on rank 3", "optimizer", plants.exits(0)),
     _died("kill -9 of rank 3 in a step", "forward", plants.sends(SIGKILL)),
-    _died("kill -9 of the launcher in a step", "forward", plants.sends(SIGKILL), ranks=(0,), ends="dies"),
+    _died("kill -9 of the launcher in a step", "forward", plants.sends(SIGKILL), **LAUNCHER),
     _died("kill -9 of rank 3 while validating", "validation", plants.sends(SIGKILL)),
     _died("kill -9 of rank 3 while saving", "writing", plants.sends(SIGKILL), step=6),
-    _died("kill -9 of the launcher while saving", "writing", plants.sends(SIGKILL), step=6, ranks=(0,), ends="dies"),
+    _died(
+        "kill -9 of the launcher while saving", "writing", plants.sends(SIGKILL), step=6, **LAUNCHER
+    ),
     _died("kill -9 of rank 3 in start-up", "start-up", plants.sends(SIGKILL), step=0, says=""),
-    _died("kill -9 of the launcher in start-up", "start-up", plants.sends(SIGKILL), step=0, ranks=(0,), ends="dies", says="", interpreters=True),
+    _died(
+        "kill -9 of the launcher in start-up",
+        "start-up",
+        plants.sends(SIGKILL),
+        step=0,
+        says="",
+        interpreters=True,
+        **LAUNCHER,
+    ),
     _died("a segmentation fault on rank 3", "backward", plants.sends(SIGSEGV)),
-    _died("kill -9 of a loader worker of rank 3", "step", plants.sends_workers(SIGKILL), says=r"(?i)worker", silent=False),
-    _died("kill -9 of a loader worker of rank 0", "step", plants.sends_workers(SIGKILL), says=r"(?i)worker", silent=False, ranks=(0,)),
-    _died("kill -9 of rank 3, its worker in a read without end", "read", plants.hangs_after(plants.kills_rank)),
-    _died("a read without end in a worker of rank 3", "read", plants.hangs, timeout=15.0, says=r"(?i)timed out|time-?out|rank 3"),
-    _died("rank 3 is stopped (SIGSTOP)", "step", plants.sends(SIGSTOP), timeout=15.0, says=r"(?i)timed out|time-?out|rank 3"),
-    _died("rank 3 sleeps for ever", "batch end", plants.hangs, timeout=15.0, says=r"(?i)timed out|time-?out|rank 3"),
-    _died("rank 3 loses its connections", "step", plants.cuts_connections, silent=False, says=r"(?i)connection|broken pipe|socket"),
-)  # fmt: skip
+    _died(
+        "kill -9 of a loader worker of rank 3",
+        "step",
+        plants.sends_workers(SIGKILL),
+        says=r"(?i)worker",
+        silent=False,
+    ),
+    _died(
+        "kill -9 of a loader worker of rank 0",
+        "step",
+        plants.sends_workers(SIGKILL),
+        says=r"(?i)worker",
+        silent=False,
+        ranks=(0,),
+    ),
+    _died(
+        "kill -9 of rank 3, its worker in a read without end",
+        "read",
+        plants.hangs_after(plants.kills_rank),
+    ),
+    _died("a read without end in a worker of rank 3", "read", plants.hangs, **STUCK),
+    _died("rank 3 is stopped (SIGSTOP)", "step", plants.sends(SIGSTOP), **STUCK),
+    _died("rank 3 sleeps for ever", "batch end", plants.hangs, **STUCK),
+    _died(
+        "rank 3 loses its connections",
+        "step",
+        plants.cuts_connections,
+        silent=False,
+        says=r"(?i)connection|broken pipe|socket",
+    ),
+)
 
 SIGNALS = (
     _signal("SIGTERM to rank 3", "step", plants.sends(SIGTERM)),
     _signal("SIGTERM to rank 0", "step", plants.sends(SIGTERM), ranks=(0,)),
     _signal("SIGTERM to all processes", "forward", plants.sends_all(SIGTERM)),
     _signal("SIGTERM to all processes while validating", "validation", plants.sends_all(SIGTERM)),
-    _signal("SIGTERM to all processes while saving", "writing", plants.sends_all(SIGTERM), step=6, saves="either"),
-    _signal("SIGTERM to all processes, a worker in a read without end", "read", plants.hangs_after(plants.sends_all(SIGTERM), 2.0)),
-    _signal("SIGTERM to all processes in start-up", "start-up", plants.sends_all(SIGTERM), step=0, ends="dies", saves="either", ranks=(0,)),
-    _signal("SIGTERM to the launcher in start-up", "start-up", plants.sends(SIGTERM), step=0, ends="dies", saves="either", ranks=(0,), interpreters=True),
-    _signal("SIGTERM to rank 3 in start-up", "start-up", plants.sends(SIGTERM), step=0, ends="dies", saves="either"),
+    _signal(
+        "SIGTERM to all processes while saving",
+        "writing",
+        plants.sends_all(SIGTERM),
+        step=6,
+        saves="either",
+    ),
+    _signal(
+        "SIGTERM to all processes, a worker in a read without end",
+        "read",
+        plants.hangs_after(plants.sends_all(SIGTERM), 2.0),
+    ),
+    _signal(
+        "SIGTERM to all processes in start-up",
+        "start-up",
+        plants.sends_all(SIGTERM),
+        step=0,
+        saves="either",
+        **LAUNCHER,
+    ),
+    _signal(
+        "SIGTERM to the launcher in start-up",
+        "start-up",
+        plants.sends(SIGTERM),
+        step=0,
+        saves="either",
+        interpreters=True,
+        **LAUNCHER,
+    ),
+    _signal(
+        "SIGTERM to rank 3 in start-up",
+        "start-up",
+        plants.sends(SIGTERM),
+        step=0,
+        ends="dies",
+        saves="either",
+    ),
     _signal("Ctrl-C", "forward", plants.sends_all(SIGINT), ends="error", ranks=(0,)),
-    _signal("Ctrl-C while validating", "validation", plants.sends_all(SIGINT), ends="error", ranks=(0,)),
-    _signal("Ctrl-C in start-up", "start-up", plants.sends_all(SIGINT), step=0, ends="dies", saves="either", ranks=(0,)),
+    _signal(
+        "Ctrl-C while validating", "validation", plants.sends_all(SIGINT), ends="error", ranks=(0,)
+    ),
+    _signal(
+        "Ctrl-C in start-up",
+        "start-up",
+        plants.sends_all(SIGINT),
+        step=0,
+        saves="either",
+        **LAUNCHER,
+    ),
     _signal("SIGINT to rank 3 alone", "step", plants.sends(SIGINT), ends="error"),
-)  # fmt: skip
+)
 
 NUMBERS = (
-    Fault("not a number in a weight of rank 3", "step", plants.fills_weights, says=r"(?i)finite|nan"),
-    Fault("an infinite gradient on rank 3", "after backward", plants.fills_gradients, says=r"(?i)finite|inf"),
-    Fault("a store returns too few tokens on rank 3", "tokens", lambda tokens: tokens[:-1], says=r"document \d+"),
-    Fault("a store returns one token for all on rank 3", "tokens", lambda tokens: tokens[:1], says=r"document \d+"),
-    Fault("a store returns floats on rank 3", "tokens", lambda tokens: tokens.astype(np.float32) + 0.5, says=r"document \d+"),
-    Fault("a store returns tokens out of the vocabulary on rank 3", "tokens", lambda tokens: tokens + 1000, says=r"document \d+"),
-    Fault("other documents on rank 3", "tokens", lambda tokens: (tokens + 1) % 64, step=0, says=r"(?i)rank"),
-)  # fmt: skip
+    Fault(
+        "not a number in a weight of rank 3", "step", plants.fills_weights, says=r"(?i)finite|nan"
+    ),
+    Fault(
+        "an infinite gradient on rank 3",
+        "after backward",
+        plants.fills_gradients,
+        says=r"(?i)finite|inf",
+    ),
+    Fault(
+        "a store returns too few tokens on rank 3",
+        "tokens",
+        lambda tokens: tokens[:-1],
+        says=r"document \d+",
+    ),
+    Fault(
+        "a store returns one token for all on rank 3",
+        "tokens",
+        lambda tokens: tokens[:1],
+        says=r"document \d+",
+    ),
+    Fault(
+        "a store returns floats on rank 3",
+        "tokens",
+        lambda tokens: tokens.astype(np.float32) + 0.5,
+        says=r"document \d+",
+    ),
+    Fault(
+        "a store returns tokens out of the vocabulary on rank 3",
+        "tokens",
+        lambda tokens: tokens + 1000,
+        says=r"document \d+",
+    ),
+    Fault(
+        "other documents on rank 3",
+        "tokens",
+        lambda tokens: (tokens + 1) % 64,
+        step=0,
+        says=r"(?i)rank",
+    ),
+)
 
 SAVING = (
-    Fault("the disk is full", "saving", plants.fills_disk, step=6, ranks=(0,), says=r"(?i)no space|full", mounted=True),
-    Fault("the checkpoints' folder is read-only", "saving", plants.forbids_writing, step=6, ranks=(0,), says=r"(?i)read-only|denied", mounted=True),
-    Fault("the checkpoints' folder disappears", "batch end", plants.removes_checkpoints, ranks=(0,), ends="goes on", says="", saves="either"),
-    Fault("state that cannot be pickled on all ranks", "state", lambda plant: lambda: None, step=6, ranks=ALL, says=r"(?i)pickl|callback"),
-    Fault("state that could not be read again on all ranks", "state", lambda plant: np.float64(1), step=6, ranks=ALL, says=r"(?i)numpy|weights_only"),
-)  # fmt: skip
+    Fault(
+        "the disk is full",
+        "saving",
+        plants.fills_disk,
+        step=6,
+        ranks=(0,),
+        says=r"(?i)no space|full",
+        mounted=True,
+    ),
+    Fault(
+        "the checkpoints' folder is read-only",
+        "saving",
+        plants.forbids_writing,
+        step=6,
+        ranks=(0,),
+        says=r"(?i)read-only|denied",
+        mounted=True,
+    ),
+    Fault(
+        "the checkpoints' folder disappears",
+        "batch end",
+        plants.removes_checkpoints,
+        ranks=(0,),
+        ends="goes on",
+        says="",
+        saves="either",
+    ),
+    Fault(
+        "state that cannot be pickled on all ranks",
+        "state",
+        lambda plant: lambda: None,
+        step=6,
+        ranks=ALL,
+        says=r"(?i)pickl|callback",
+    ),
+    Fault(
+        "state that could not be read again on all ranks",
+        "state",
+        lambda plant: np.float64(1),
+        step=6,
+        ranks=ALL,
+        says=r"(?i)numpy|weights_only",
+    ),
+)
 
 FAULTS = {
     fault.key: fault

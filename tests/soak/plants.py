@@ -276,10 +276,10 @@ def cuts_connections(plant: Plant) -> None:
         try:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername():
                         copy.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # the listing's own, or a socket that listens
+            continue  # the listing's own, or a socket without a peer
 
 
 def fills_weights(plant: Plant) -> None:

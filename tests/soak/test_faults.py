@@ -87,9 +87,9 @@ def broken(fault: Fault, mesh: str, asked: bool, folder: Path, column: str) -> N
     if fault.saves != "either" and fault.step > 0:
         assert (newest > 3) == (fault.saves == "asked" and asked), f"saved: {newest}\n{said}"
     if fault.mounted:
-        (folder / "checkpoints" / "filler").unlink(missing_ok=True)
-        home = str(folder / "checkpoints")
-        subprocess.run(["mount", "-o", "remount,rw", home], check=True)
+        home = folder / "checkpoints"
+        subprocess.run(["mount", "-o", "remount,rw", str(home)], check=True)
+        (home / "filler").unlink(missing_ok=True)
     if fault.ends != "goes on" and newest:
         resumes(mesh, folder, newest)
     outcome = {"goes on": "goes on"}.get(fault.ends, f"{ending.seconds:.1f} s")
