@@ -12,13 +12,14 @@ name is whole. The one that it replaces is read where the process died between t
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -31,11 +32,29 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import folders, manifest
+from lightning_wlb.checkpoints.durable import DurableFile
+from lightning_wlb.checkpoints.manifest import File
+from lightning_wlb.checkpoints.storage import Reader, read_shards, write_shards
+from lightning_wlb.checkpoints.together import Ranks
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Lightning's consolidate_checkpoint looks for this key.
 WEIGHTS = "model"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a checkpoint consists of, as :func:`collect` gathers it.
+
+    Attributes:
+        state: this rank's shards under global names: tensors (DTensors) and plain values. These
+            are the parameters themselves, not copies.
+        rest: what else belongs to the checkpoint; written by rank 0.
+    """
+
+    state: dict[str, Any]
+    rest: Mapping[str, Any]
 
 
 def save(
@@ -45,21 +64,25 @@ def save(
     rest: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint; collective over all ranks.
+    """Write a checkpoint; collective over all ranks. :func:`collect` and :func:`write` in one."""
+    write(path, collect(model, optimizers, rest, renamed))
+
+
+def collect(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    rest: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> Parts:
+    """Gather what a checkpoint consists of.
 
     Args:
-        path: the folder; replaced if it exists.
         model: this rank's part of the model.
         optimizers: with parameters of ``model``; empty to save weights only.
         rest: what else belongs to the checkpoint.
         renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
             that a single process knows by its other name.
     """
-    aside = folders.aside_of(path)
-    leader = not dist.is_initialized() or dist.get_rank() == 0
-    if leader:
-        folders.begin(path)
-    _barrier()
     state: dict[str, Any] = {WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
         stepped = bool(optimizer.state)
@@ -74,11 +97,47 @@ def save(
             for name, value in values.items()
             if not any(_mentions(name, local) for local in renamed)
         }
-    dcp.save(state, checkpoint_id=aside)
-    if leader:
-        torch.save(dict(rest), aside / _METADATA_FILENAME)
-        folders.finish(path)
-    _barrier()
+    return Parts(state, rest)
+
+
+def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> None:
+    """Write a checkpoint, durably; collective over the ranks of ``group``.
+
+    May run in a thread of its own, with a process group of its own, while nobody changes what
+    ``parts`` holds.
+
+    Args:
+        path: the folder; replaced if it is a checkpoint.
+        parts: of :func:`collect`.
+        group: all ranks, on the CPU; None means the default group.
+
+    Raises:
+        ValueError: ``path`` is not a checkpoint and would be lost.
+        OSError: the disk is full, or a file cannot be written; what was written is removed.
+    """
+    ranks = Ranks(group)
+    save = ranks.lead(lambda: uuid.uuid4().hex)
+    aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT, save))
+    try:
+        files = write_shards(parts.state, aside, save, group)
+        if ranks.leads:
+            with DurableFile(aside / _METADATA_FILENAME) as file:
+                torch.save(dict(parts.rest), file)
+            files[_METADATA_FILENAME] = File(file.size, file.sha256)
+        folders.reached("written")
+        listed = ranks.every(lambda: files)
+        step = int(parts.rest.get("global_step", -1))
+
+        def finish() -> None:
+            every = {name: file for each in listed for name, file in each.items()}
+            manifest.write(aside, manifest.CHECKPOINT, save, ranks.size, step, every)
+            folders.reached("listed")
+            folders.finish(path, aside)
+
+        ranks.lead(finish)
+    except BaseException:
+        folders.discard(path, aside)
+        raise
 
 
 def load(
@@ -87,6 +146,8 @@ def load(
     optimizers: Sequence[Optimizer],
     renamed: Mapping[str, str],
     weights_only: bool | None,
+    *,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 
@@ -98,6 +159,7 @@ def load(
         optimizers: with parameters of ``model``; empty to read weights only.
         renamed: as in :func:`save`.
         weights_only: for ``meta.pt``; None means True.
+        verify: compare all files with the manifest while they are read.
 
     Returns:
         What :func:`save` was given as ``rest``.
@@ -121,7 +183,7 @@ def load(
             " trainer.save_checkpoint wrote under WLBStrategy. A single file's weights can start a"
             f" new run: {type(model).__name__}.load_from_checkpoint."
         )
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = Reader(path).read_metadata().state_dict_metadata
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
@@ -147,7 +209,7 @@ def load(
             if f"optimizer_{index}.{name}" in names
             or (_is_state(name) and _has_state(names, index))
         }
-    dcp.load(state, checkpoint_id=path)
+    read_shards(state, path)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
@@ -228,8 +290,3 @@ def _rename(key: str, names: Mapping[str, str]) -> str:
         if _mentions(key, old):
             return key.replace(f".{old}.", f".{new}.")
     return key
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -23,7 +23,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import opening
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.documents import DocumentStore, name_of
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
 from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
@@ -238,6 +238,10 @@ class WLBDataModule(L.LightningDataModule):
         The strategy splits layers into stages by cost, and attention's part depends on it.
         """
         return mean_context_of(np.asarray(self._stores()[0].lengths), self.settings.context_window)
+
+    def name_of(self, document: int) -> str:
+        """How messages call a document to train on, by its number in plans."""
+        return name_of(self._stores()[0], document)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note the batch whose state becomes the run's with the next optimiser step."""

@@ -120,6 +120,9 @@ class MeshStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the default process group, and the mesh with its process groups."""
+        assert self.cluster_environment is not None
+        # Only Lightning's own launcher would compare these with what Slurm or torchrun has started.
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -129,7 +132,6 @@ class MeshStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
-        assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment):
             # Its launcher limits threads in the first process only. The other ranks would have a
             # thread per core each, and crowd each other out.
