@@ -48,6 +48,8 @@ class Executor:
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
+        # The action of the last step that ran last, or runs.
+        self.running: Action | None = None
         # What this rank has to tell the others, in bits (strategy/signals.py), and what any of the
         # ranks had told at the end of the last step.
         self.notice = 0
@@ -121,7 +123,9 @@ class Executor:
             self.stopwatch.begin_step()
         if self.activations is not None:
             self.activations.begin_step()
+        self.running = None
         for action in programs[place]:
+            self.running = action
             step.run(action)
         messages.finish()
         if self.activations is not None:

@@ -23,7 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero
 from torch import Tensor
 
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.strategy.checks import check_process_group
+from lightning_wlb.strategy.checks import check_process_group, check_script
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
 from lightning_wlb.strategy.process_groups import MeshGroups, mesh_groups
 
@@ -100,7 +100,10 @@ class MeshStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        # One process needs none: so it runs where no script could be run again, in a notebook.
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
+            check_script(self.num_processes)
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )

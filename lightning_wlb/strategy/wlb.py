@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
@@ -46,6 +47,7 @@ from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
+from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.saving import CheckpointStrategy
@@ -247,12 +249,24 @@ class WLBStrategy(CheckpointStrategy):
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
-            self._loss = self.executor.run(batch, denominator)
+            with explained(self.executor, batch, self._memory_model):
+                self._loss = self.executor.run(batch, denominator)
             self.guard.ran(batch, self.executor.losses)
             return self._loss.clone()
         # Parameters gathered in inference mode could not train afterwards.
         with torch.inference_mode(False), torch.no_grad():
             return self.executor.run(batch, denominator)
+
+    def _memory_model(self) -> MemoryModel:
+        module, precision = self.lightning_module, self.precision_plugin
+        assert isinstance(module, LanguageModule)
+        dtype, rest = (
+            str(each).removeprefix("torch.")
+            for each in (precision.compute_dtype, precision.parameter_dtype)
+        )
+        fused = self.root_device.type != "cpu"
+        mode = module.activation_checkpointing
+        return MemoryModel(module.model_shape, self.mesh, mode, dtype, rest, fused_norm=fused)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
