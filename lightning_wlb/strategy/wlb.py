@@ -7,7 +7,7 @@ A thin Lightning adapter. What it adds to a Trainer:
   ``training_step``, and ``backward`` makes the one reduction and sets ``.grad``, because Lightning
   calls training_step, zero_grad, backward, clip, step in this order;
 * gradients are clipped by their norm over all ranks, and steps whose loss or gradients are not
-  finite are answered (nonfinite.py); checkpoints are written by all ranks.
+  finite are answered (nonfinite.py); checkpoints are written by all ranks (saving.py).
 
 Not for modules that are not a :class:`.LanguageModule`, nor for manual
 optimisation: both are refused at set-up.
@@ -15,9 +15,7 @@ optimisation: both are refused at set-up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,26 +29,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice, whole
-from lightning_wlb.checkpoints import sharded
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
-from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
+from lightning_wlb.strategy.checks import checked_model, checked_module, refuse_lbfgs
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.gradients import Tie, add_tied_gradients
-from lightning_wlb.strategy.launch import MeshStrategy
+from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
+from lightning_wlb.strategy.saving import CheckpointStrategy
 from lightning_wlb.strategy.signals import EndOnSignal
 
 
-class WLBStrategy(MeshStrategy):
+class WLBStrategy(CheckpointStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
     The product of the four sizes is the number of devices over all nodes. The first ``"auto"``, in
@@ -112,7 +109,6 @@ class WLBStrategy(MeshStrategy):
             timeout,
         )
         self.schedule = schedule
-        self._ties: list[Tie] = []
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
@@ -276,10 +272,6 @@ class WLBStrategy(MeshStrategy):
             return None
         return rank.group("pipeline")[-1 if rank.first_stage else 0]
 
-    def _tied_copies(self) -> list[Tie]:
-        """The ties whose head is here and whose embedding is on another stage."""
-        return self._ties if self.rank.last_stage and not self.rank.first_stage else []
-
     def _guard(self, trainer: pl.Trainer) -> None:
         """Put the guard between the gradients of a step and the optimizer."""
         assert self.executor is not None
@@ -300,73 +292,6 @@ class WLBStrategy(MeshStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-    # Checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: the shards must exist before they can be filled."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: :meth:`load_checkpoint` restores optimizers too."""
-        return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: :meth:`save_checkpoint` collects the weights itself."""
-        return {}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty: :meth:`save_checkpoint` collects optimizer state itself."""
-        return {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing left to do after :meth:`load_checkpoint`."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing left to do after :meth:`load_checkpoint`."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a sharded checkpoint folder; collective over all ranks."""
-        if storage_options is not None:
-            raise TypeError(
-                "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
-                " torch.distributed.checkpoint, not through a CheckpointIO."
-            )
-        weights_only = "optimizer_states" not in checkpoint
-        checkpoint.pop("state_dict", None)
-        checkpoint.pop("optimizer_states", None)
-        assert self.lightning_module is not None
-        sharded.save(
-            local_path(self.broadcast(filepath)),
-            self.lightning_module,
-            [] if weights_only else self.optimizers,
-            checkpoint,
-            self._renamed(),
-        )
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a sharded checkpoint folder into model and optimizers; collective."""
-        module = self.lightning_module
-        assert module is not None
-        # A validation after fit reads weights, and leaves the optimizers alone.
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        return sharded.load(
-            local_path(self.broadcast(checkpoint_path)),
-            module,
-            self.optimizers if fitting else [],
-            self._renamed(),
-            weights_only,
-        )
-
-    def _renamed(self) -> dict[str, str]:
-        """A tied head on a stage of its own goes by the embedding's name in checkpoints."""
-        return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self._tied_copies()}
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:
