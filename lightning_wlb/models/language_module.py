@@ -32,7 +32,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.models.config import TransformerConfig, preset_names
-from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.decoder import Decoder, check_decoder
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import StepPlan
 
@@ -137,7 +137,11 @@ class LanguageModule(L.LightningModule):
         return shape
 
     def configure_model(self) -> None:
-        """Build ``self.model``, with values unless the strategy gives memory and values later."""
+        """Build ``self.model``, with values unless the strategy gives memory and values later.
+
+        Raises:
+            ValueError: a model that ignores ``activation_checkpointing``, or has dropout.
+        """
         if self.model is not None:
             return
         deferred = self._trainer is not None and getattr(
@@ -145,6 +149,8 @@ class LanguageModule(L.LightningModule):
         )
         with torch.device("meta") if deferred else nullcontext():
             self.model = self.build_model()
+        if isinstance(self.model, Decoder):  # else the strategy refuses it
+            check_decoder(self.model, self.activation_checkpointing)
         if not deferred:
             self.init_weights()
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.models.decoder import Decoder
@@ -67,6 +68,18 @@ def checked_model(module: LanguageModule) -> Decoder:
             " Move them into the model's embed, layers or head."
         )
     return model
+
+
+def refuse_averaging(callbacks: Iterable[pl.Callback]) -> None:
+    """Raise MisconfigurationException for a callback that averages weights over steps."""
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} copies the whole model before it is split, so that it"
+                " would average nothing that is trained, or fail. Remove it; keep several"
+                " checkpoints (ModelCheckpoint(save_top_k=...)), and average their weights after"
+                " the run."
+            )
 
 
 def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:

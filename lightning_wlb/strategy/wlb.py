@@ -35,7 +35,12 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
-from lightning_wlb.strategy.checks import checked_model, checked_module, refuse_lbfgs
+from lightning_wlb.strategy.checks import (
+    checked_model,
+    checked_module,
+    refuse_averaging,
+    refuse_lbfgs,
+)
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
@@ -135,6 +140,12 @@ class WLBStrategy(CheckpointStrategy):
         self._precision_plugin = plugin
 
     # Model and optimizers
+
+    def setup_environment(self) -> None:
+        """Join the other ranks; before that refuse callbacks that would copy the whole model."""
+        assert self.lightning_module is not None
+        refuse_averaging(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the run, apply the parallelisms, make the optimizers."""
