@@ -12,13 +12,14 @@ name is whole. The one that it replaces is read where the process died between t
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -31,11 +32,29 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import folders, manifest
+from lightning_wlb.checkpoints.durable import DurableFile
+from lightning_wlb.checkpoints.manifest import File
+from lightning_wlb.checkpoints.storage import Reader, read_shards, write_shards
+from lightning_wlb.checkpoints.together import Ranks
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Lightning's consolidate_checkpoint looks for this key.
 WEIGHTS = "model"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a checkpoint consists of, as :func:`collect` gathers it.
+
+    Attributes:
+        state: this rank's shards under global names: tensors (DTensors) and plain values. These
+            are the parameters themselves, not copies.
+        rest: what else belongs to the checkpoint; written by rank 0.
+    """
+
+    state: dict[str, Any]
+    rest: Mapping[str, Any]
 
 
 def save(
@@ -45,35 +64,80 @@ def save(
     rest: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint; collective over all ranks.
+    """Write a checkpoint; collective over all ranks. :func:`collect` and :func:`write` in one."""
+    write(path, collect(model, optimizers, rest, renamed))
+
+
+def collect(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    rest: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> Parts:
+    """Gather what a checkpoint consists of.
 
     Args:
-        path: the folder; replaced if it exists.
         model: this rank's part of the model.
         optimizers: with parameters of ``model``; empty to save weights only.
         rest: what else belongs to the checkpoint.
         renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
             that a single process knows by its other name.
     """
-    aside = folders.aside_of(path)
-    leader = not dist.is_initialized() or dist.get_rank() == 0
-    if leader:
-        folders.begin(path)
-    _barrier()
     state: dict[str, Any] = {WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
+        stepped = bool(optimizer.state)
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        if not stepped:
+            # torch has made a state, by a step without gradients that would count as one of ours.
+            optimizer.state.clear()
+            values = {name: each for name, each in values.items() if not _is_state(name)}
         # The rank that knows the weight by its global name saves the same values.
         state[f"optimizer_{index}"] = {
             name: value
             for name, value in values.items()
             if not any(_mentions(name, local) for local in renamed)
         }
-    dcp.save(state, checkpoint_id=aside)
-    if leader:
-        torch.save(dict(rest), aside / _METADATA_FILENAME)
-        folders.finish(path)
-    _barrier()
+    return Parts(state, rest)
+
+
+def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> None:
+    """Write a checkpoint, durably; collective over the ranks of ``group``.
+
+    May run in a thread of its own, with a process group of its own, while nobody changes what
+    ``parts`` holds.
+
+    Args:
+        path: the folder; replaced if it is a checkpoint.
+        parts: of :func:`collect`.
+        group: all ranks, on the CPU; None means the default group.
+
+    Raises:
+        ValueError: ``path`` is not a checkpoint and would be lost.
+        OSError: the disk is full, or a file cannot be written; what was written is removed.
+    """
+    ranks = Ranks(group)
+    save = ranks.lead(lambda: uuid.uuid4().hex)
+    aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT, save))
+    try:
+        files = write_shards(parts.state, aside, save, group)
+        if ranks.leads:
+            with DurableFile(aside / _METADATA_FILENAME) as file:
+                torch.save(dict(parts.rest), file)
+            files[_METADATA_FILENAME] = File(file.size, file.sha256)
+        folders.reached("written")
+        listed = ranks.every(lambda: files)
+        step = int(parts.rest.get("global_step", -1))
+
+        def finish() -> None:
+            every = {name: file for each in listed for name, file in each.items()}
+            manifest.write(aside, manifest.CHECKPOINT, save, ranks.size, step, every)
+            folders.reached("listed")
+            folders.finish(path, aside)
+
+        ranks.lead(finish)
+    except BaseException:
+        folders.discard(path, aside)
+        raise
 
 
 def load(
@@ -82,6 +146,8 @@ def load(
     optimizers: Sequence[Optimizer],
     renamed: Mapping[str, str],
     weights_only: bool | None,
+    *,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 
@@ -93,6 +159,7 @@ def load(
         optimizers: with parameters of ``model``; empty to read weights only.
         renamed: as in :func:`save`.
         weights_only: for ``meta.pt``; None means True.
+        verify: compare all files with the manifest while they are read.
 
     Returns:
         What :func:`save` was given as ``rest``.
@@ -116,7 +183,7 @@ def load(
             " trainer.save_checkpoint wrote under WLBStrategy. A single file's weights can start a"
             f" new run: {type(model).__name__}.load_from_checkpoint."
         )
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = Reader(path).read_metadata().state_dict_metadata
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
@@ -127,20 +194,30 @@ def load(
     weights = get_model_state_dict(model, options=_OPTIONS)
     _check_weights(path, model, weights, names)
     state: dict[str, Any] = {WEIGHTS: weights}
+    optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
         # Gradients that an earlier fit of the same module has left: torch would take an optimizer
         # beside them for one without state, and none would be read.
         optimizer.zero_grad()
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        optimizer_states.append({_rename(name, renamed): each for name, each in values.items()})
+        # An option of a parameter group that the saved run did not have keeps its value: a schedule
+        # adds `initial_lr`, that of Lightning's search for a learning rate after saving.
         state[f"optimizer_{index}"] = {
-            _rename(name, renamed): value for name, value in values.items()
+            name: each
+            for name, each in optimizer_states[index].items()
+            if f"optimizer_{index}.{name}" in names
+            or (_is_state(name) and _has_state(names, index))
         }
-    dcp.load(state, checkpoint_id=path)
+    read_shards(state, path)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
-        values = {_rename(name, back): v for name, v in state[f"optimizer_{index}"].items()}
+        read = optimizer_states[index] | state[f"optimizer_{index}"]
+        values = {_rename(name, back): each for name, each in read.items()}
         set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
+        if not _has_state(names, index):
+            optimizer.state.clear()  # saved before the first step
     rest: dict[str, Any] = torch.load(
         path / _METADATA_FILENAME,
         map_location="cpu",
@@ -193,6 +270,16 @@ def _check_weights(
         )
 
 
+def _is_state(key: str) -> bool:
+    """Whether a flattened optimizer key is what steps have left, and no option of a group."""
+    return key.startswith("state.")
+
+
+def _has_state(names: Mapping[str, Any], index: int) -> bool:
+    """Whether the checkpoint with these names holds what steps of an optimizer have left."""
+    return any(name.startswith(f"optimizer_{index}.state.") for name in names)
+
+
 def _mentions(key: str, parameter: str) -> bool:
     """Whether a flattened optimizer key belongs to a parameter: ``state.<name>.exp_avg``."""
     return f".{parameter}." in key
@@ -203,8 +290,3 @@ def _rename(key: str, names: Mapping[str, str]) -> str:
         if _mentions(key, old):
             return key.replace(f".{old}.", f".{new}.")
     return key
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import folders, manifest
 from lightning_wlb.checkpoints.stored import StoredCheckpoint
 
 DTYPES = ("bfloat16", "float32")
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (default: that of the model's config)"
     )
-    parser.add_argument("--force", action="store_true", help="replace what is in the folder")
+    parser.add_argument("--force", action="store_true", help="replace an export that is there")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,7 +93,7 @@ def export(
         folder: to be written; it appears when it is whole.
         tokenizer: a folder whose tokenizer is copied; the one of ``pretrained`` if None and there.
         dtype: ``"bfloat16"`` or ``"float32"``; that of the model's config if None.
-        force: replace a folder that is not empty.
+        force: replace an export that is there.
         report: called with the parts that are done, and all.
 
     Raises:
@@ -102,7 +103,9 @@ def export(
     folder = Path(folder).absolute()
     _refuse_overlap("checkpoint", Path(checkpoint), folder)
     if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not empty. Give another folder, or --force to replace it.")
+        raise ValueError(
+            f"{folder} is not empty. Give another folder, or --force to replace an export."
+        )
     stored = StoredCheckpoint(Path(checkpoint))
     given = stored.hyper_parameters
     if "model_type" not in given.get("config", {}):
@@ -122,13 +125,18 @@ def export(
     copied = files_beside(source) if source is not None else []
     if tokenizer is not None and not any("token" in name for name in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
-    folders.begin(folder)
-    aside = folders.aside_of(folder)
-    tensors = _write(stored, given, aside, dtype, report)
-    for name in copied:
-        assert source is not None
-        shutil.copyfile(source / name, aside / name)
-    folders.finish(folder)
+    save = uuid.uuid4().hex
+    aside = folders.begin(folder, manifest.EXPORT, save)
+    try:
+        tensors = _write(stored, given, aside, dtype, report)
+        for name in copied:
+            assert source is not None
+            shutil.copyfile(source / name, aside / name)
+        manifest.write(aside, manifest.EXPORT, save, 1, -1, manifest.synchronised(aside))
+        folders.finish(folder, aside)
+    except BaseException:
+        folders.discard(folder, aside)
+        raise
     return Exported(tensors, tuple(copied))
 
 

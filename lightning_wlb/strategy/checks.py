@@ -10,7 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.models.decoder import Decoder
@@ -46,6 +52,40 @@ def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> La
     return module
 
 
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that would change a step behind its plan's back.
+
+    Raises:
+        MisconfigurationException: naming the callback and the remedy.
+    """
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(each).__name__
+        if isinstance(each, GradientAccumulationScheduler):
+            if each.going_to_accumulate_grad_batches():
+                raise MisconfigurationException(
+                    f"{name}({each.scheduling}) would accumulate gradients of several batches, but"
+                    " a step plan already holds all micro-batches of an optimizer step. Remove it,"
+                    " and make steps larger by WLBDataModule(micro_batches=...)."
+                )
+        elif isinstance(each, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"{name} looks for a batch size, but the size of a step is that of its documents."
+                " Remove it; lightning-wlb plan says how many tokens of a micro-batch (cap) fit in"
+                " memory."
+            )
+        elif isinstance(each, ModelPruning):
+            raise MisconfigurationException(
+                f"{name} compares weights of one process, but here they are sharded over"
+                " ranks. Remove it, and prune the model after training: lightning-wlb export."
+            )
+        elif isinstance(each, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"{name} copies the whole model before it is split, so that it would average"
+                " nothing that is trained, or fail. Remove it; keep several checkpoints"
+                " (ModelCheckpoint(save_top_k=...)), and average their weights after the run."
+            )
+
+
 def checked_model(module: LanguageModule) -> Decoder:
     """The module's model, if it is one that can be split.
 
@@ -68,18 +108,6 @@ def checked_model(module: LanguageModule) -> Decoder:
             " Move them into the model's embed, layers or head."
         )
     return model
-
-
-def refuse_averaging(callbacks: Iterable[pl.Callback]) -> None:
-    """Raise MisconfigurationException for a callback that averages weights over steps."""
-    for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} copies the whole model before it is split, so that it"
-                " would average nothing that is trained, or fail. Remove it; keep several"
-                " checkpoints (ModelCheckpoint(save_top_k=...)), and average their weights after"
-                " the run."
-            )
 
 
 def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:

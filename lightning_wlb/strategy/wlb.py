@@ -36,9 +36,9 @@ from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.checks import (
+    check_callbacks,
     checked_model,
     checked_module,
-    refuse_averaging,
     refuse_lbfgs,
 )
 from lightning_wlb.strategy.executor import Executor
@@ -142,9 +142,9 @@ class WLBStrategy(CheckpointStrategy):
     # Model and optimizers
 
     def setup_environment(self) -> None:
-        """Join the other ranks; before that refuse callbacks that would copy the whole model."""
+        """Make the mesh and its process groups, unless a callback is one that cannot run."""
         assert self.lightning_module is not None
-        refuse_averaging(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        check_callbacks(self.lightning_module.trainer)
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
