@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
 )
 from torch.optim import LBFGS, Optimizer
 
@@ -77,6 +79,12 @@ def check_callbacks(trainer: pl.Trainer) -> None:
             raise MisconfigurationException(
                 f"{name} compares weights of one process, but here they are sharded over"
                 " ranks. Remove it, and prune the model after training: lightning-wlb export."
+            )
+        elif isinstance(each, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"{name} copies the whole model before it is split, so that it would average"
+                " nothing that is trained, or fail. Remove it; keep several checkpoints"
+                " (ModelCheckpoint(save_top_k=...)), and average their weights after the run."
             )
 
 
