@@ -139,7 +139,7 @@ def check_process_group(backend: Any, timeout: Any) -> None:
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise MisconfigurationException(
             f"timeout={timeout!r} is no time. Give a datetime.timedelta, as in"
-            " timedelta(minutes=10), or None for torch's default."
+            " timedelta(minutes=10), or None for ten minutes."
         )
 
 

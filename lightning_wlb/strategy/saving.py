@@ -64,7 +64,12 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a sharded checkpoint folder; collective over all ranks."""
+        """Write a sharded checkpoint folder; collective over all ranks.
+
+        After an exception that not all ranks have together nothing is written, as has been said.
+        """
+        if not self.together:
+            return
         if storage_options is not None:
             raise TypeError(
                 "WLBStrategy.save_checkpoint does not take storage_options: it writes through"

@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
@@ -51,7 +50,6 @@ from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.saving import CheckpointStrategy
-from lightning_wlb.strategy.signals import EndOnSignal
 
 
 class WLBStrategy(CheckpointStrategy):
@@ -70,7 +68,8 @@ class WLBStrategy(CheckpointStrategy):
         virtual_pipeline_size: stages per pipeline rank. None means 2 for ``"interleaved"``, which
             with 1 is ``"1f1b"``; the others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
-        timeout: how long a collective may wait for a rank.
+        timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
+            whatever way, is noticed at once.
         on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:
             ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves the
             optimizer's step out, with a warning, and raises after ten in a row; ``"ignore"``
@@ -96,7 +95,7 @@ class WLBStrategy(CheckpointStrategy):
         schedule: str = "1f1b",
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = None,
         on_nonfinite: OnNonfinite = "raise",
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
@@ -163,11 +162,6 @@ class WLBStrategy(CheckpointStrategy):
         module.executor = self._run_step
         self._guard(trainer)
         self._loss = None
-        assert self.executor is not None
-        self.executor.notice = self.executor.noticed = 0
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(each, EndOnSignal) for each in callbacks):
-            callbacks.append(EndOnSignal())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -312,11 +306,7 @@ class WLBStrategy(CheckpointStrategy):
         module = self.lightning_module
         if isinstance(module, LanguageModule):
             module.executor = None
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        super().teardown()
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:
