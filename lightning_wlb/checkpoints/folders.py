@@ -181,6 +181,15 @@ def see(folder: Path) -> None:
         )
 
 
+def remove(path: Path) -> None:
+    """Delete a folder so that there is never a part of it that bears its name."""
+    gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
+    make_folder(gone.parent)
+    path.rename(gone)
+    _delete(gone)
+    _tidy(path)
+
+
 def _rename_twice(path: Path, aside: Path, replaced: Path) -> None:
     _delete(replaced)
     make_folder(replaced.parent)

@@ -139,7 +139,7 @@ class Executor:
         rank = self.pipeline.rank
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
-        everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.mine])
+        everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.bits])
         check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
         self._agreed = batch.next_digest or None
         NOTICES.seen = reduce(or_, (row[2] for row in everyone))

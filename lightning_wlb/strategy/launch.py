@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,11 +180,6 @@ class MeshStrategy(ParallelStrategy):
     @property
     def _collective(self) -> bool:
         return dist.is_initialized() and self.together
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, but not where the one that follows it could not be saved."""
-        if self.together:
-            super().remove_checkpoint(filepath)
 
     def teardown(self) -> None:
         """The run is over, the process group stays for a further one."""

@@ -74,6 +74,11 @@ class WLBStrategy(CheckpointStrategy):
             ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves the
             optimizer's step out, with a warning, and raises after ten in a row; ``"ignore"``
             trains on.
+        async_save: write checkpoints while training goes on, which waits only while tensors are
+            copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
+            state, twice where two checkpoints are saved at the end of a step.
+        on_save_failure: ``"raise"`` ends the run on all ranks when a checkpoint cannot be saved;
+            ``"warn"`` goes on without it. Either way no other checkpoint is lost.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
@@ -97,6 +102,8 @@ class WLBStrategy(CheckpointStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         on_nonfinite: OnNonfinite = "raise",
+        async_save: bool = False,
+        on_save_failure: str = "raise",
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
@@ -113,6 +120,8 @@ class WLBStrategy(CheckpointStrategy):
             virtual_pipeline_size,
             process_group_backend,
             timeout,
+            async_save,
+            on_save_failure,
         )
         self.schedule = schedule
         # The loss of a step whose gradients are not reduced yet.
@@ -153,6 +162,7 @@ class WLBStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = checked_module(self.lightning_module, trainer)
+        self.check_checkpoint_folders(trainer)
         # The model itself knows who has split it, so that both are freed together.
         previous: WLBStrategy | None = getattr(module.model, "parallelized_by", None)
         if previous is None:
@@ -235,6 +245,7 @@ class WLBStrategy(CheckpointStrategy):
         module = self.lightning_module
         assert isinstance(module, LanguageModule)
         module.check_batch(batch)
+        self.check_saves()
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
             if self._loss is not None:
@@ -303,6 +314,7 @@ class WLBStrategy(CheckpointStrategy):
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
+        self.finish_saves()
         module = self.lightning_module
         if isinstance(module, LanguageModule):
             module.executor = None
