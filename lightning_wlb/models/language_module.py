@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import lightning.pytorch as L
 import torch
@@ -31,6 +31,7 @@ from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
+from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
@@ -220,6 +221,10 @@ class LanguageModule(L.LightningModule):
     def test_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Logs ``test_loss``, the mean over target tokens of the whole evaluation."""
         self._evaluate(batch, "test_loss")
+
+    def predict_step(self, *_: Any) -> NoReturn:
+        """Refused, by :func:`.refuse_prediction`."""
+        refuse_prediction()
 
     def _evaluate(self, batch: StepBatch, name: str) -> None:
         self.check_batch(batch)

@@ -10,6 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+)
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.models.decoder import Decoder
@@ -43,6 +48,34 @@ def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> La
             " larger."
         )
     return module
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that would change a step behind its plan's back.
+
+    Raises:
+        MisconfigurationException: naming the callback and the remedy.
+    """
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(each).__name__
+        if isinstance(each, GradientAccumulationScheduler):
+            if each.going_to_accumulate_grad_batches():
+                raise MisconfigurationException(
+                    f"{name}({each.scheduling}) would accumulate gradients of several batches, but"
+                    " a step plan already holds all micro-batches of an optimizer step. Remove it,"
+                    " and make steps larger by WLBDataModule(micro_batches=...)."
+                )
+        elif isinstance(each, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"{name} looks for a batch size, but the size of a step is that of its documents."
+                " Remove it; lightning-wlb plan says how many tokens of a micro-batch (cap) fit in"
+                " memory."
+            )
+        elif isinstance(each, ModelPruning):
+            raise MisconfigurationException(
+                f"{name} compares weights of one process, but here they are sharded over"
+                " ranks. Remove it, and prune the model after training: lightning-wlb export."
+            )
 
 
 def checked_model(module: LanguageModule) -> Decoder:

@@ -89,6 +89,11 @@ class MeshStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def is_distributed(self) -> bool:
+        """True. Lightning asks, and where nothing answers ignores ``self.log(sync_dist=True)``."""
+        return True
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For loaders that are not the data module's own: a sampler over the replicas."""
         return {"num_replicas": self.mesh.data, "rank": self.rank.data}
@@ -112,6 +117,9 @@ class MeshStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the default process group, and the mesh with its process groups."""
+        assert self.cluster_environment is not None
+        # Only Lightning's own launcher would compare these with what Slurm or torchrun has started.
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -121,7 +129,6 @@ class MeshStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
-        assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment):
             # Its launcher limits threads in the first process only. The other ranks would have a
             # thread per core each, and crowd each other out.
