@@ -46,6 +46,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents
+from lightning_wlb.data.sample import samples_of
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
@@ -188,6 +189,8 @@ class StepDataset(IterableDataset[StepBatch]):
                     sliding_window=self.work.total.window,
                     vocab_size=self.vocab_size,
                 )
+                if index == 0:
+                    batch.samples = samples_of(self.store)
                 self.state = state
                 yield batch
             plan = following

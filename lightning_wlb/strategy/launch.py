@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.strategy.checks import check_process_group
+from lightning_wlb.strategy.checks import check_process_group, check_script
 from lightning_wlb.strategy.faults import Faults
 from lightning_wlb.strategy.launcher import Launcher, die_with_launcher
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
@@ -100,6 +100,11 @@ class MeshStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def is_distributed(self) -> bool:
+        """True. Lightning asks, and where nothing answers ignores ``self.log(sync_dist=True)``."""
+        return True
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For loaders that are not the data module's own: a sampler over the replicas."""
         return {"num_replicas": self.mesh.data, "rank": self.rank.data}
@@ -109,7 +114,10 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         die_with_launcher()
         heed_requeue(self.cluster_environment)
-        if not self.cluster_environment.creates_processes_externally:
+        # One process needs none: so it runs where no script could be run again, in a notebook.
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
+            check_script(self.num_processes)
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -124,6 +132,9 @@ class MeshStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the default process group, and the mesh with its process groups."""
+        assert self.cluster_environment is not None
+        # Only Lightning's own launcher would compare these with what Slurm or torchrun has started.
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         super().setup_environment()
         die_with_launcher()
         self._listen()
@@ -135,7 +146,6 @@ class MeshStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
-        assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment):
             # Its launcher limits threads in the first process only. The other ranks would have a
             # thread per core each, and crowd each other out.

@@ -6,8 +6,8 @@ A thin Lightning adapter. What it adds to a Trainer:
 * a module's step runs through the executor: all forwards and backwards of the plan happen inside
   ``training_step``, and ``backward`` makes the one reduction and sets ``.grad``, because Lightning
   calls training_step, zero_grad, backward, clip, step in this order;
-* gradients are clipped by their norm over all ranks; checkpoints are written by all ranks
-  (saving.py).
+* gradients are clipped by their norm over all ranks, and steps whose loss or gradients are not
+  finite are answered (nonfinite.py); checkpoints are written by all ranks (saving.py).
 
 Not for modules that are not a :class:`.LanguageModule`, nor for manual
 optimisation: both are refused at set-up.
@@ -15,7 +15,6 @@ optimisation: both are refused at set-up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -25,21 +24,29 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
-from lightning_wlb.strategy.checks import checked_model, checked_module, refuse_lbfgs
+from lightning_wlb.strategy.checks import (
+    check_callbacks,
+    checked_model,
+    checked_module,
+    refuse_lbfgs,
+)
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.gradients import add_tied_gradients, clip_gradients
+from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.messages import Pipeline
+from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
+from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.saving import CheckpointStrategy
@@ -63,6 +70,10 @@ class WLBStrategy(CheckpointStrategy):
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
             whatever way, is noticed at once.
+        on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:
+            ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves the
+            optimizer's step out, with a warning, and raises after ten in a row; ``"ignore"``
+            trains on.
         async_save: write checkpoints while training goes on, which waits only while tensors are
             copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
             state, twice where two checkpoints are saved at the end of a step.
@@ -72,7 +83,8 @@ class WLBStrategy(CheckpointStrategy):
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
             runs) the sizes do not fit the number of devices.
-        ValueError: if the schedule is unknown or cannot run so many stages per rank.
+        ValueError: if the schedule is unknown or cannot run so many stages per rank, or another
+            ``on_nonfinite``.
     """
 
     strategy_name = "wlb"
@@ -89,6 +101,7 @@ class WLBStrategy(CheckpointStrategy):
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        on_nonfinite: OnNonfinite = "raise",
         async_save: bool = False,
         on_save_failure: str = "raise",
     ) -> None:
@@ -114,6 +127,7 @@ class WLBStrategy(CheckpointStrategy):
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
+        self.guard = StepGuard(on_nonfinite)
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
@@ -137,6 +151,12 @@ class WLBStrategy(CheckpointStrategy):
 
     # Model and optimizers
 
+    def setup_environment(self) -> None:
+        """Make the mesh and its process groups, unless a callback is one that cannot run."""
+        assert self.lightning_module is not None
+        check_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the run, apply the parallelisms, make the optimizers."""
         assert self.accelerator is not None
@@ -150,7 +170,7 @@ class WLBStrategy(CheckpointStrategy):
         elif previous is not self:
             self._adopt(previous)
         module.executor = self._run_step
-        self.precision_plugin.clip = self._clip
+        self._guard(trainer)
         self._loss = None
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -234,11 +254,24 @@ class WLBStrategy(CheckpointStrategy):
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
-            self._loss = self.executor.run(batch, denominator)
+            with explained(self.executor, batch, self._memory_model):
+                self._loss = self.executor.run(batch, denominator)
+            self.guard.ran(batch, self.executor.losses)
             return self._loss.clone()
         # Parameters gathered in inference mode could not train afterwards.
         with torch.inference_mode(False), torch.no_grad():
             return self.executor.run(batch, denominator)
+
+    def _memory_model(self) -> MemoryModel:
+        module, precision = self.lightning_module, self.precision_plugin
+        assert isinstance(module, LanguageModule)
+        dtype, rest = (
+            str(each).removeprefix("torch.")
+            for each in (precision.compute_dtype, precision.parameter_dtype)
+        )
+        fused = self.root_device.type != "cpu"
+        mode = module.activation_checkpointing
+        return MemoryModel(module.model_shape, self.mesh, mode, dtype, rest, fused_norm=fused)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -269,11 +302,15 @@ class WLBStrategy(CheckpointStrategy):
             return None
         return rank.group("pipeline")[-1 if rank.first_stage else 0]
 
-    def _clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    def _guard(self, trainer: pl.Trainer) -> None:
+        """Put the guard between the gradients of a step and the optimizer."""
         assert self.executor is not None
         model = self.executor.model
         copies = [model.get_parameter(tie.head) for tie in self._tied_copies()]
-        return clip_gradients(parameters, max_norm, self.mesh_groups.pipeline, copies)
+        data = getattr(trainer, "datamodule", None)
+        name_of = getattr(data, "name_of", "document {}".format)
+        self.guard.attach(model, self.mesh, self.root_device, copies, name_of)
+        self.precision_plugin.guard = self.guard
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
