@@ -196,6 +196,15 @@ def see(folder: Path) -> None:
         )
 
 
+def remove(path: Path) -> None:
+    """Delete a folder so that there is never a part of it that bears its name."""
+    gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
+    make_folder(gone.parent)
+    path.rename(gone)
+    _delete(gone)
+    _tidy(path)
+
+
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one system call; False where there is none."""
     if not sys.platform.startswith("linux"):

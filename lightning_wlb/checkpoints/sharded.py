@@ -64,7 +64,12 @@ def collect(
     """
     state: dict[str, Any] = {WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
+        stepped = bool(optimizer.state)
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        if not stepped:
+            # torch has made a state, by a step without gradients that would count as one of ours.
+            optimizer.state.clear()
+            values = {name: each for name, each in values.items() if not _is_state(name)}
         # The rank that knows the weight by its global name saves the same values.
         state[f"optimizer_{index}"] = {
             name: value
@@ -110,27 +115,36 @@ def load(
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
-            " was saved without save_weights_only; or, to start a new run from these weights,"
-            " consolidate it (python -m lightning.pytorch.utilities.consolidate_checkpoint) and use"
-            f" {type(model).__name__}.load_from_checkpoint."
+            " was saved without save_weights_only; or start a new run from these weights:"
+            f" {type(model).__name__}.load_from_checkpoint({str(path)!r})."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
     _check_weights(path, model, weights, names)
     state: dict[str, Any] = {WEIGHTS: weights}
+    optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
         # Gradients that an earlier fit of the same module has left: torch would take an optimizer
         # beside them for one without state, and none would be read.
         optimizer.zero_grad()
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        optimizer_states.append({_rename(name, renamed): each for name, each in values.items()})
+        # An option of a parameter group that the saved run did not have keeps its value: a schedule
+        # adds `initial_lr`, that of Lightning's search for a learning rate after saving.
         state[f"optimizer_{index}"] = {
-            _rename(name, renamed): value for name, value in values.items()
+            name: each
+            for name, each in optimizer_states[index].items()
+            if f"optimizer_{index}.{name}" in names
+            or (_is_state(name) and _has_state(names, index))
         }
     fill(state, opened, verify, ranks)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
-        values = {_rename(name, back): v for name, v in state[f"optimizer_{index}"].items()}
+        read = optimizer_states[index] | state[f"optimizer_{index}"]
+        values = {_rename(name, back): each for name, each in read.items()}
         set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
+        if not _has_state(names, index):
+            optimizer.state.clear()  # saved before the first step
     return opened.rest
 
 
@@ -176,6 +190,16 @@ def _check_weights(
             f"{path} is a checkpoint of another model; {'; '.join(said)}. Give the module the"
             " arguments that it had when the checkpoint was saved (config, lora)."
         )
+
+
+def _is_state(key: str) -> bool:
+    """Whether a flattened optimizer key is what steps have left, and no option of a group."""
+    return key.startswith("state.")
+
+
+def _has_state(names: Mapping[str, Any], index: int) -> bool:
+    """Whether the checkpoint with these names holds what steps of an optimizer have left."""
+    return any(name.startswith(f"optimizer_{index}.state.") for name in names)
 
 
 def _mentions(key: str, parameter: str) -> bool:

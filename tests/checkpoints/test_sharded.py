@@ -3,9 +3,7 @@
 import multiprocessing
 import os
 import pickle
-import runpy
 import shutil
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -18,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints import folders, sharded
+from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -258,23 +257,29 @@ def test_a_checkpoint_is_whole_and_of_plain_types(folder, results):
 
 
 @pytest.mark.parametrize("case", [UNTIED, TIED], ids=["untied", "tied"])
-def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, monkeypatch, tmp_path):
+def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, tmp_path):
     source, file = folder / name_of((1, 2, 1, 1), case) / "mine.ckpt", tmp_path / "whole.ckpt"
-    monkeypatch.setattr(sys, "argv", ["", str(source), "--output_file", str(file)])
-    runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+    assert main(["consolidate", str(source), "--output", str(file)]) == 0
     _, want = fit(None, case, 6)
-    loaded = LanguageModule.load_from_checkpoint(file)
-    assert loaded.config == module(case).config
-    parameters = {name: whole(p) for name, p in loaded.double().named_parameters()}
-    assert set(parameters) == set(want["parameters"])
-    for name, value in parameters.items():
-        # load_from_checkpoint makes float32 parameters.
-        assert relative_error(value, want["parameters"][name]) <= 1e-7, name
+    for path in (source, file):
+        loaded = LanguageModule.load_from_checkpoint(path)
+        assert loaded.config == module(case).config
+        parameters = {name: whole(p) for name, p in loaded.double().named_parameters()}
+        assert set(parameters) == set(want["parameters"])
+        for name, value in parameters.items():
+            # load_from_checkpoint makes float32 parameters.
+            assert relative_error(value, want["parameters"][name]) <= 1e-7, name
     # Through a Trainer the precision is the Trainer's.
     runner, model = trainer("auto", 1), module(case)
     runner.validate(model, data(case, validation_documents=4), ckpt_path=file, verbose=False)
     for name, value in model.named_parameters():
         assert relative_error(whole(value), want["parameters"][name]) <= 1e-10, name
+    # Training goes on as if it had never been on two ranks.
+    got, want = resume(None, case, file), unbroken(case)
+    assert got["losses"] == pytest.approx(want["losses"][6:], rel=1e-10)
+    assert got["rates"] == pytest.approx(want["rates"][6:], rel=1e-12)
+    for name, value in got["parameters"].items():
+        assert relative_error(value, want["parameters"][name]) <= 1e-10, name
 
 
 def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
