@@ -42,6 +42,7 @@ from lightning_wlb.strategy.checks import (
     checked_module,
     refuse_lbfgs,
 )
+from lightning_wlb.strategy.display import Display
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
@@ -168,6 +169,7 @@ class WLBStrategy(CheckpointStrategy):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(each, EndOnSignal) for each in callbacks):
             callbacks.append(EndOnSignal())
+        Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
