@@ -213,7 +213,7 @@ class Cluster:
         return job
 
     def processes(self, *marks: str) -> list[int]:
-        """What the cluster has started: the processes with its mark, and these, in the environment."""
+        """What the cluster has started and still runs, and has these ``NAME=value`` too."""
         return list(_marked(f"{TAG}={self.folder}", *marks))
 
     def kill_node(self, node: str) -> None:
