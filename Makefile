@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help train test test-gpu test-slurm lint types floors docs clean
+.PHONY: help train test test-gpu test-slurm soak lint types floors docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ test-gpu: $(VENV)/ready  ## run the tests that need a CUDA device
 # Debian: apt-get install slurm-wlm munge
 test-slurm: $(VENV)/ready  ## run the tests that start a Slurm of two virtual nodes (where it is installed)
 	@$(RUN) -m pytest -m slurm tests/slurm
+
+soak: $(VENV)/ready  ## break real runs from outside (an hour on two cores); PART=faults: one file
+	@$(RUN) -m pytest -m soak $(if $(PART),tests/soak/test_$(PART).py,tests/soak)
 
 lint: $(VENV)/ready  ## ruff: lint and format
 	@$(VENV)/bin/ruff check .

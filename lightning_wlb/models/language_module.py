@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import lightning.pytorch as L
 import torch
@@ -31,8 +31,9 @@ from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
+from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, preset_names
-from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.decoder import Decoder, check_decoder
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import StepPlan
 
@@ -137,7 +138,11 @@ class LanguageModule(L.LightningModule):
         return shape
 
     def configure_model(self) -> None:
-        """Build ``self.model``, with values unless the strategy gives memory and values later."""
+        """Build ``self.model``, with values unless the strategy gives memory and values later.
+
+        Raises:
+            ValueError: a model that ignores ``activation_checkpointing``, or has dropout.
+        """
         if self.model is not None:
             return
         deferred = self._trainer is not None and getattr(
@@ -145,6 +150,8 @@ class LanguageModule(L.LightningModule):
         )
         with torch.device("meta") if deferred else nullcontext():
             self.model = self.build_model()
+        if isinstance(self.model, Decoder):  # else the strategy refuses it
+            check_decoder(self.model, self.activation_checkpointing)
         if not deferred:
             self.init_weights()
 
@@ -220,6 +227,10 @@ class LanguageModule(L.LightningModule):
     def test_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Logs ``test_loss``, the mean over target tokens of the whole evaluation."""
         self._evaluate(batch, "test_loss")
+
+    def predict_step(self, *_: Any) -> NoReturn:
+        """Refused, by :func:`.refuse_prediction`."""
+        refuse_prediction()
 
     def _evaluate(self, batch: StepBatch, name: str) -> None:
         self.check_batch(batch)
