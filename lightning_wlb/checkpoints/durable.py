@@ -14,6 +14,8 @@ import errno
 import hashlib
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ class DurableFile(io.BufferedWriter):
 
     Raises:
         FileExistsError: there is a file.
-        OSError: of a write; ENOSPC and EDQUOT (the disk is full) say how many bytes went before.
+        OSError: of a write, with the file's path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,41 +46,41 @@ class DurableFile(io.BufferedWriter):
 
     def write(self, data: Any) -> int:
         """Append bytes."""
-        with _naming(self):
+        with self._naming():
             written = super().write(data)
         self._hash.update(data)
         self.size += written
         return written
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system."""
+        with self._naming():
+            super().flush()
 
     def close(self) -> None:
         """Write what is buffered, wait for the disk, close."""
         if self.closed:
             return
         try:
-            with _naming(self):
-                self.flush()
+            self.flush()
+            with self._naming():
                 os.fsync(self.fileno())
         finally:
             super().close()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors of writes do not say of which file."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     @property
     def sha256(self) -> str:
         """Of what was written, in hexadecimal digits."""
         return self._hash.hexdigest()
-
-
-class _naming:
-    """Gives an error of the operating system the file's path, which those of writes do not have."""
-
-    def __init__(self, file: DurableFile) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self._file.path)
 
 
 def sync_folder(folder: Path) -> None:

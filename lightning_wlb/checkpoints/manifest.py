@@ -64,13 +64,8 @@ class Manifest:
 def write(
     folder: Path, kind: str, save: str, ranks: int, step: int, files: Mapping[str, File]
 ) -> None:
-    """Write a folder's manifest, and wait until it and the names in the folder are on the disk.
-
-    Raises:
-        Damaged: a file is not there with its size.
-    """
+    """Write a folder's manifest, and wait until it and the names in the folder are on the disk."""
     manifest = Manifest(kind, save, ranks, step, time.time(), files)
-    _check_sizes(folder, manifest)
     content = {"format": FORMAT, **asdict(manifest)}
     with DurableFile(folder / NAME) as file:
         whole = {"content": content, "sha256": _hash(content)}
@@ -112,12 +107,10 @@ def read(folder: Path) -> Manifest:
             f" one reads {FORMAT}). Update lightning_wlb."
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{folder} is damaged: {NAME} is not what was written ({error}).") from error
+        raise _damage(folder, f"{NAME} is not what was written ({error})") from error
     for name in manifest.files:
         if os.path.basename(name) != name:
-            raise Damaged(
-                f"{folder} is damaged: {NAME} names {name!r}, which is not in the folder."
-            )
+            raise _damage(folder, f"{NAME} names {name!r}, which is not in the folder")
     return manifest
 
 
@@ -129,51 +122,52 @@ def check(folder: Path) -> None:
         Damaged: naming the first file that is not what was written.
     """
     manifest = read(folder)
-    _check_sizes(folder, manifest)
-    check_files(folder, manifest, manifest.files)
+    check_sizes(folder, manifest)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda name: check_files(folder, manifest, [name]), manifest.files))
 
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder has a manifest, and all files of it with their sizes; reads no content."""
     try:
-        _check_sizes(folder, read(folder))
+        check_sizes(folder, read(folder))
     except (OSError, ValueError):
         return False
     return True
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the hashes of some of a folder's files, as many at a time as there are processors.
+    """Compare the hashes of some of a folder's files, one after the other.
 
     Raises:
         Damaged: naming the first file that is not what was written.
     """
-
-    def compare(name: str) -> str:
+    for name in names:
         try:
             same = hash_file(folder / name) == manifest.files[name].sha256
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        return "" if same else f"the content of {name} is not what was written"
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for problem in pool.map(compare, names):
-            if problem:
-                raise Damaged(_sentence(folder, problem))
+            raise _damage(folder, f"{name} cannot be read ({error.strerror})") from error
+        if not same:
+            raise _damage(folder, f"the content of {name} is not what was written")
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Compare the sizes of all files.
+
+    Raises:
+        Damaged: naming the first file that is missing or has another size.
+    """
     for name, file in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            raise Damaged(_sentence(folder, f"{name} is missing ({error.strerror})")) from error
+            raise _damage(folder, f"{name} is missing ({error.strerror})") from error
         if size != file.size:
-            raise Damaged(_sentence(folder, f"{name} has {size:,} bytes instead of {file.size:,}"))
+            raise _damage(folder, f"{name} has {size:,} bytes instead of {file.size:,}")
 
 
-def _sentence(folder: Path, problem: str) -> str:
-    return f"{folder} is damaged: {problem}. Use another checkpoint."
+def _damage(folder: Path, problem: str) -> Damaged:
+    return Damaged(f"{folder} is damaged: {problem}. Use another checkpoint.")
 
 
 def _hash(content: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ class WLBCLI(LightningCLI):
         datamodule_class: type[LightningDataModule] | None = None,
         **options: Any,
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "seed_everything_default": 0,
             "subclass_mode_model": model_class is None,
             # Where nothing else names a folder for each run, a requeued job finds its own there.

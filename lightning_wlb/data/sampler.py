@@ -24,7 +24,6 @@ before the first step.
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 import warnings
@@ -41,7 +40,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import layers_kernel_cost
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.data import opening
+from lightning_wlb.data import opening, workers
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore
@@ -297,7 +296,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 # `if __name__ == "__main__"` again in every worker.
                 multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
                 pin_memory=pin_memory,
-                worker_init_fn=_ignore_users_signals,
+                worker_init_fn=workers.begin,
                 # Its own, or the loader would draw on the global random numbers: a resumed run
                 # makes another number of iterators than an unbroken one.
                 generator=Generator(),
@@ -314,6 +313,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
         # here, and with it the workers of a loop that was left.
         batches = self._get_iterator()
+        workers.can_be_ended(batches)
         return self._hand_out(batches, time.perf_counter() - begin)
 
     def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
@@ -321,13 +321,14 @@ class StepLoader(StatefulDataLoader[StepBatch]):
 
         ``waited`` is how many seconds the workers took to start; the first batch counts them too.
         """
+        handed_out = False
         while True:
             begin = time.perf_counter()
-            batch = next(batches, None)
+            batch = workers.WAIT.next(batches, handed_out)
             if batch is None:
                 return
             batch.wait_seconds = waited + time.perf_counter() - begin
-            waited = 0.0
+            waited, handed_out = 0.0, True
             # With workers the dataset here has not moved: their copies have.
             self.dataset.state = batch.state
             yield batch
@@ -347,13 +348,3 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         """
         if self.begin_at is None:
             self.dataset.load_state_dict(state_dict)
-
-
-def _ignore_users_signals(worker: int) -> None:
-    """Leave the signals that a run can be ended by to its rank: Slurm sends them to all processes.
-
-    A worker has inherited the rank's handlers, which are not for it.
-    """
-    for name in ("SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)

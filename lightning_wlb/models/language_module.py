@@ -33,7 +33,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, preset_names
-from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.decoder import Decoder, check_decoder
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import StepPlan
 
@@ -138,7 +138,11 @@ class LanguageModule(L.LightningModule):
         return shape
 
     def configure_model(self) -> None:
-        """Build ``self.model``, with values unless the strategy gives memory and values later."""
+        """Build ``self.model``, with values unless the strategy gives memory and values later.
+
+        Raises:
+            ValueError: a model that ignores ``activation_checkpointing``, or has dropout.
+        """
         if self.model is not None:
             return
         deferred = self._trainer is not None and getattr(
@@ -146,6 +150,8 @@ class LanguageModule(L.LightningModule):
         )
         with torch.device("meta") if deferred else nullcontext():
             self.model = self.build_model()
+        if isinstance(self.model, Decoder):  # else the strategy refuses it
+            check_decoder(self.model, self.activation_checkpointing)
         if not deferred:
             self.init_weights()
 
