@@ -309,6 +309,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 snapshot_every_n_steps=None,
             )
         self.begin_at = begin_at
+        self._left: Iterator[StepBatch] | None = None
 
     def __iter__(self) -> Any:
         begin = time.perf_counter()
@@ -329,6 +330,9 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         while True:
             begin = time.perf_counter()
             batch = workers.WAIT.next(batches, handed_out)
+            if workers.WAIT.ended:
+                # The run saves and ends: stuck workers, which torch would wait for first, can wait.
+                self._left = batches
             if batch is None:
                 return
             batch.wait_seconds = waited + time.perf_counter() - begin
