@@ -85,9 +85,9 @@ class Notices:
             return
         if bit == INTERRUPT and self.mine & INTERRUPT:
             raise KeyboardInterrupt
-        if not self.mine:
+        before, self.mine = self.mine, self.mine | bit
+        if not before:
             threading.Thread(target=self._look_after_loader, args=[number], daemon=True).start()
-        self.mine |= bit
 
     def _leave_loader(self) -> None:
         if WAIT.holds_batch:

@@ -41,6 +41,7 @@ from lightning_wlb.strategy.checks import (
     checked_module,
     refuse_lbfgs,
 )
+from lightning_wlb.strategy.display import Display
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
@@ -172,6 +173,7 @@ class WLBStrategy(CheckpointStrategy):
         module.executor = self._run_step
         self._guard(trainer)
         self._loss = None
+        Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

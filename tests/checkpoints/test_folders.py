@@ -56,17 +56,31 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
     assert text(tmp_path / "one") == "one"
 
 
-def test_an_error_between_two_renames_puts_back_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "folder"
-    folders.finish(write(path, "one"))
+@pytest.mark.parametrize(
+    ("point", "there", "exchange"),
+    [
+        ("named", False, True),
+        ("named", True, True),
+        ("named", True, False),
+        ("moved", True, False),
+    ],
+)
+def test_an_error_before_the_end_leaves_everything_as_it_was(
+    point, there, exchange, tmp_path, monkeypatch
+):
+    path, before = tmp_path / "folder", folders.reached
+    if there:
+        folders.finish(write(path, "one"))
     aside = write(path, "two")
-    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
-    monkeypatch.setattr(folders, "sync_folder", lambda folder: 1 / 0)
+    if not exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folders, "reached", lambda each: 1 / 0 if each == point else before(each))
     with pytest.raises(ZeroDivisionError):
         folders.finish(aside)
+    assert text(aside.folder) == "two"
     folders.discard(aside)
-    assert text(path) == "one"
-    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    assert not there or text(path) == "one"
+    assert [each.name for each in tmp_path.iterdir()] == (["folder"] if there else [])
 
 
 def test_what_died_is_removed_when_it_is_stale(tmp_path):

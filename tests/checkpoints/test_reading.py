@@ -69,7 +69,7 @@ def test_what_is_whole_is_read(saves):
     assert all(reading.check(path) for path in saves)
 
 
-def test_without_verifying_sizes_are_compared_and_hashes_are_not(saves, tmp_path):
+def test_without_verifying_sizes_are_compared_and_contents_are_not(saves, tmp_path):
     shutil.copytree(saves[0], tmp_path / "run.ckpt")
     shard = tmp_path / "run.ckpt" / "__0_0.distcp"
     shutil.copyfile(saves[1] / "__0_0.distcp", shard)
