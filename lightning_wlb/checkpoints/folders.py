@@ -20,8 +20,12 @@ import errno
 import os
 import re
 import shutil
+import socket
 import sys
-from contextlib import suppress
+import time
+import uuid
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -44,6 +48,7 @@ POINTS = (
 
 _ASIDE, _REPLACED = ".partial", ".old"
 _STALE_SECONDS = 3600
+_LATE_SECONDS = 10
 _OURS = re.compile(r"manifest\.json|meta\.pt|\.metadata|__\d+_\d+\.distcp")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
@@ -58,21 +63,36 @@ def replaced_by(path: Path) -> Path:
     return path.parent / _REPLACED / path.name
 
 
-def begin(path: Path, kind: str, save: str) -> Path:
+@dataclass(frozen=True)
+class Aside:
+    """A folder that is being written.
+
+    Attributes:
+        path: what it is to be called.
+        folder: where it is written.
+        save: identifies the save; part of the folder's name, which so is this run's own.
+    """
+
+    path: Path
+    folder: Path
+    save: str
+
+
+def begin(path: Path, kind: str) -> Aside:
     """Make an empty folder aside, to be filled and given to :func:`finish` or :func:`discard`.
 
     Args:
         path: what it is to be called.
         kind: what may be replaced: ``manifest.CHECKPOINT`` or ``manifest.EXPORT``.
-        save: makes the folder's name this run's own.
 
     Raises:
         ValueError: there is something at ``path`` that was not written here.
     """
     refuse_foreign(path, kind)
-    aside = path.parent / _ASIDE / f"{path.name}-{save}"
-    make_folder(aside)
-    _remove_leftovers(aside)
+    save = uuid.uuid4().hex
+    aside = Aside(path, path.parent / _ASIDE / f"{path.name}-{save}", save)
+    make_folder(aside.folder)
+    _remove_leftovers(aside.folder)
     reached("begun")
     return aside
 
@@ -110,42 +130,79 @@ def refuse_foreign(path: Path, kind: str) -> None:
         )
 
 
-def finish(path: Path, aside: Path) -> None:
-    """Give the folder that is written aside its name, and only then delete what bore it."""
-    replaced: Path | None = None
-    if os.path.lexists(path):
-        replaced = aside if _exchange(aside, path) else replaced_by(path)
-    if replaced is None:
-        aside.rename(path)
-    elif replaced is not aside:
-        _rename_twice(path, aside, replaced)
-    reached("named")
-    sync_folder(path.parent)
+def finish(aside: Aside) -> None:
+    """Give the folder that is written aside its name, and only then delete what bore it.
+
+    Where this raises, the name is as it was, and the folder is aside again.
+    """
+    path, replaced = aside.path, None
+    with ExitStack() as undo:
+        if not os.path.lexists(path):
+            aside.folder.rename(path)
+            undo.callback(path.rename, aside.folder)
+        elif _exchange(aside.folder, path):
+            undo.callback(_exchange, aside.folder, path)
+            replaced = aside.folder
+        else:
+            replaced = replaced_by(path)
+            _delete(replaced)
+            make_folder(replaced.parent)
+            path.rename(replaced)
+            undo.callback(replaced.rename, path)
+            sync_folder(replaced.parent)
+            reached("moved")
+            aside.folder.rename(path)
+            undo.callback(path.rename, aside.folder)
+        reached("named")
+        sync_folder(path.parent)
+        undo.pop_all()
     reached("synchronised")
-    if replaced is not None:
-        _delete(replaced)
+    with suppress(OSError):  # the save is done: what cannot be removed stays
+        if replaced is not None:
+            _delete(replaced)
+        _delete(replaced_by(path))  # of a save that died between two renames
+    _tidy(path)
     reached("removed")
-    _delete(replaced_by(path))
+
+
+def discard(aside: Aside) -> None:
+    """Remove what was written aside."""
+    shutil.rmtree(aside.folder, ignore_errors=True)
+    _tidy(aside.path)
+
+
+def wait_for(path: Path, size: int | None = None) -> bool:
+    """Whether a file of a size, or a folder, is seen: network file systems may show it late."""
+    end = time.monotonic() + _LATE_SECONDS
+    while True:
+        with suppress(OSError):
+            if size in (None, path.stat().st_size):
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+
+
+def see(folder: Path) -> None:
+    """Refuse to go on where a folder that rank 0 sees is not seen.
+
+    Raises:
+        ValueError: on a node without the file system.
+    """
+    if not wait_for(folder):
+        raise ValueError(
+            f"{folder} is there on rank 0, and not on {socket.gethostname()}. Checkpoints go to a"
+            " file system that all nodes share: give such a folder as default_root_dir or dirpath."
+        )
+
+
+def remove(path: Path) -> None:
+    """Delete a folder so that there is never a part of it that bears its name."""
+    gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
+    make_folder(gone.parent)
+    path.rename(gone)
+    _delete(gone)
     _tidy(path)
-
-
-def discard(path: Path, aside: Path) -> None:
-    """Remove what was written aside for ``path``."""
-    shutil.rmtree(aside, ignore_errors=True)
-    _tidy(path)
-
-
-def _rename_twice(path: Path, aside: Path, replaced: Path) -> None:
-    _delete(replaced)
-    make_folder(replaced.parent)
-    path.rename(replaced)
-    try:
-        sync_folder(replaced.parent)
-        reached("moved")
-        aside.rename(path)
-    except BaseException:
-        replaced.rename(path)
-        raise
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -167,7 +224,7 @@ def _remove_leftovers(mine: Path) -> None:
     """Remove what saves that died have left, when it is stale by the clock of the file system."""
     now = mine.stat().st_mtime
     for other in mine.parent.iterdir():
-        with suppress(FileNotFoundError):  # its own run may rename it just now
+        with suppress(OSError):  # renamed just now by its own run, or somebody else's
             written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
             if now - written > _STALE_SECONDS:
                 rank_zero_info(f"Removing {other}: a save that broke off has left it.")

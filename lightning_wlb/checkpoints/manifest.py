@@ -1,27 +1,27 @@
-"""What a folder holds: ``manifest.json``, written last, with the size and hash of every other file.
+"""What a folder holds: ``manifest.json``, written last, with size and checksum of each other file.
 
 A folder with a manifest is whole when all files are there with their sizes, and undamaged when
-their SHA-256 is the one that was computed while they were written. The hash finds what disks,
-networks and hands do to files: flipped bits, files cut short, a file of another save. It does not
-show who wrote a folder: whoever can change a file can change the manifest.
+their checksums (:mod:`.durable`) are those that were computed while they were written. That finds
+what disks, networks and hands do to files: flipped bits, files cut short, a file of another save.
+It does not show who wrote a folder: whoever can change a file can change the manifest.
 
-The manifest holds its own hash too. Cost of :func:`check`: reading all files once, as many at a
-time as there are processors. Not for folders that others add files to: these are not looked at.
+The manifest holds a checksum of itself too. Cost of :func:`check`: reading all files once, as many
+at a time as there are processors. What others add to a folder is not looked at.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_wlb.checkpoints.durable import DurableFile, hash_file, sync_folder
+from lightning_wlb.checkpoints.durable import DurableFile, checksum, sync_folder
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -34,10 +34,10 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class File:
-    """One file of a folder: its size in bytes, and its SHA-256 in hexadecimal digits."""
+    """One file of a folder: its size in bytes, and its CRC-32 in hexadecimal digits."""
 
     size: int
-    sha256: str
+    crc32: str
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,11 @@ class Manifest:
 def write(
     folder: Path, kind: str, save: str, ranks: int, step: int, files: Mapping[str, File]
 ) -> None:
-    """Write a folder's manifest, and wait until it and the names in the folder are on the disk.
-
-    Raises:
-        Damaged: a file is not there with its size.
-    """
+    """Write a folder's manifest, and wait until it and the names in the folder are on the disk."""
     manifest = Manifest(kind, save, ranks, step, time.time(), files)
-    _check_sizes(folder, manifest)
     content = {"format": FORMAT, **asdict(manifest)}
     with DurableFile(folder / NAME) as file:
-        whole = {"content": content, "sha256": _hash(content)}
+        whole = {"content": content, "crc32": _checksum(content)}
         file.write(json.dumps(whole, indent=1).encode())
     sync_folder(folder)
 
@@ -84,7 +79,7 @@ def synchronised(folder: Path) -> dict[str, File]:
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        files[path.name] = File(path.stat().st_size, hash_file(path))
+        files[path.name] = File(path.stat().st_size, checksum(path))
     return files
 
 
@@ -99,8 +94,8 @@ def read(folder: Path) -> Manifest:
     try:
         whole = json.loads((folder / NAME).read_bytes())
         content = whole["content"]
-        if whole["sha256"] != _hash(content):
-            raise ValueError("its hash is another")
+        if whole["crc32"] != _checksum(content):
+            raise ValueError("its checksum is another")
         found = content.pop("format")
         if found != FORMAT:
             raise NotImplementedError(found)
@@ -112,70 +107,69 @@ def read(folder: Path) -> Manifest:
             f" one reads {FORMAT}). Update lightning_wlb."
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{folder} is damaged: {NAME} is not what was written ({error}).") from error
+        raise _damage(folder, f"{NAME} is not what was written ({error})") from error
     for name in manifest.files:
         if os.path.basename(name) != name:
-            raise Damaged(
-                f"{folder} is damaged: {NAME} names {name!r}, which is not in the folder."
-            )
+            raise _damage(folder, f"{NAME} names {name!r}, which is not in the folder")
     return manifest
 
 
 def check(folder: Path) -> None:
-    """Read every file of a folder and compare sizes and hashes; one process.
+    """Read every file of a folder and compare sizes and checksums; one process.
 
     Raises:
         FileNotFoundError: there is no manifest, so that nothing can be checked.
         Damaged: naming the first file that is not what was written.
     """
     manifest = read(folder)
-    _check_sizes(folder, manifest)
-    check_files(folder, manifest, manifest.files)
+    check_sizes(folder, manifest)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda name: check_files(folder, manifest, [name]), manifest.files))
 
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder has a manifest, and all files of it with their sizes; reads no content."""
     try:
-        _check_sizes(folder, read(folder))
+        check_sizes(folder, read(folder))
     except (OSError, ValueError):
         return False
     return True
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the hashes of some of a folder's files, as many at a time as there are processors.
+    """Compare the checksums of some of a folder's files, one after the other.
 
     Raises:
         Damaged: naming the first file that is not what was written.
     """
-
-    def compare(name: str) -> str:
+    for name in names:
         try:
-            same = hash_file(folder / name) == manifest.files[name].sha256
+            same = checksum(folder / name) == manifest.files[name].crc32
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        return "" if same else f"the content of {name} is not what was written"
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for problem in pool.map(compare, names):
-            if problem:
-                raise Damaged(_sentence(folder, problem))
+            raise _damage(folder, f"{name} cannot be read ({error.strerror})") from error
+        if not same:
+            raise _damage(folder, f"the content of {name} is not what was written")
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Compare the sizes of all files.
+
+    Raises:
+        Damaged: naming the first file that is missing or has another size.
+    """
     for name, file in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            raise Damaged(_sentence(folder, f"{name} is missing ({error.strerror})")) from error
+            raise _damage(folder, f"{name} is missing ({error.strerror})") from error
         if size != file.size:
-            raise Damaged(_sentence(folder, f"{name} has {size:,} bytes instead of {file.size:,}"))
+            raise _damage(folder, f"{name} has {size:,} bytes instead of {file.size:,}")
 
 
-def _sentence(folder: Path, problem: str) -> str:
-    return f"{folder} is damaged: {problem}. Use another checkpoint."
+def _damage(folder: Path, problem: str) -> Damaged:
+    return Damaged(f"{folder} is damaged: {problem}. Use another checkpoint.")
 
 
-def _hash(content: Mapping[str, Any]) -> str:
+def _checksum(content: Mapping[str, Any]) -> str:
     plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(plain.encode()).hexdigest()
+    return f"{zlib.crc32(plain.encode()):08x}"

@@ -6,22 +6,17 @@ keyed by parameter name), so that another mesh, or a single process, reads the p
 Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
 is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-The folder is renamed when every rank is done (:mod:`.folders`), so that a folder with the final
-name is whole. The one that it replaces is read where the process died between two renames.
+How the folder is written and read, whole and undamaged or not at all: :mod:`.writing` and
+:mod:`.reading`.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.load import _METADATA_FILENAME
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,29 +27,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_wlb.checkpoints import folders, manifest
-from lightning_wlb.checkpoints.durable import DurableFile
-from lightning_wlb.checkpoints.manifest import File
-from lightning_wlb.checkpoints.storage import Reader, read_shards, write_shards
+from lightning_wlb.checkpoints.reading import fill, open_checkpoint
 from lightning_wlb.checkpoints.together import Ranks
+from lightning_wlb.checkpoints.writing import Parts, write
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Lightning's consolidate_checkpoint looks for this key.
 WEIGHTS = "model"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a checkpoint consists of, as :func:`collect` gathers it.
-
-    Attributes:
-        state: this rank's shards under global names: tensors (DTensors) and plain values. These
-            are the parameters themselves, not copies.
-        rest: what else belongs to the checkpoint; written by rank 0.
-    """
-
-    state: dict[str, Any]
-    rest: Mapping[str, Any]
 
 
 def save(
@@ -100,46 +79,6 @@ def collect(
     return Parts(state, rest)
 
 
-def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> None:
-    """Write a checkpoint, durably; collective over the ranks of ``group``.
-
-    May run in a thread of its own, with a process group of its own, while nobody changes what
-    ``parts`` holds.
-
-    Args:
-        path: the folder; replaced if it is a checkpoint.
-        parts: of :func:`collect`.
-        group: all ranks, on the CPU; None means the default group.
-
-    Raises:
-        ValueError: ``path`` is not a checkpoint and would be lost.
-        OSError: the disk is full, or a file cannot be written; what was written is removed.
-    """
-    ranks = Ranks(group)
-    save = ranks.lead(lambda: uuid.uuid4().hex)
-    aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT, save))
-    try:
-        files = write_shards(parts.state, aside, save, group)
-        if ranks.leads:
-            with DurableFile(aside / _METADATA_FILENAME) as file:
-                torch.save(dict(parts.rest), file)
-            files[_METADATA_FILENAME] = File(file.size, file.sha256)
-        folders.reached("written")
-        listed = ranks.every(lambda: files)
-        step = int(parts.rest.get("global_step", -1))
-
-        def finish() -> None:
-            every = {name: file for each in listed for name, file in each.items()}
-            manifest.write(aside, manifest.CHECKPOINT, save, ranks.size, step, every)
-            folders.reached("listed")
-            folders.finish(path, aside)
-
-        ranks.lead(finish)
-    except BaseException:
-        folders.discard(path, aside)
-        raise
-
-
 def load(
     path: Path,
     model: nn.Module,
@@ -159,37 +98,25 @@ def load(
         optimizers: with parameters of ``model``; empty to read weights only.
         renamed: as in :func:`save`.
         weights_only: for ``meta.pt``; None means True.
-        verify: compare all files with the manifest while they are read.
+        verify: compare all files with the manifest, and not only their sizes.
 
     Returns:
         What :func:`save` was given as ``rest``.
 
     Raises:
         FileNotFoundError: if the folder is not there or is not such a checkpoint.
-        ValueError: if there are optimizers and the checkpoint holds weights only, or if its
-            weights are not those of the model.
+        Damaged: if it is not what was written; the model is not what it was either.
+        ValueError: if there are optimizers and the checkpoint holds weights only, if its weights
+            are not those of the model, or if it was made to run code.
     """
-    replaced = folders.replaced_by(path)
-    if not path.exists() and (replaced / _METADATA_FILENAME).is_file():
-        rank_zero_warn(
-            f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"
-            " checkpoint from before it."
-        )
-        path = replaced
-    if not (path / _METADATA_FILENAME).is_file():
-        raise FileNotFoundError(
-            f"{path} is not a checkpoint of WLBStrategy: it should be a folder that contains"
-            f" {_METADATA_FILENAME}. Pass the folder that ModelCheckpoint or"
-            " trainer.save_checkpoint wrote under WLBStrategy. A single file's weights can start a"
-            f" new run: {type(model).__name__}.load_from_checkpoint."
-        )
-    names = Reader(path).read_metadata().state_dict_metadata
+    ranks = Ranks()
+    opened = open_checkpoint(path, weights_only, verify, ranks)
+    path, names = opened.folder, opened.stored.state_dict_metadata
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
-            " was saved without save_weights_only; or, to start a new run from these weights,"
-            " consolidate it (python -m lightning.pytorch.utilities.consolidate_checkpoint) and use"
-            f" {type(model).__name__}.load_from_checkpoint."
+            " was saved without save_weights_only; or start a new run from these weights:"
+            f" {type(model).__name__}.load_from_checkpoint({str(path)!r})."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
     _check_weights(path, model, weights, names)
@@ -209,7 +136,7 @@ def load(
             if f"optimizer_{index}.{name}" in names
             or (_is_state(name) and _has_state(names, index))
         }
-    read_shards(state, path)
+    fill(state, opened, verify, ranks)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
@@ -218,12 +145,7 @@ def load(
         set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
         if not _has_state(names, index):
             optimizer.state.clear()  # saved before the first step
-    rest: dict[str, Any] = torch.load(
-        path / _METADATA_FILENAME,
-        map_location="cpu",
-        weights_only=True if weights_only is None else weights_only,
-    )
-    return rest
+    return opened.rest
 
 
 def _check_weights(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,21 +19,22 @@ from lightning_wlb.checkpoints.manifest import Damaged
 
 T = TypeVar("T")
 # As which of these an error is raised on the ranks that it did not happen on.
-_KINDS = (Damaged, ValueError, FileNotFoundError, OSError)
+_KINDS = (Damaged, ValueError, FileNotFoundError, OSError)  # the first that fits
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone where there is none.
+    """The ranks of a process group, or this process by itself.
 
     Args:
         group: a process group; None means the default one.
+        alone: by itself, even where there is a process group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        there = dist.is_initialized()
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self.alone = alone or not dist.is_initialized()
         self.group = group
-        self.rank = dist.get_rank(group) if there else 0
-        self.size = dist.get_world_size(group) if there else 1
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.size = 1 if self.alone else dist.get_world_size(group)
 
     @property
     def leads(self) -> bool:
@@ -49,31 +51,53 @@ class Ranks:
             ValueError, OSError or RuntimeError: where any rank raised, with the message of the
                 first one. An exception that is none (KeyboardInterrupt) goes on where it came up.
         """
-        result, raised, said = None, None, None
+        raised, said, result = None, None, None
         try:
             result = do()
         except BaseException as error:
-            raised, said = error, _said(error)
+            raised, said = error, _Said.of(error, self.rank)
         outcomes: list[Any] = [(result, said)]
         if self.size > 1:
             outcomes = [None] * self.size
             dist.all_gather_object(outcomes, (result, said), group=self.group)
-        failures = [(rank, each) for rank, (_, each) in enumerate(outcomes) if each is not None]
         if raised is not None and not isinstance(raised, Exception):
             raise raised
-        if failures:
-            rank, (kind, text, host) = failures[0]
-            where = f"Rank {rank} of {self.size} on {host}: " if self.size > 1 and rank > 0 else ""
-            raise kind(where + text) from raised
+        for _, failure in outcomes:
+            if failure is not None:
+                raise failure.as_error() from raised
         return [each for each, _ in outcomes]
 
+    def each(self, do: Callable[[], T]) -> T:
+        """Run on each rank and keep the result, picklable or not; collective, raises alike."""
+        kept: list[T] = []
+        self.every(lambda: kept.append(do()))
+        return kept[0]
+
     def lead(self, do: Callable[[], T]) -> T:
-        """Run on rank 0 and give all ranks its result; collective. Raises as :meth:`every`."""
+        """Run on rank 0 and give all ranks its result; collective, raises alike."""
         result: T = self.every(do if self.leads else lambda: None)[0]  # type: ignore[assignment]
         return result
 
 
-def _said(error: BaseException) -> tuple[type[Exception], str, str]:
-    kind = next((each for each in _KINDS if isinstance(error, each)), RuntimeError)
-    text = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
-    return kind, text, socket.gethostname()
+@dataclass(frozen=True)
+class _Said:
+    """What went wrong on a rank, for the others to raise."""
+
+    kind: type[Exception]
+    code: int | None
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> _Said:
+        kind = next((each for each in _KINDS if isinstance(error, each)), RuntimeError)
+        text, code = str(error), None
+        if kind is RuntimeError:
+            text = f"{type(error).__name__}: {text}"
+        elif isinstance(error, OSError) and error.errno is not None:
+            code, text = error.errno, f"{error.strerror}: {error.filename}"
+        if rank > 0:
+            text = f"rank {rank} on {socket.gethostname()}: {text}"
+        return cls(kind, code, text)
+
+    def as_error(self) -> Exception:
+        return self.kind(self.text) if self.code is None else OSError(self.code, self.text)

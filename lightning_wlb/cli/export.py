@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,17 +124,17 @@ def export(
     copied = files_beside(source) if source is not None else []
     if tokenizer is not None and not any("token" in name for name in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
-    save = uuid.uuid4().hex
-    aside = folders.begin(folder, manifest.EXPORT, save)
+    aside = folders.begin(folder, manifest.EXPORT)
     try:
-        tensors = _write(stored, given, aside, dtype, report)
+        tensors = _write(stored, given, aside.folder, dtype, report)
         for name in copied:
             assert source is not None
-            shutil.copyfile(source / name, aside / name)
-        manifest.write(aside, manifest.EXPORT, save, 1, -1, manifest.synchronised(aside))
-        folders.finish(folder, aside)
+            shutil.copyfile(source / name, aside.folder / name)
+        files = manifest.synchronised(aside.folder)
+        manifest.write(aside.folder, manifest.EXPORT, aside.save, 1, -1, files)
+        folders.finish(aside)
     except BaseException:
-        folders.discard(folder, aside)
+        folders.discard(aside)
         raise
     return Exported(tensors, tuple(copied))
 

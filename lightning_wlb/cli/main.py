@@ -18,9 +18,10 @@ from types import ModuleType
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cli import export, plan, profile, tokenize, train
+from lightning_wlb.cli import consolidate, export, plan, profile, tokenize, train
 
 COMMANDS: dict[str, ModuleType] = {
+    "consolidate": consolidate,
     "export": export,
     "plan": plan,
     "profile": profile,

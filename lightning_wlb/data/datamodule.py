@@ -89,7 +89,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        documents: Documents = "stdlib",
+        documents: Documents,
         *,
         context_window: int,
         micro_batches: int,
@@ -315,9 +315,14 @@ class WLBDataModule(L.LightningDataModule):
         shape, rank = shape_of(trainer, self.model_shape), rank_of(trainer)
         predictor = predictor_of(trainer, self.profile, shape, rank.mesh)
         schedule = getattr(trainer.strategy, "schedule", "1f1b")
-        return StepDataset.for_model(
+        dataset = StepDataset.for_model(
             store, settings, shape, rank, self.sharding, schedule, predictor
         )
+        # A shape that was given may leave the vocabulary out, or have another than the model.
+        own = getattr(trainer.lightning_module, "model_shape", None)
+        vocabularies = [dataset.vocab_size, getattr(own, "vocab_size", None)]
+        dataset.vocab_size = min(filter(None, vocabularies), default=None)
+        return dataset
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]

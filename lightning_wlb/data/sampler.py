@@ -24,7 +24,6 @@ before the first step.
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 import warnings
@@ -33,6 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 from torch.utils.data import IterableDataset, get_worker_info
@@ -41,12 +41,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import layers_kernel_cost
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.data import opening
+from lightning_wlb.data import opening, workers
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.documents import DocumentStore, check_lengths
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents
+from lightning_wlb.data.reading import count_targets
 from lightning_wlb.data.sample import samples_of
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
@@ -118,11 +119,13 @@ class StepDataset(IterableDataset[StepBatch]):
         Raises:
             MisconfigurationException: documents that are no store, or a vocabulary smaller than
                 theirs.
-            ValueError: documents that cannot be opened, or heads that the sharding cannot spread
+            ValueError: documents that cannot be opened, lengths that are no whole numbers of at
+                least 1, or heads that the sharding cannot spread
                 over the context-parallel group.
         """
         opening.check_documents("documents", documents)
         store, rank = opening.documents(documents), rank or Rank()
+        check_lengths(np.asarray(store.lengths), repr(store))
         if store.vocab_size is not None and 0 < shape.vocab_size < store.vocab_size:
             raise MisconfigurationException(
                 f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
@@ -152,7 +155,7 @@ class StepDataset(IterableDataset[StepBatch]):
             self.rank.mesh,
             sharding=self.sharding,
             schedule=self.schedule,
-            targets=self.store.targets,
+            targets=partial(count_targets, self.store),
             kernel_cost=(
                 partial(layers_kernel_cost, windows=self.work.total.windows)
                 if predictor is None
@@ -297,7 +300,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 # `if __name__ == "__main__"` again in every worker.
                 multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
                 pin_memory=pin_memory,
-                worker_init_fn=_ignore_users_signals,
+                worker_init_fn=workers.begin,
                 # Its own, or the loader would draw on the global random numbers: a resumed run
                 # makes another number of iterators than an unbroken one.
                 generator=Generator(),
@@ -306,6 +309,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 snapshot_every_n_steps=None,
             )
         self.begin_at = begin_at
+        self._left: Iterator[StepBatch] | None = None
 
     def __iter__(self) -> Any:
         begin = time.perf_counter()
@@ -314,6 +318,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
         # here, and with it the workers of a loop that was left.
         batches = self._get_iterator()
+        workers.can_be_ended(batches)
         return self._hand_out(batches, time.perf_counter() - begin)
 
     def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
@@ -321,13 +326,17 @@ class StepLoader(StatefulDataLoader[StepBatch]):
 
         ``waited`` is how many seconds the workers took to start; the first batch counts them too.
         """
+        handed_out = False
         while True:
             begin = time.perf_counter()
-            batch = next(batches, None)
+            batch = workers.WAIT.next(batches, handed_out)
+            if workers.WAIT.ended:
+                # The run saves and ends: stuck workers, which torch would wait for first, can wait.
+                self._left = batches
             if batch is None:
                 return
             batch.wait_seconds = waited + time.perf_counter() - begin
-            waited = 0.0
+            waited, handed_out = 0.0, True
             # With workers the dataset here has not moved: their copies have.
             self.dataset.state = batch.state
             yield batch
@@ -347,13 +356,3 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         """
         if self.begin_at is None:
             self.dataset.load_state_dict(state_dict)
-
-
-def _ignore_users_signals(worker: int) -> None:
-    """Leave the signals that a run can be ended by to its rank: Slurm sends them to all processes.
-
-    A worker has inherited the rank's handlers, which are not for it.
-    """
-    for name in ("SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)

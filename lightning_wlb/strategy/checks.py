@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
 )
 from torch.optim import LBFGS, Optimizer
 
@@ -78,6 +80,12 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 f"{name} compares weights of one process, but here they are sharded over"
                 " ranks. Remove it, and prune the model after training: lightning-wlb export."
             )
+        elif isinstance(each, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"{name} copies the whole model before it is split, so that it would average"
+                " nothing that is trained, or fail. Remove it; keep several checkpoints"
+                " (ModelCheckpoint(save_top_k=...)), and average their weights after the run."
+            )
 
 
 def checked_model(module: LanguageModule) -> Decoder:
@@ -131,7 +139,7 @@ def check_process_group(backend: Any, timeout: Any) -> None:
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise MisconfigurationException(
             f"timeout={timeout!r} is no time. Give a datetime.timedelta, as in"
-            " timedelta(minutes=10), or None for torch's default."
+            " timedelta(minutes=10), or None for ten minutes."
         )
 
 

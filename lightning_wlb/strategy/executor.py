@@ -30,6 +30,8 @@ from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
 from lightning_wlb.strategy.messages import Messages, Pipeline
 from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
+from lightning_wlb.strategy.signals import NOTICES
+from lightning_wlb.strategy.whereabouts import EXCHANGING, HERE, REDUCING, RUNNING
 
 
 class Executor:
@@ -48,12 +50,6 @@ class Executor:
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
-        # The action of the last step that ran last, or runs.
-        self.running: Action | None = None
-        # What this rank has to tell the others, in bits (strategy/signals.py), and what any of the
-        # ranks had told at the end of the last step.
-        self.notice = 0
-        self.noticed = 0
         # Of every rank in the last step; 0 where a rank computes none, or the same as another.
         self.losses: list[float] = []
 
@@ -96,6 +92,7 @@ class Executor:
                 different tokens from a store.
         """
         training = torch.is_grad_enabled()
+        HERE.begin_step(batch)
         self._check_agreement(batch)
         groups = self.groups.of_step(batch.plan)
         fsdp.begin_step(self.model)
@@ -123,16 +120,18 @@ class Executor:
             self.stopwatch.begin_step()
         if self.activations is not None:
             self.activations.begin_step()
-        self.running = None
         for action in programs[place]:
-            self.running = action
+            HERE.note(RUNNING, action)
             step.run(action)
         messages.finish()
         if self.activations is not None:
             self.activations.sample()
         if not training:
             fsdp.reshard(self.model)
-        return self._total_loss(step.loss, batch, denominator)
+        HERE.note(EXCHANGING, "the exchange that ends it")
+        loss = self._total_loss(step.loss, batch, denominator)
+        HERE.note(REDUCING, "its reduction and the optimiser" if training else "its end")
+        return loss
 
     def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
         """Sum the loss over ranks; the next plan's digest and a notice travel along."""
@@ -140,10 +139,10 @@ class Executor:
         rank = self.pipeline.rank
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
-        everyone = self._all_gather([int(bits), batch.next_digest, self.notice])
+        everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.bits])
         check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
         self._agreed = batch.next_digest or None
-        self.noticed = reduce(or_, (row[2] for row in everyone))
+        NOTICES.seen = reduce(or_, (row[2] for row in everyone))
         losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
         self.losses = losses.view(torch.float64).tolist()
         total = losses.view(torch.float64).sum() / denominator

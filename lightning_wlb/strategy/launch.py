@@ -17,15 +17,25 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 
+from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.strategy.checks import check_process_group, check_script
+from lightning_wlb.strategy.faults import Faults
+from lightning_wlb.strategy.launcher import Launcher, die_with_launcher
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
 from lightning_wlb.strategy.process_groups import MeshGroups, mesh_groups
+from lightning_wlb.strategy.signals import EndOnSignal, Signals, heed_requeue
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others in training: longer than the longest wait for a loader, and
+than what rank 0 does alone. A rank whose process ends is noticed at once, whatever this is."""
+
+RENDEZVOUS = timedelta(minutes=30)
+"""How long a rank waits for the others to start, where a node may come late."""
 
 
 class MeshStrategy(ParallelStrategy):
@@ -35,7 +45,7 @@ class MeshStrategy(ParallelStrategy):
         sizes: of the axes, in mesh order.
         virtual_stages: stages of each pipeline rank.
         process_group_backend: None for the device's own.
-        timeout: how long a collective may wait for a rank.
+        timeout: how long a collective may wait for a rank; None: ``TIMEOUT``.
 
     Raises:
         MisconfigurationException: for a size, a backend or a timeout that is none.
@@ -53,7 +63,8 @@ class MeshStrategy(ParallelStrategy):
         self._virtual_stages = virtual_stages
         check_process_group(process_group_backend, timeout)
         self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._timeout = TIMEOUT if timeout is None else timeout
+        self._faults = Faults()
         self._rank: Rank | None = None
         self._mesh_groups: MeshGroups | None = None
         self.num_nodes = 1
@@ -99,14 +110,15 @@ class MeshStrategy(ParallelStrategy):
         return {"num_replicas": self.mesh.data, "rank": self.rank.data}
 
     def _configure_launcher(self) -> None:
+        # The Trainer calls this when it is made, the first that this strategy hears of a run.
         assert self.cluster_environment is not None
+        die_with_launcher()
+        heed_requeue(self.cluster_environment)
         # One process needs none: so it runs where no script could be run again, in a notebook.
         alone = self.num_processes * self.num_nodes == 1
         if not alone and not self.cluster_environment.creates_processes_externally:
             check_script(self.num_processes)
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who this process is."""
@@ -124,6 +136,8 @@ class MeshStrategy(ParallelStrategy):
         # Only Lightning's own launcher would compare these with what Slurm or torchrun has started.
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         super().setup_environment()
+        die_with_launcher()
+        self._listen()
         reset_seed()
         self.set_world_ranks()
         # Before any process waits for another: a wrong size is answered at once, on every rank.
@@ -139,15 +153,47 @@ class MeshStrategy(ParallelStrategy):
         _init_dist_connection(
             self.cluster_environment,
             backend,
-            timeout=self._timeout,
+            timeout=max(self._timeout, RENDEZVOUS),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
         self._mesh_groups = mesh_groups(self._rank, self.root_device, self._timeout)
+        self._faults.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
         rank_zero_info(f"WLBStrategy: mesh {mesh}")
+
+    def _listen(self) -> None:
+        """Take signals and exceptions of the run over from Lightning."""
+        if self._lightning_module is None:
+            return
+        trainer: Any = self._lightning_module.trainer
+        if not isinstance(trainer._signal_connector, Signals):
+            trainer._signal_connector = Signals(trainer)
+        # The Trainer orders its callbacks for every run.
+        ours = (Faults, EndOnSignal)
+        others = [each for each in trainer.callbacks if not isinstance(each, ours)]
+        trainer.callbacks[:] = [self._faults, *others, EndOnSignal()]
+
+    @property
+    def together(self) -> bool:
+        """False from an exception on that this rank has alone: it may wait for no other rank."""
+        return self._faults.alone is None
+
+    @property
+    def _collective(self) -> bool:
+        return dist.is_initialized() and self.together
+
+    def teardown(self) -> None:
+        """The run is over, the process group stays for a further one."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self._faults.end()
+        live_on_without_parent()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if not dist.is_initialized():
+        if not self._collective:
             return
         if dist.get_backend() == "nccl":
             dist.barrier(device_ids=[self.root_device.index])
@@ -156,7 +202,7 @@ class MeshStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """An object of rank ``src`` on every rank."""
-        if not dist.is_initialized():
+        if not self._collective:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src)
@@ -166,6 +212,6 @@ class MeshStrategy(ParallelStrategy):
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Any:
         """Reduce a tensor over all ranks."""
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and self._collective:
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor

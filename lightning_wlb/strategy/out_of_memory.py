@@ -25,6 +25,7 @@ from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.messages import Pipeline
+from lightning_wlb.strategy.whereabouts import HERE
 
 _SHOWN = 8
 """Slices that a note names."""
@@ -45,7 +46,7 @@ def explained(
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            error.add_note(note(executor.running, batch, executor.pipeline, memory()))
+            error.add_note(note(HERE.action, batch, executor.pipeline, memory()))
         raise
 
 

@@ -70,13 +70,13 @@ _made: dict[tuple[Mesh, str], MeshGroups] = {}
 _world: dist.ProcessGroup | None = None
 
 
-def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
+def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta) -> MeshGroups:
     """The process groups of a mesh, made at the first call; collective over all ranks.
 
     Args:
         rank: where this rank stands in the mesh.
         device: of this rank.
-        timeout: how long an operation may wait; None: torch's default, or what it was before.
+        timeout: how long an operation of these groups and that of all ranks may wait from now on.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -89,8 +89,7 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
         channels = pipeline_groups(rank, timeout)
         _connect(rank, device, mesh, channels)
         _made[key] = MeshGroups(mesh, channels, MergedGroups(rank, timeout))
-    elif timeout is not None:
-        _made[key].set_timeout(timeout)
+    _made[key].set_timeout(timeout)
     return _made[key]
 
 

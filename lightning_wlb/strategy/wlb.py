@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
@@ -52,7 +51,6 @@ from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.saving import CheckpointStrategy
-from lightning_wlb.strategy.signals import EndOnSignal
 
 
 class WLBStrategy(CheckpointStrategy):
@@ -71,11 +69,17 @@ class WLBStrategy(CheckpointStrategy):
         virtual_pipeline_size: stages per pipeline rank. None means 2 for ``"interleaved"``, which
             with 1 is ``"1f1b"``; the others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
-        timeout: how long a collective may wait for a rank.
+        timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
+            whatever way, is noticed at once.
         on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:
             ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves the
             optimizer's step out, with a warning, and raises after ten in a row; ``"ignore"``
             trains on.
+        async_save: write checkpoints while training goes on, which waits only while tensors are
+            copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
+            state, twice where two checkpoints are saved at the end of a step.
+        on_save_failure: ``"raise"`` ends the run on all ranks when a checkpoint cannot be saved;
+            ``"warn"`` goes on without it. Either way no other checkpoint is lost.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
@@ -97,8 +101,10 @@ class WLBStrategy(CheckpointStrategy):
         schedule: str = "1f1b",
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = None,
         on_nonfinite: OnNonfinite = "raise",
+        async_save: bool = False,
+        on_save_failure: str = "raise",
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
@@ -115,6 +121,8 @@ class WLBStrategy(CheckpointStrategy):
             virtual_pipeline_size,
             process_group_backend,
             timeout,
+            async_save,
+            on_save_failure,
         )
         self.schedule = schedule
         # The loss of a step whose gradients are not reduced yet.
@@ -155,6 +163,7 @@ class WLBStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = checked_module(self.lightning_module, trainer)
+        self.check_checkpoint_folders(trainer)
         # The model itself knows who has split it, so that both are freed together.
         previous: WLBStrategy | None = getattr(module.model, "parallelized_by", None)
         if previous is None:
@@ -164,11 +173,6 @@ class WLBStrategy(CheckpointStrategy):
         module.executor = self._run_step
         self._guard(trainer)
         self._loss = None
-        assert self.executor is not None
-        self.executor.notice = self.executor.noticed = 0
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(each, EndOnSignal) for each in callbacks):
-            callbacks.append(EndOnSignal())
         Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -243,6 +247,7 @@ class WLBStrategy(CheckpointStrategy):
         module = self.lightning_module
         assert isinstance(module, LanguageModule)
         module.check_batch(batch)
+        self.check_saves()
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
             if self._loss is not None:
@@ -311,14 +316,11 @@ class WLBStrategy(CheckpointStrategy):
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
+        self.finish_saves()
         module = self.lightning_module
         if isinstance(module, LanguageModule):
             module.executor = None
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        super().teardown()
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:

@@ -1,17 +1,24 @@
-"""No hang: a rank that dies ends the run on every rank, with an error, soon."""
+"""No hang: a rank that fails or dies ends the run on every rank, with the cause, soon."""
 
 import os
 import pickle
+import re
+import signal
+import sys
 import time
+from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.profiling.ranks import start_ranks
+from lightning_wlb.strategy import board
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.strategy.harness import SMALL, data, module, trainer
 
 LIMIT = 60.0  # seconds
+SAID = "on one rank only"
 
 
 class Fails(L.Callback):
@@ -22,19 +29,37 @@ class Fails(L.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if batch_idx == 2 and self.hook == "step":
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 2 and self.hook in ("raises", "all raise"):
+            raise ZeroDivisionError(SAID)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
         if trainer.global_step == 1 and self.hook == "optimizer":
             os._exit(1)
-        if trainer.global_step == 1 and self.hook == "raises":
-            raise ZeroDivisionError("on one rank only")
+        if trainer.global_step == 1 and self.hook == "optimizer raises":
+            raise ZeroDivisionError(SAID)
+
+    def on_validation_batch_start(self, trainer, *_) -> None:
+        if trainer.global_step == 2 and self.hook == "validation raises":
+            raise ZeroDivisionError(SAID)
 
 
-def fit(rank: int, mesh: tuple[int, ...], victim: int, hook: str) -> int:
-    callbacks = [Fails(hook)] if rank == victim else []
-    runner = trainer(WLBStrategy(*mesh), 2, max_steps=50, max_epochs=-1, callbacks=callbacks)
-    runner.fit(module(SMALL), data(SMALL))
+def fit(rank: int, mesh: tuple[int, ...], victims: set[int], hook: str, folder: Path | None) -> int:
+    board.PATIENCE = 1.0
+    sys.stderr = open(f"{folder}/{rank}.err", "w") if folder else sys.stderr  # noqa: SIM115
+    callbacks: list[L.Callback] = [Fails(hook)] if rank in victims else []
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, save_on_exception=True, save_top_k=0))
+    runner = trainer(
+        WLBStrategy(*mesh),
+        2,
+        max_steps=50,
+        max_epochs=-1,
+        callbacks=callbacks,
+        enable_checkpointing=folder is not None,
+        val_check_interval=2,
+    )
+    runner.fit(module(SMALL), data(SMALL, validation_documents=5))
     return runner.global_step
 
 
@@ -59,18 +84,45 @@ def outcomes(function, world_size: int, *args) -> tuple[list[tuple[bool, str] | 
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("hook", ["step", "optimizer", "raises"])
+@pytest.mark.parametrize("hook", ["step", "optimizer"])
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1)], ids=["data", "pipeline"])
-def test_a_rank_that_fails_ends_the_run_on_the_other(mesh, hook, victim):
-    results, seconds = outcomes(fit, 2, mesh, victim, hook)
-    if hook == "raises":
-        assert results[victim] is not None
-        assert "on one rank only" in results[victim][1]
-    else:
-        assert results[victim] is None
+def test_a_rank_that_dies_ends_the_run_on_the_other(mesh, hook, victim):
+    results, _ = outcomes(fit, 2, mesh, {victim}, hook, None)
+    assert results[victim] is None
     survivor = results[1 - victim]
     assert survivor is not None
     fine, text = survivor
     assert not fine, "it cannot have finished its 50 steps"
-    assert "Error" in text.splitlines()[-1], text
-    assert seconds < LIMIT
+    assert f"rank {victim} has died without a word" in text.splitlines()[-1], text
+
+
+@pytest.mark.parametrize(
+    ("hook", "mesh", "victim"),
+    [
+        ("raises", (2, 1, 1, 1), 1),
+        ("raises", (1, 2, 1, 1), 0),
+        ("optimizer raises", (2, 1, 1, 1), 0),
+        ("validation raises", (1, 2, 1, 1), 1),
+    ],
+)
+def test_a_rank_that_raises_says_so_and_waits_for_nobody(hook, mesh, victim, tmp_path):
+    """Although it is to save on an exception, which all ranks must do together."""
+    results, _ = outcomes(fit, 2, mesh, {victim}, hook, tmp_path)
+    for result in results:
+        assert result is not None
+        fine, text = result
+        assert not fine
+        assert re.search(rf"rank {victim} failed, step \d+, .*{SAID}", text.splitlines()[-1]), text
+    said = (tmp_path / f"{victim}.err").read_text()
+    assert f"[rank {victim}] WLBStrategy: failed, step " in said
+    assert f"ZeroDivisionError: {SAID}" in said
+    assert "nothing is saved, the last checkpoint stands" in said
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_what_all_ranks_raise_is_saved_together(tmp_path):
+    results, _ = outcomes(fit, 2, (2, 1, 1, 1), {0, 1}, "all raise", tmp_path)
+    for result in results:
+        assert result is not None
+        assert f"ZeroDivisionError: {SAID}" in result[1].splitlines()[-1]
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1

@@ -1,0 +1,118 @@
+"""Loader workers as a run that may be signalled or killed needs them, and the wait for them.
+
+A worker is a fork of its rank. It inherits the rank's handlers of signals, and its connections:
+
+* Slurm and a terminal send signals to *all* processes. What ends a run is its rank's to obey, so
+  workers ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. torch ends a worker that is stuck by SIGTERM;
+  :func:`can_be_ended` lets it do so by SIGKILL.
+* A worker dies with its rank, whatever ends that. Only a read that cannot be interrupted (of a hung
+  network disk) keeps it: so it has none of the rank's sockets, or the other ranks would wait for a
+  rank that is dead, since its connections were open.
+
+A store must not open a network connection before the workers start and use it in them; a fork is no
+place for that anyway.
+
+:data:`WAIT` says that the main thread waits for its loader; a signal may end that wait
+(``strategy/signals.py``).
+
+Cost: a worker looks once at its open files, microseconds each.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+
+class WaitEnded(BaseException):
+    """Ends the wait for a batch as if there were no more, where a signal is to be obeyed."""
+
+
+class LoaderWait:
+    """The main thread's wait for its loader.
+
+    Attributes:
+        since: when it began, in seconds of ``time.monotonic``; None: it does not wait.
+        holds_batch: whether a batch was handed out before, which Lightning has not run yet: it
+            takes one ahead.
+        ended: whether a signal has ended a wait.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self.holds_batch = False
+        self.ended = False
+
+    def next(self, batches: Any, holds_batch: bool) -> Any:
+        """The next batch, or None at the end or where a signal ends the wait."""
+        self.holds_batch = holds_batch
+        try:
+            self.since = time.monotonic()
+            return next(batches, None)
+        except WaitEnded:
+            self.ended = True
+            return None
+        finally:
+            self.since = None
+
+
+WAIT = LoaderWait()
+"""That of this process."""
+
+
+def begin(worker: int) -> None:
+    """What a worker does first (``worker_init_fn``)."""
+    signal.set_wakeup_fd(-1)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid)
+    _drop_connections()
+
+
+def can_be_ended(batches: Any) -> None:
+    """Let torch, and Python at its exit, end an iterator's workers, which ignore SIGTERM."""
+    for worker in getattr(batches, "_workers", ()):
+        worker._popen.terminate = worker._popen.kill
+
+
+def die_with(parent: int) -> None:
+    """End this process with its parent, whose process number is given; on Linux only."""
+    live_on_without_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before
+
+
+def live_on_without_parent(death_signal: int = 0) -> None:
+    """Take :func:`die_with` back."""
+    if sys.platform == "linux":
+        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+        _prctl_pr_set_pdeathsig(death_signal)
+
+
+def _drop_connections() -> None:
+    """Put /dev/null in place of the network sockets that were open when this process was forked."""
+    if sys.platform != "linux":
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        with suppress(OSError):  # the folder itself was open while it was read
+            if stat.S_ISSOCK(os.fstat(number).st_mode) and _is_network(number):
+                os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _is_network(number: int) -> bool:
+    with socket.socket(fileno=os.dup(number)) as copy:
+        return copy.family in (socket.AF_INET, socket.AF_INET6)

@@ -1,0 +1,136 @@
+"""What a rank does with an exception: it says so at once, and waits for no rank that is elsewhere.
+
+Lightning answers an exception with callbacks that save
+(``ModelCheckpoint(save_on_exception=True)``): collectives, in which a rank that failed alone would
+wait for ranks that wait for it in their step. So before any callback the ranks agree
+(:mod:`.board`). An exception that all have at the same place - a signal that they have agreed on,
+data that all refuse - is theirs together, and they save. Else this rank takes part in no collective
+any more: nothing is saved, the last checkpoint stands, and the exception goes on to end the
+process, which closes its connections, so that the others come out too.
+
+Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import signal
+import socket
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_wlb.data.workers import live_on_without_parent
+from lightning_wlb.strategy.board import Board, Link
+from lightning_wlb.strategy.process_groups import gather_from_all_ranks
+from lightning_wlb.strategy.watchdog import Watchdog, say
+from lightning_wlb.strategy.whereabouts import CALLBACKS, HERE
+
+EXIT_SECONDS = 30
+"""How long a process may take to exit after an exception that it has alone."""
+
+
+class Faults(pl.Callback):
+    """Watches a run, and answers its exceptions. ``WLBStrategy`` adds it, as the first callback.
+
+    Attributes:
+        alone: why this rank is to take part in no collective any more; None: it is not.
+    """
+
+    def __init__(self) -> None:
+        self.alone: str | None = None
+        self._rank = 0
+        self._board: Board | None = None
+        self._watchdog: Watchdog | None = None
+
+    def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+        """Watch from now on; collective over all ranks."""
+        self.end()
+        HERE.begin()
+        self._rank, self.alone = rank, None
+        if world_size == 1:
+            return
+        seconds = timeout.total_seconds()
+        still = min(60.0, seconds / 4)
+        address: list[Any] = [None, None]
+        if rank == 0:
+            token = secrets.token_hex(16)
+            with suppress(OSError):
+                self._board = Board(world_size, token, still, seconds, lambda text: say(0, text))
+                self._board.start()
+                address = [self._board.port, token]
+        dist.broadcast_object_list(address, 0)
+        link = None
+        with suppress(OSError):
+            link = Link(socket.create_connection((os.environ["MASTER_ADDR"], address[0]), 20.0))
+        reached = gather_from_all_ranks(torch.tensor([link is not None], device=device)).flatten()
+        if not all(reached.tolist()):
+            missing = [rank for rank, there in enumerate(reached.tolist()) if not there]
+            rank_zero_warn(
+                f"Ranks {missing[:8]} cannot reach port {address[0]} of rank 0: the run is not"
+                " watched, and after an exception nothing is saved. Let ranks connect to any port"
+                " of one another."
+            )
+            self.end()
+            return
+        assert link is not None
+        self._watchdog = Watchdog(rank, world_size, link, address[1], still)
+        self._watchdog.start()
+
+    def end(self) -> None:
+        """The run of this rank is over."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._board is not None:
+            self._board.stop()
+        self._watchdog = self._board = None
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Note that callbacks are next."""
+        HERE.note(CALLBACKS, "its callbacks")
+
+    def on_save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Note that a checkpoint is next."""
+        HERE.note(CALLBACKS, "the saving of a checkpoint")
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Say what has happened, and whether the ranks can go on together."""
+        live_on_without_parent()
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        error = f"{type(exception).__name__}: {exception}".strip()
+        asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
+        if not asked:
+            say(self._rank, f"failed, {HERE}: {error}")
+        together, cause = asked, "the run is not watched"
+        if self._watchdog is not None:
+            place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
+            together, cause = self._watchdog.agree(place, f"{HERE}: {error}")
+        if together:
+            return
+        self.alone = cause
+        exception.add_note(f"WLBStrategy: {cause}")
+        say(self._rank, f"nothing is saved, the last checkpoint stands, since {cause}")
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.save_on_exception = False
+        if threading.current_thread() is threading.main_thread():
+            atexit.register(_exit_soon)
+
+
+def _exit_soon() -> None:
+    """Let the kernel end this process if its exit hangs, as on a worker that cannot be killed."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_SECONDS)
