@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
