@@ -9,10 +9,12 @@ import warnings
 from pathlib import Path
 
 import lightning.pytorch as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
+from lightning_wlb.checkpoints.consolidate import write_file
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, Recorder, data, module, trainer
@@ -43,7 +45,7 @@ def losses(*callbacks: L.Callback, model=None, **options) -> tuple[list[float], 
     return recorder.losses, runner
 
 
-def before_the_first_step(rank: int, folder: Path) -> None:
+def before_the_first_step(rank: int, folder: Path) -> list[float]:
     unbroken, _ = losses()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -66,6 +68,7 @@ def before_the_first_step(rank: int, folder: Path) -> None:
     assert result is not None
     assert made.learning_rate == result.suggestion() != 1e-2
     assert {each.name for each in folder.iterdir()} == {"first.ckpt"}
+    return unbroken
 
 
 def best_and_last(rank: int, folder: Path) -> None:
@@ -116,7 +119,12 @@ def best_and_last(rank: int, folder: Path) -> None:
 
 
 def test_a_save_or_a_search_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(before_the_first_step, 2, tmp_path, process_group=False)
+    unbroken, _ = run_ranks(before_the_first_step, 2, tmp_path, process_group=False)
+    write_file(tmp_path / "first.ckpt", tmp_path / "file.ckpt")
+    recorder = Recorder()
+    alone = trainer("auto", 1, max_steps=STEPS, callbacks=[recorder])
+    alone.fit(module(SMALL), data(SMALL), ckpt_path=tmp_path / "file.ckpt")
+    assert recorder.losses == pytest.approx(unbroken, rel=1e-10)
 
 
 def test_the_best_and_the_last_checkpoint(tmp_path: Path) -> None:
