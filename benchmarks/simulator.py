@@ -93,6 +93,7 @@ def train_rank(rank: int, name: str, steps: int, counted: bool = False) -> list[
             CONFIG,
             mesh,
             WLBDataModule(
+                "stdlib",
                 context_window=setting.window,
                 micro_batches=setting.micro_batches,
                 packing=setting.packing,

@@ -14,4 +14,9 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_wlb as wlb
 
 if __name__ == "__main__":
-    LightningCLI(wlb.LanguageModule, wlb.WLBDataModule, seed_everything_default=0)
+    LightningCLI(
+        wlb.LanguageModule,
+        wlb.WLBDataModule,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},  # of a job that Slurm starts again
+    )

@@ -6,8 +6,8 @@ keyed by parameter name), so that another mesh, or a single process, reads the p
 Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
 is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-The folder is renamed when every rank is done (:mod:`.folders`), so that a folder with the final
-name is whole. The one that it replaces is read where the process died between two renames.
+How the folder is written and read, whole and undamaged or not at all:
+:mod:`.checkpoints.writing` and :mod:`.checkpoints.reading`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from lightning.fabric.utilities.load import _METADATA_FILENAME
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,7 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints.reading import fill, open_checkpoint
+from lightning_wlb.checkpoints.together import Ranks
+from lightning_wlb.checkpoints.writing import Parts, write
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Lightning's consolidate_checkpoint looks for this key.
@@ -45,35 +43,40 @@ def save(
     rest: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint; collective over all ranks.
+    """Write a checkpoint, by :func:`collect` and :func:`.writing.write`; collective."""
+    write(path, collect(model, optimizers, rest, renamed))
+
+
+def collect(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    rest: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> Parts:
+    """Gather what a checkpoint consists of.
 
     Args:
-        path: the folder; replaced if it exists.
         model: this rank's part of the model.
         optimizers: with parameters of ``model``; empty to save weights only.
         rest: what else belongs to the checkpoint.
         renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
             that a single process knows by its other name.
     """
-    aside = folders.aside_of(path)
-    leader = not dist.is_initialized() or dist.get_rank() == 0
-    if leader:
-        folders.begin(path)
-    _barrier()
     state: dict[str, Any] = {WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
+        stepped = bool(optimizer.state)
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        if not stepped:
+            # torch has made a state, by a step without gradients that would count as one of ours.
+            optimizer.state.clear()
+            values = {name: each for name, each in values.items() if not _is_state(name)}
         # The rank that knows the weight by its global name saves the same values.
         state[f"optimizer_{index}"] = {
             name: value
             for name, value in values.items()
             if not any(_mentions(name, local) for local in renamed)
         }
-    dcp.save(state, checkpoint_id=aside)
-    if leader:
-        torch.save(dict(rest), aside / _METADATA_FILENAME)
-        folders.finish(path)
-    _barrier()
+    return Parts(state, rest)
 
 
 def load(
@@ -82,6 +85,8 @@ def load(
     optimizers: Sequence[Optimizer],
     renamed: Mapping[str, str],
     weights_only: bool | None,
+    *,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 
@@ -93,60 +98,54 @@ def load(
         optimizers: with parameters of ``model``; empty to read weights only.
         renamed: as in :func:`save`.
         weights_only: for ``meta.pt``; None means True.
+        verify: compare all files with the manifest, and not only their sizes.
 
     Returns:
         What :func:`save` was given as ``rest``.
 
     Raises:
         FileNotFoundError: if the folder is not there or is not such a checkpoint.
-        ValueError: if there are optimizers and the checkpoint holds weights only, or if its
-            weights are not those of the model.
+        Damaged: if it is not what was written; the model is not what it was either.
+        ValueError: if there are optimizers and the checkpoint holds weights only, if its weights
+            are not those of the model, or if it was made to run code.
     """
-    replaced = folders.replaced_by(path)
-    if not path.exists() and (replaced / _METADATA_FILENAME).is_file():
-        rank_zero_warn(
-            f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"
-            " checkpoint from before it."
-        )
-        path = replaced
-    if not (path / _METADATA_FILENAME).is_file():
-        raise FileNotFoundError(
-            f"{path} is not a checkpoint of WLBStrategy: it should be a folder that contains"
-            f" {_METADATA_FILENAME}. Pass the folder that ModelCheckpoint or"
-            " trainer.save_checkpoint wrote under WLBStrategy. A single file's weights can start a"
-            f" new run: {type(model).__name__}.load_from_checkpoint."
-        )
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    ranks = Ranks()
+    opened = open_checkpoint(path, weights_only, verify, ranks)
+    path, names = opened.folder, opened.stored.state_dict_metadata
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
-            " was saved without save_weights_only; or, to start a new run from these weights,"
-            " consolidate it (python -m lightning.pytorch.utilities.consolidate_checkpoint) and use"
-            f" {type(model).__name__}.load_from_checkpoint."
+            " was saved without save_weights_only; or start a new run from these weights:"
+            f" {type(model).__name__}.load_from_checkpoint({str(path)!r})."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
     _check_weights(path, model, weights, names)
     state: dict[str, Any] = {WEIGHTS: weights}
+    optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
         # Gradients that an earlier fit of the same module has left: torch would take an optimizer
         # beside them for one without state, and none would be read.
         optimizer.zero_grad()
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        optimizer_states.append({_rename(name, renamed): each for name, each in values.items()})
+        # An option of a parameter group that the saved run did not have keeps its value: a schedule
+        # adds `initial_lr`, that of Lightning's search for a learning rate after saving.
         state[f"optimizer_{index}"] = {
-            _rename(name, renamed): value for name, value in values.items()
+            name: each
+            for name, each in optimizer_states[index].items()
+            if f"optimizer_{index}.{name}" in names
+            or (_is_state(name) and _has_state(names, index))
         }
-    dcp.load(state, checkpoint_id=path)
+    fill(state, opened, verify, ranks)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
-        values = {_rename(name, back): v for name, v in state[f"optimizer_{index}"].items()}
+        read = optimizer_states[index] | state[f"optimizer_{index}"]
+        values = {_rename(name, back): each for name, each in read.items()}
         set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
-    rest: dict[str, Any] = torch.load(
-        path / _METADATA_FILENAME,
-        map_location="cpu",
-        weights_only=True if weights_only is None else weights_only,
-    )
-    return rest
+        if not _has_state(names, index):
+            optimizer.state.clear()  # saved before the first step
+    return opened.rest
 
 
 def _check_weights(
@@ -193,6 +192,16 @@ def _check_weights(
         )
 
 
+def _is_state(key: str) -> bool:
+    """Whether a flattened optimizer key is what steps have left, and no option of a group."""
+    return key.startswith("state.")
+
+
+def _has_state(names: Mapping[str, Any], index: int) -> bool:
+    """Whether the checkpoint with these names holds what steps of an optimizer have left."""
+    return any(name.startswith(f"optimizer_{index}.state.") for name in names)
+
+
 def _mentions(key: str, parameter: str) -> bool:
     """Whether a flattened optimizer key belongs to a parameter: ``state.<name>.exp_avg``."""
     return f".{parameter}." in key
@@ -203,8 +212,3 @@ def _rename(key: str, names: Mapping[str, str]) -> str:
         if _mentions(key, old):
             return key.replace(f".{old}.", f".{new}.")
     return key
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -8,18 +8,21 @@ other strategy, which is mapped into memory.
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_wlb.checkpoints import metadata
+from lightning_wlb.checkpoints.reading import check
 from lightning_wlb.checkpoints.sharded import WEIGHTS
+from lightning_wlb.checkpoints.storage import read_shards
+from lightning_wlb.checkpoints.together import Ranks
+from lightning_wlb.checkpoints.writing import OWN
 
 
 class StoredCheckpoint:
@@ -27,16 +30,18 @@ class StoredCheckpoint:
 
     Args:
         path: a folder or a file.
+        verify: compare a folder's files with its manifest first, which reads them once more.
 
     Attributes:
         hyper_parameters: of the module.
+        rest: what is not in shards; of a file all that it holds.
         names: of the module's parameters and buffers.
 
     Raises:
-        ValueError: it is no checkpoint, or one that needs more than plain types to be read.
+        ValueError: it is no checkpoint, is damaged, or needs more than plain types to be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
         self._path = path
         self._tensors: dict[str, Tensor] = {}
         self._shapes: dict[str, TensorStorageMetadata] = {}
@@ -46,6 +51,8 @@ class StoredCheckpoint:
                 f"{path} is not a checkpoint: it should be the folder that WLBStrategy wrote, with"
                 f" {_METADATA_FILENAME} in it, or the file that another strategy wrote."
             )
+        if path.is_dir() and verify:
+            check(path)
         try:
             rest = torch.load(
                 meta if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True
@@ -58,15 +65,17 @@ class StoredCheckpoint:
                 " saves."
             )
         if path.is_dir():
-            self._reader = dcp.FileSystemReader(path)
+            self._stored = metadata.read(path)
             prefix = f"{WEIGHTS}."
             self._shapes = {
                 name.removeprefix(prefix): stored
-                for name, stored in self._reader.read_metadata().state_dict_metadata.items()
+                for name, stored in self._stored.state_dict_metadata.items()
                 if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
             }
         else:
             self._tensors = rest.get("state_dict", {})
+        rest.pop(OWN, None)
+        self.rest: dict[str, Any] = rest
         self.hyper_parameters: dict[str, Any] = rest.get("hyper_parameters", {})
         self.names = frozenset(self._shapes or self._tensors)
 
@@ -74,13 +83,30 @@ class StoredCheckpoint:
         """Whole tensors on the CPU, as they are stored."""
         if not self._shapes:
             return {name: self._tensors[name] for name in names}
-        values = {
-            name: torch.empty(self._shapes[name].size, dtype=self._shapes[name].properties.dtype)
-            for name in names
-        }
-        state = {f"{WEIGHTS}.{name}": value for name, value in values.items()}
-        with warnings.catch_warnings():
-            # That no process group is there, which no_dist says.
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.load(state, storage_reader=self._reader, no_dist=True)
-        return values
+        prefix = f"{WEIGHTS}."
+        read = self._entries(prefix + name for name in names)
+        return {name.removeprefix(prefix): value for name, value in read.items()}
+
+    def read_optimizers(self) -> list[dict[str, Any]]:
+        """The state of each optimizer of a folder, by the names of parameters; flat, as torch's.
+
+        Empty where weights only were saved.
+        """
+        stored = self._stored.state_dict_metadata
+        states: list[dict[str, Any]] = []
+        while names := [name for name in stored if name.startswith(f"optimizer_{len(states)}.")]:
+            prefix = f"optimizer_{len(states)}."
+            read = self._entries(names)
+            states.append({name.removeprefix(prefix): value for name, value in read.items()})
+        return states
+
+    def _entries(self, names: Iterable[str]) -> dict[str, Any]:
+        """Entries of a folder's shards, under their whole names."""
+        state: dict[str, Any] = {}
+        for name in names:
+            stored = self._stored.state_dict_metadata[name]
+            state[name] = None
+            if isinstance(stored, TensorStorageMetadata):
+                state[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        read_shards(state, self._path, self._stored, Ranks(alone=True))
+        return state

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import folders, manifest
 from lightning_wlb.checkpoints.stored import StoredCheckpoint
 
 DTYPES = ("bfloat16", "float32")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (default: that of the model's config)"
     )
-    parser.add_argument("--force", action="store_true", help="replace what is in the folder")
+    parser.add_argument("--force", action="store_true", help="replace an export that is there")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,7 +92,7 @@ def export(
         folder: to be written; it appears when it is whole.
         tokenizer: a folder whose tokenizer is copied; the one of ``pretrained`` if None and there.
         dtype: ``"bfloat16"`` or ``"float32"``; that of the model's config if None.
-        force: replace a folder that is not empty.
+        force: replace an export that is there.
         report: called with the parts that are done, and all.
 
     Raises:
@@ -102,7 +102,9 @@ def export(
     folder = Path(folder).absolute()
     _refuse_overlap("checkpoint", Path(checkpoint), folder)
     if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not empty. Give another folder, or --force to replace it.")
+        raise ValueError(
+            f"{folder} is not empty. Give another folder, or --force to replace an export."
+        )
     stored = StoredCheckpoint(Path(checkpoint))
     given = stored.hyper_parameters
     if "model_type" not in given.get("config", {}):
@@ -122,13 +124,18 @@ def export(
     copied = files_beside(source) if source is not None else []
     if tokenizer is not None and not any("token" in name for name in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
-    folders.begin(folder)
-    aside = folders.aside_of(folder)
-    tensors = _write(stored, given, aside, dtype, report)
-    for name in copied:
-        assert source is not None
-        shutil.copyfile(source / name, aside / name)
-    folders.finish(folder)
+    aside = folders.begin(folder, manifest.EXPORT)
+    try:
+        tensors = _write(stored, given, aside.folder, dtype, report)
+        for name in copied:
+            assert source is not None
+            shutil.copyfile(source / name, aside.folder / name)
+        files = manifest.synchronised(aside.folder)
+        manifest.write(aside.folder, manifest.EXPORT, aside.save, 1, -1, files)
+        folders.finish(aside)
+    except BaseException:
+        folders.discard(aside)
+        raise
     return Exported(tensors, tuple(copied))
 
 

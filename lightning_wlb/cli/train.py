@@ -61,7 +61,12 @@ class WLBCLI(LightningCLI):
         datamodule_class: type[LightningDataModule] | None = None,
         **options: Any,
     ) -> None:
-        defaults = {"seed_everything_default": 0, "subclass_mode_model": model_class is None}
+        defaults: dict[str, Any] = {
+            "seed_everything_default": 0,
+            "subclass_mode_model": model_class is None,
+            # Where nothing else names a folder for each run, a requeued job finds its own there.
+            "save_config_kwargs": {"overwrite": True},
+        }
         super().__init__(
             model_class or LanguageModule,
             datamodule_class or WLBDataModule,
@@ -93,4 +98,9 @@ def run(arguments: Sequence[str]) -> None:
     given = list(arguments)
     # LightningCLI warns of arguments that are given beside the command line's.
     args = None if given == sys.argv[1:] else given
-    WLBCLI(args=args, parser_kwargs={"prog": "lightning-wlb"})
+    # An option that is wrong is an error like others, not a page of all options.
+    quiet = {"exit_on_error": False}
+    WLBCLI(
+        args=args,
+        parser_kwargs={"prog": "lightning-wlb"} | quiet | dict.fromkeys(SUBCOMMANDS, quiet),
+    )

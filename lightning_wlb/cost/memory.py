@@ -218,41 +218,55 @@ class MemoryModel:
         """Bytes of an element of a gradient, at least float32."""
         return max(self._width, 4)
 
+    def rank_bytes(
+        self, parts: StageParts, open_micro_batches: int, rows: int, micro_batches: int
+    ) -> int:
+        """What a rank holds where all micro-batches of a step are equally long.
+
+        Args:
+            parts: of the rank, all its stages together.
+            open_micro_batches: most stage passes whose activations the schedule holds at once.
+            rows: of each micro-batch on the rank, padding included.
+            micro_batches: how many the step has; the inputs of all of them are in memory.
+        """
+        keys = self.most_keys(rows)
+        index = keys if self.mesh.context > 1 else 0
+        # Beyond the first stage, two gradients on their way to the stage before.
+        sent = 0 if parts.embedding else 2 * self.boundary_bytes(rows)
+        return (
+            self.state_bytes(parts)
+            + open_micro_batches * self.micro_batch_bytes(parts, rows)
+            + micro_batches * self.input_bytes(parts, rows, index)
+            + self.transient_bytes(parts, rows, keys)
+            + sent
+        )
+
     def longest_micro_batch(
         self, parts: StageParts, open_micro_batches: int, memory_bytes: int, micro_batches: int
     ) -> int:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 
         The open micro-batches of a stage are all taken to be as long (WLB-LLM §4, Hydraulis
-        App. B.1 MaxLen).
+        App. B.1 MaxLen): :meth:`rank_bytes`.
 
         Args:
             parts: of the rank, all its stages together.
             open_micro_batches: most stage passes whose activations the schedule holds at once.
             memory_bytes: of the device, of which :data:`USABLE_PERCENT` are filled.
-            micro_batches: how many the step has; the inputs of all of them are in memory.
+            micro_batches: how many the step has.
 
         Returns:
             0 where not even the state fits.
         """
-        free = memory_bytes * USABLE_PERCENT // 100 - self.state_bytes(parts)
-        size = self.mesh.tensor
-
-        def needed(rows: int) -> int:
-            keys = self.most_keys(rows)
-            index = keys if self.mesh.context > 1 else 0
-            # Beyond the first stage, two gradients on their way to the stage before.
-            sent = 0 if parts.embedding else 2 * self.boundary_bytes(rows)
-            return (
-                open_micro_batches * self.micro_batch_bytes(parts, rows)
-                + micro_batches * self.input_bytes(parts, rows, index)
-                + self.transient_bytes(parts, rows, keys)
-                + sent
-            )
-
-        # A row takes more than one byte, so no more than `free` units of `size` rows fit.
+        usable, size = memory_bytes * USABLE_PERCENT // 100, self.mesh.tensor
+        # A row takes more than one byte, so no more than these units of `size` rows fit.
+        most = max(usable - self.state_bytes(parts), 0)
         units = bisect_right(
-            range(1, max(free, 0) + 1), free, key=lambda units: needed(units * size)
+            range(1, most + 1),
+            usable,
+            key=lambda units: self.rank_bytes(
+                parts, open_micro_batches, units * size, micro_batches
+            ),
         )
         return units * size * self.mesh.context
 

@@ -24,7 +24,8 @@ import torch
 
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
-from lightning_wlb.data.documents import DocumentStore, check_tokens
+from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.reading import check_targets, read_mask, read_tokens
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Slice, StepPlan
 from lightning_wlb.prediction.executed import layout_of, units
@@ -55,8 +56,8 @@ def make_step_batch(
         vocab_size: of the model; None: not known.
 
     Raises:
-        ValueError: the plan is for another number of replicas, or a token is outside the
-            vocabulary.
+        ValueError: the plan is for another number of replicas, a token is outside the
+            vocabulary, or the store fails or returns something else than it said.
     """
     mesh = rank.mesh
     if len(plan.replicas) != mesh.data:
@@ -166,13 +167,15 @@ def _read(
         until = label_stop if labels is not None else stop
         if until <= first:
             continue
-        read = np.asarray(store.read(part.document, first, until), np.int64)
-        check_tokens(read, vocab_size, store, part.document, first)
+        read = read_tokens(store, part.document, first, until, vocab_size)
         if tokens is not None:
             tokens[row:end] = read[: stop - start]
         if labels is not None:
             following = read[start + 1 - first :]
-            allowed = store.mask(part.document, start + 1, label_stop)
-            if allowed is not None:
-                following = np.where(allowed, following, IGNORE)
-            labels[row : row + len(following)] = following
+            if len(following):
+                allowed = read_mask(store, part.document, start + 1, label_stop)
+                if allowed is not None:
+                    following = np.where(allowed, following, IGNORE)
+                labels[row : row + len(following)] = following
+            targets = int(np.count_nonzero(following != IGNORE))
+            check_targets(store, part.document, start, stop, targets)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.data.sample import Sample
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 
 IGNORE = -100
@@ -80,6 +81,7 @@ class StepBatch:
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
         wait_seconds: how long training was blocked until the loader handed the batch over.
+        samples: of the documents, with the first step of a pass over them.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class StepBatch:
         next_digest: int,
         last: bool,
         wait_seconds: float = 0.0,
+        samples: tuple[Sample, ...] = (),
     ) -> None:
         self.plan = plan
         self.replica = replica
@@ -101,6 +104,7 @@ class StepBatch:
         self.next_digest = next_digest
         self.last = last
         self.wait_seconds = wait_seconds
+        self.samples = samples
 
     @property
     def units(self) -> ReplicaPlan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as L
 import numpy as np
@@ -23,11 +23,16 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import opening
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.documents import DocumentStore, name_of
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
 from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.data.trainer_options import (
+    refuse_fractions,
+    refuse_overfitting,
+    refuse_prediction,
+)
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.prediction.predictor import mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, NAMES
@@ -69,7 +74,7 @@ class WLBDataModule(L.LightningDataModule):
         num_workers: loader worker processes, which plan and read ahead of training; more than one
             helps only where reading is slow. 0: in the training process, between steps.
         validation_documents: further documents, or how many of ``documents`` to hold out.
-        test_documents: documents for ``trainer.test``.
+        test_documents: likewise, for ``trainer.test``; those that are held out are others.
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
             LightningModule.
         pin_memory: None: where the device is a CUDA GPU.
@@ -84,7 +89,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        documents: Documents = "stdlib",
+        documents: Documents,
         *,
         context_window: int,
         micro_batches: int,
@@ -98,13 +103,13 @@ class WLBDataModule(L.LightningDataModule):
         max_tokens: int | None = None,
         num_workers: int = 1,
         validation_documents: int | Documents = 0,
-        test_documents: Documents | None = None,
+        test_documents: int | Documents | None = None,
         model_shape: ModelShape | None = None,
         pin_memory: bool | None = None,
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
-        self._opened: tuple[DocumentStore, DocumentStore | None] | None = None
+        self._opened: tuple[DocumentStore, DocumentStore | None, DocumentStore | None] | None = None
         self._described = False
         super().__init__()
         self.settings = DataSettings(
@@ -118,12 +123,10 @@ class WLBDataModule(L.LightningDataModule):
             max_tokens=max_tokens,
         )
         check_documents("documents", documents)
-        if is_documents(validation_documents):
-            check_documents("validation_documents", validation_documents)
-        else:
-            validation_documents = whole("validation_documents", validation_documents, 0)
-        if test_documents is not None:
-            check_documents("test_documents", test_documents)
+        validation_documents = _documents_or_number("validation_documents", validation_documents)
+        test_documents = _documents_or_number(
+            "test_documents", 0 if test_documents is None else test_documents
+        )
         if model_shape is not None and not isinstance(model_shape, ModelShape):
             raise MisconfigurationException(
                 f"model_shape={model_shape!r} is of type {type(model_shape).__name__}. Give a"
@@ -163,22 +166,23 @@ class WLBDataModule(L.LightningDataModule):
     def prepare_data(self) -> None:
         """Make what is made of documents once per node, while the node's other ranks wait."""
         self._stores()
-        if self.test_documents is not None:
+        if not isinstance(self.test_documents, int):
             opening.documents(self.test_documents)
 
     def setup(self, stage: str) -> None:
-        """Open the documents."""
-        self._stores()
+        """Open the documents, and refuse what the Trainer cannot do with them."""
+        store, held_out, _ = self._stores()
+        if self.trainer is None:
+            return
+        if stage == TrainerFn.FITTING:
+            refuse_overfitting(self.trainer)
+            names = "limit_train_batches", "val_check_interval"
+            refuse_fractions(self.trainer, store, self.settings, *names)
+        if held_out is not None and stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
+            refuse_fractions(self.trainer, held_out, self.settings, "limit_val_batches")
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
-        overfit = getattr(self.trainer, "overfit_batches", 0)
-        if overfit > 0:
-            raise MisconfigurationException(
-                f"Trainer(overfit_batches={overfit}) would repeat batches of a loader, but each"
-                " step is planned from the documents that come next. To overfit, give"
-                " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
-            )
         dataset = self._dataset(self._stores()[0], self.settings)
         if not self._described:
             self._described = True
@@ -201,12 +205,21 @@ class WLBDataModule(L.LightningDataModule):
 
     def test_dataloader(self) -> StepLoader:
         """The steps of one pass over the test documents, in the store's order."""
-        if self.test_documents is None:
-            raise MisconfigurationException(
-                "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...) a"
-                " document store."
-            )
-        return self._evaluation(opening.documents(self.test_documents))
+        store = self._stores()[2]
+        if store is None:
+            if isinstance(self.test_documents, int):
+                raise MisconfigurationException(
+                    "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...)"
+                    " documents, or the number of documents to hold out."
+                )
+            store = opening.documents(self.test_documents)
+        if self.trainer is not None:
+            refuse_fractions(self.trainer, store, self.settings, "limit_test_batches")
+        return self._evaluation(store)
+
+    def predict_dataloader(self) -> NoReturn:
+        """Refused, by :func:`.refuse_prediction`."""
+        refuse_prediction()
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
         if isinstance(store, MixedDocuments):
@@ -226,6 +239,10 @@ class WLBDataModule(L.LightningDataModule):
         """
         return mean_context_of(np.asarray(self._stores()[0].lengths), self.settings.context_window)
 
+    def name_of(self, document: int) -> str:
+        """How messages call a document to train on, by its number in plans."""
+        return name_of(self._stores()[0], document)
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note the batch whose state becomes the run's with the next optimiser step."""
         if isinstance(batch, StepBatch) and self.trainer is not None and self.trainer.training:
@@ -235,9 +252,12 @@ class WLBDataModule(L.LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the documents: the planner's state after the last step taken."""
-        state = self._state()
-        return {} if state is None else {"planner": state}
+        """The position in the documents: the planner's state after the last step taken.
+
+        None before the first one. (Lightning would not restore an empty dictionary, and leave a run
+        that goes back to its beginning, as after a search for a learning rate, where it was.)
+        """
+        return {"planner": self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
@@ -271,15 +291,18 @@ class WLBDataModule(L.LightningDataModule):
                 )
         trainer.should_stop = True
 
-    def _stores(self) -> tuple[DocumentStore, DocumentStore | None]:
-        """The documents to train on and those to validate on, opened once."""
+    def _stores(self) -> tuple[DocumentStore, DocumentStore | None, DocumentStore | None]:
+        """The documents to train on, to validate on and, where they are held out, to test on."""
         if self._opened is None:
-            store, held_out = opening.documents(self.documents), self.validation_documents
-            if not isinstance(held_out, int):
-                self._opened = store, opening.documents(held_out)
-            else:
-                seed = self.settings.seed
-                self._opened = hold_out(store, held_out, seed) if held_out else (store, None)
+            store, seed = opening.documents(self.documents), self.settings.seed
+            validation, test = None, None
+            if not isinstance(self.validation_documents, int):
+                validation = opening.documents(self.validation_documents)
+            elif count := self.validation_documents:
+                store, validation = hold_out(store, count, seed, "validation_documents")
+            if isinstance(self.test_documents, int) and self.test_documents:
+                store, test = hold_out(store, self.test_documents, seed, "test_documents")
+            self._opened = store, validation, test
         return self._opened
 
     def _dataset(self, store: DocumentStore, settings: DataSettings) -> StepDataset:
@@ -292,9 +315,14 @@ class WLBDataModule(L.LightningDataModule):
         shape, rank = shape_of(trainer, self.model_shape), rank_of(trainer)
         predictor = predictor_of(trainer, self.profile, shape, rank.mesh)
         schedule = getattr(trainer.strategy, "schedule", "1f1b")
-        return StepDataset.for_model(
+        dataset = StepDataset.for_model(
             store, settings, shape, rank, self.sharding, schedule, predictor
         )
+        # A shape that was given may leave the vocabulary out, or have another than the model.
+        own = getattr(trainer.lightning_module, "model_shape", None)
+        vocabularies = [dataset.vocab_size, getattr(own, "vocab_size", None)]
+        dataset.vocab_size = min(filter(None, vocabularies), default=None)
+        return dataset
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
@@ -306,6 +334,13 @@ class WLBDataModule(L.LightningDataModule):
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StepLoader(dataset, begin_at, self.num_workers, pin)
+
+
+def _documents_or_number(name: str, given: int | Documents) -> int | Documents:
+    if is_documents(given):
+        check_documents(name, given)
+        return given
+    return whole(name, given, 0)
 
 
 def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:

@@ -19,6 +19,9 @@ import numpy.typing as npt
 
 from lightning_wlb.arguments import whole
 
+IGNORED_LABEL = -100
+"""The label that Hugging Face gives to a token that may not be a target."""
+
 
 @runtime_checkable
 class DocumentStore(Protocol):
@@ -47,11 +50,11 @@ class DocumentStore(Protocol):
 
 
 def check_lengths(
-    lengths: npt.NDArray[np.int64],
+    lengths: npt.NDArray[Any],
     store: str,
     remedy: str = "Leave empty documents out of the store.",
 ) -> None:
-    """Refuse a store without documents and documents without tokens.
+    """Refuse a store without documents, documents without tokens and lengths of another type.
 
     Args:
         lengths: tokens of every document.
@@ -59,8 +62,9 @@ def check_lengths(
         remedy: what to do about empty documents.
 
     Raises:
-        ValueError: naming the first empty document, and the remedy.
+        ValueError: naming the first empty document or the type, and the remedy.
     """
+    _integers(f"{store}: lengths", lengths, "Give a flat array of whole numbers.")
     if len(lengths) == 0:
         raise ValueError(f"{store} holds no documents. Give it at least one document with a token.")
     empty = np.flatnonzero(lengths < 1)
@@ -105,6 +109,33 @@ def check_tokens(
     )
 
 
+def labels_as_mask(
+    labels: npt.NDArray[Any], tokens: npt.NDArray[Any], named: str, start: int, remedy: str
+) -> npt.NDArray[np.bool_]:
+    """Which tokens may be targets, from a range of labels as Hugging Face's models take them.
+
+    Args:
+        labels: of each token itself, or ``-100`` where it may not be a target.
+        tokens: of the same range.
+        named: how errors call the document.
+        start: where the range starts in it.
+        remedy: what to do about labels of another kind.
+
+    Raises:
+        ValueError: a label that is neither ``-100`` nor the token.
+    """
+    mask = labels != IGNORED_LABEL
+    wrong = np.flatnonzero(mask & (labels != tokens))
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"{named}: its label at position {start + first} is {labels[first]}, its token"
+            f" {tokens[first]}. Labels equal the tokens or are {IGNORED_LABEL}; they are not"
+            f" shifted. {remedy}"
+        )
+    return np.asarray(mask)
+
+
 def name_of(store: DocumentStore, document: int) -> str:
     """How errors call a document: as its store does (``name_of``), or by number and store."""
     own = getattr(store, "name_of", None)
@@ -119,10 +150,12 @@ class InMemoryDocuments:
         masks: for each document None or one bool (or 0 or 1) for each token: whether the token may
             be a target (a loss mask: False for the prompt's tokens in fine-tuning). None: all may.
         vocab_size: None: the largest token plus one.
+        labels: in place of masks, as Hugging Face's models take them: for each document None or
+            one integer for each token, the token itself or ``-100`` where it may not be a target.
 
     Raises:
         ValueError: an empty store or document, tokens that are not integers in
-            ``[0, vocab_size)``, or masks that do not match the sequences.
+            ``[0, vocab_size)``, or masks or labels that do not match the sequences.
     """
 
     def __init__(
@@ -130,6 +163,7 @@ class InMemoryDocuments:
         sequences: Sequence[Any],
         masks: Sequence[Any] | None = None,
         vocab_size: int | None = None,
+        labels: Sequence[Any] | None = None,
     ) -> None:
         remedy = "Give each document as a flat sequence of integer token numbers."
         arrays = [
@@ -148,6 +182,13 @@ class InMemoryDocuments:
                 f" outside [0, vocab_size={self.vocab_size}). Raise vocab_size or check the"
                 " tokenizer."
             )
+        if labels is not None:
+            if masks is not None:
+                raise ValueError(
+                    "InMemoryDocuments: masks and labels were given, and both say which tokens may"
+                    " be targets. Give one of them."
+                )
+            masks = _masks_of(labels, arrays)
         self._mask = None if masks is None else _flat_mask(masks, self.lengths)
         # _allowed[i]: tokens before i (over the whole store) that may be targets.
         self._allowed = None if self._mask is None else np.concatenate(([0], self._mask.cumsum()))
@@ -251,6 +292,30 @@ def _integers(name: str, values: Any, remedy: str) -> npt.NDArray[Any]:
     return array
 
 
+def _masks_of(
+    labels: Sequence[Any], tokens: list[npt.NDArray[np.int64]]
+) -> list[npt.NDArray[np.bool_] | None]:
+    """The masks of documents in memory, from their labels."""
+    if len(labels) != len(tokens):
+        raise ValueError(
+            f"InMemoryDocuments: {len(labels)} sequences of labels for {len(tokens)} documents."
+            " Give one (or None) for each document."
+        )
+    masks: list[npt.NDArray[np.bool_] | None] = []
+    for number, (given, own) in enumerate(zip(labels, tokens, strict=True)):
+        if given is None:
+            masks.append(None)
+            continue
+        named = f"InMemoryDocuments: document {number}"
+        array = _integers(f"{named}: labels", given, "Give one integer for each token.")
+        if len(array) != len(own):
+            raise ValueError(
+                f"{named} has {len(own)} tokens but {len(array)} labels. Give one for each token."
+            )
+        masks.append(labels_as_mask(array, own, named, 0, "Give masks of booleans for others."))
+    return masks
+
+
 def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     if len(masks) != len(lengths):
         raise ValueError(
@@ -269,7 +334,8 @@ def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDAr
         if len(wrong):
             raise ValueError(
                 f"InMemoryDocuments: the mask of document {number} has {array[wrong[0]]} at"
-                f" position {int(wrong[0])}, but a mask says True (may be a target) or False."
+                f" position {int(wrong[0])}, but a mask says True (may be a target) or False. Give"
+                " labels, which have -100, as labels=... in its place."
             )
         flat.append(array.astype(bool))
     return np.concatenate(flat)

@@ -295,8 +295,10 @@ def _is_path(source: Any) -> bool:
     return isinstance(source, str | Path)
 
 
-def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore, DocumentStore]:
-    """Set ``count`` documents aside for validation, chosen at random by the seed.
+def hold_out(
+    store: DocumentStore, count: int, seed: int, name: str
+) -> tuple[DocumentStore, DocumentStore]:
+    """Set ``count`` documents aside, chosen at random by the seed; ``name`` is the argument's.
 
     Returns:
         The others, and those set aside, both in the order of ``store``.
@@ -307,7 +309,7 @@ def hold_out(store: DocumentStore, count: int, seed: int) -> tuple[DocumentStore
     documents = len(store.lengths)
     if not 0 < count < documents:
         raise MisconfigurationException(
-            f"validation_documents={count} of {documents} documents cannot be held out: choose a"
+            f"{name}={count} of {documents} documents cannot be held out: choose a"
             f" number from 0 to {documents - 1}."
         )
     # Python's own generator: its samples are the same on every version.

@@ -1,7 +1,7 @@
 """The standard library of the running Python as documents.
 
-Real text with a heavy-tailed length distribution that is on every machine with Python: the
-default, for demonstrations and tests.
+Real text with a heavy-tailed length distribution that is on every machine with Python, for
+demonstrations and tests.
 
 The documents are tokenised once, into arrays in the user's cache folder, and opened as memory
 maps: a rank or a loader worker reads only the tokens it asks for, and lengths cost no reading.

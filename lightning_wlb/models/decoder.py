@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_wlb.attention.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.attention.varlen import VarlenAttention
@@ -31,12 +32,15 @@ class Decoder(nn.Module):
         head: the final norm and output projection; None on a stage that another one follows.
         attention_kernel: the kernel that the layers' attention calls; a strategy that measures
             attention sets its ``timer``.
+        activation_checkpointing: what the layers compute again in backward, ``"none"`` unless the
+            model says otherwise.
     """
 
     embed: nn.Module | None
     layers: nn.ModuleDict
     head: nn.Module | None
     attention_kernel: VarlenAttention
+    activation_checkpointing: str = "none"
 
     def forward(
         self,
@@ -98,3 +102,31 @@ class Decoder(nn.Module):
     def initial_deviation(self, name: str) -> float:
         """Standard deviation of a parameter's initial values, by its name."""
         return 0.02
+
+
+def check_decoder(model: Decoder, activation_checkpointing: str) -> None:
+    """Refuse a model that does not do what was asked for, or cannot be trained exactly.
+
+    Args:
+        model: the whole one.
+        activation_checkpointing: that was asked for.
+
+    Raises:
+        ValueError: the model recomputes something else, or has dropout, with the remedy.
+    """
+    name = type(model).__name__
+    if model.activation_checkpointing != activation_checkpointing:
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r}, but the {name} that"
+            f" build_model returned has {model.activation_checkpointing!r}. Give"
+            " a Transformer activation_checkpointing=self.activation_checkpointing in"
+            " build_model; a Decoder of your own must recompute in its layers, and say so by its"
+            " attribute activation_checkpointing."
+        )
+    for place, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"{name}: {place} is a {type(module).__name__} of p={module.p:g}. Its random"
+                " numbers would be others on every mesh and after a resume, so a run could not be"
+                " repeated or resumed exactly. Set p=0."
+            )

@@ -106,6 +106,7 @@ class Transformer(Decoder):
         self.head = Head(config) if head else None
         if config.tied_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
+        self.activation_checkpointing = activation_checkpointing
         self.recomputes_layers = activation_checkpointing == "full"
         self.attention_kernel = VarlenAttention(attention_backend)
         self.attention_options = AttentionOptions(sliding_window=config.sliding_window)
@@ -321,6 +322,7 @@ class Head(nn.Module):
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:
     """``function(*kept)``, of which nothing else is kept: backward recomputes the activations."""
-    # There is no dropout: the random state need not be kept.
-    result: Tensor = checkpoint(function, *kept, use_reentrant=False, preserve_rng_state=False)
+    # The random state is kept for modules of the user's own: other random numbers in backward would
+    # give wrong gradients.
+    result: Tensor = checkpoint(function, *kept, use_reentrant=False)
     return result

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan
@@ -40,6 +40,13 @@ class StepMemory:
 
     model: MemoryModel
     layers: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(model: MemoryModel, stages: Sequence[range]) -> StepMemory:
+        """Of the stages with these layers, by global layer number."""
+        held = [[model.shape.each_layer[number] for number in stage] for stage in stages]
+        kinds = model.shape.kinds
+        return StepMemory(model, tuple(tuple(map(layers.count, kinds)) for layers in held))
 
     @cached_property
     def parts(self) -> tuple[StageParts, ...]:
@@ -123,6 +130,12 @@ class StepMemory:
                 inside = self.model.transient_bytes(parts, cost.rows, cost.keys)
                 most = max(most, bytes_held + inside)
         return most
+
+
+def most_open(program: Sequence[Action], virtual_stages: int) -> int:
+    """Most micro-batches that a rank's program holds at once, through all its stages together."""
+    passes = accumulate(-1 if action.kind == BACKWARD else 1 for action in program)
+    return -(-max(passes, default=0) // virtual_stages)
 
 
 def freed_bytes(

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.executed import units
-from lightning_wlb.prediction.memory import StepMemory
+from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.prediction.micro_batch import micro_batch_cost
 from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
@@ -142,14 +141,7 @@ class Predictor:
             self.rest_dtype,
             fused_norm=latency.profile.device_type != "cpu",
         )
-        return StepMemory(model, self._kinds_of_stages)
-
-    @cached_property
-    def _kinds_of_stages(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stage, how many layers of each kind it has."""
-        shape = self.latency.shape
-        held = [[shape.each_layer[number] for number in stage] for stage in self.stages]
-        return tuple(tuple(map(layers.count, shape.kinds)) for layers in held)
+        return StepMemory.of(model, self.stages)
 
     @cached_property
     def synchronisation_ns(self) -> int:
@@ -166,9 +158,7 @@ class Predictor:
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
         limits = []
         for parts, program in zip(self.memory.rank_parts, programs, strict=True):
-            passes = accumulate(-1 if action.kind == BACKWARD else 1 for action in program)
-            # Open passes through all the stages of the rank together.
-            most = -(-max(passes, default=0) // mesh.virtual_stages)
+            most = most_open(program, mesh.virtual_stages)
             limits.append(
                 self.memory.model.longest_micro_batch(parts, most, memory_bytes, micro_batches)
             )

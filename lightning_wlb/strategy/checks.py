@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.models.decoder import Decoder
@@ -43,6 +52,40 @@ def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> La
             " larger."
         )
     return module
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that would change a step behind its plan's back.
+
+    Raises:
+        MisconfigurationException: naming the callback and the remedy.
+    """
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(each).__name__
+        if isinstance(each, GradientAccumulationScheduler):
+            if each.going_to_accumulate_grad_batches():
+                raise MisconfigurationException(
+                    f"{name}({each.scheduling}) would accumulate gradients of several batches, but"
+                    " a step plan already holds all micro-batches of an optimizer step. Remove it,"
+                    " and make steps larger by WLBDataModule(micro_batches=...)."
+                )
+        elif isinstance(each, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"{name} looks for a batch size, but the size of a step is that of its documents."
+                " Remove it; lightning-wlb plan says how many tokens of a micro-batch (cap) fit in"
+                " memory."
+            )
+        elif isinstance(each, ModelPruning):
+            raise MisconfigurationException(
+                f"{name} compares weights of one process, but here they are sharded over"
+                " ranks. Remove it, and prune the model after training: lightning-wlb export."
+            )
+        elif isinstance(each, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"{name} copies the whole model before it is split, so that it would average"
+                " nothing that is trained, or fail. Remove it; keep several checkpoints"
+                " (ModelCheckpoint(save_top_k=...)), and average their weights after the run."
+            )
 
 
 def checked_model(module: LanguageModule) -> Decoder:
@@ -98,6 +141,31 @@ def check_process_group(backend: Any, timeout: Any) -> None:
             f"timeout={timeout!r} is no time. Give a datetime.timedelta, as in"
             " timedelta(minutes=10), or None for ten minutes."
         )
+
+
+def check_script(processes: int) -> None:
+    """Refuse to start further ranks where there is no script that they could run.
+
+    Lightning's launcher runs the command of this process again, once for each further rank.
+
+    Args:
+        processes: of this node.
+
+    Raises:
+        MisconfigurationException: in a notebook or another interactive session, with ``python -c``,
+            or where the program came by standard input.
+    """
+    if _IS_INTERACTIVE:
+        where = "in an interactive session, as a notebook is"
+    elif sys.argv[0] in ("-c", "-", ""):
+        where = "by python -c or from standard input"
+    else:
+        return
+    raise MisconfigurationException(
+        f"WLBStrategy starts a process for each of the {processes} devices of a node by running"
+        f" the script again, but this program runs {where}, and there is no script. Write it into a"
+        " file and run that (python train.py, or torchrun), or use devices=1 here."
+    )
 
 
 def local_path(path: str | Path) -> Path:

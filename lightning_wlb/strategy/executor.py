@@ -16,12 +16,13 @@ from functools import reduce
 from operator import or_
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.data.sample import Sample
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
@@ -49,6 +50,8 @@ class Executor:
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
+        # Of every rank in the last step; 0 where a rank computes none, or the same as another.
+        self.losses: list[float] = []
 
     def measure(self) -> Stopwatch:
         """Time every action from the next step on; the timings of a step stay until the next."""
@@ -85,11 +88,12 @@ class Executor:
             The step's loss, 0-dim float32 (float64 in float64 runs), the same value on every rank.
 
         Raises:
-            RuntimeError: naming the ranks and digests, if ranks hold different plans.
+            RuntimeError: naming the ranks and digests, if ranks hold different plans, or read
+                different tokens from a store.
         """
         training = torch.is_grad_enabled()
         HERE.begin_step(batch)
-        self._check_agreement(batch.plan)
+        self._check_agreement(batch)
         groups = self.groups.of_step(batch.plan)
         fsdp.begin_step(self.model)
         programs = self.pipeline.programs(batch.executed, batch.replica)
@@ -135,20 +139,25 @@ class Executor:
         rank = self.pipeline.rank
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
-        everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.mine])
+        everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.bits])
         check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
         self._agreed = batch.next_digest or None
         NOTICES.seen = reduce(or_, (row[2] for row in everyone))
         losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
+        self.losses = losses.view(torch.float64).tolist()
         total = losses.view(torch.float64).sum() / denominator
         return total.to(device=self.pipeline.device, dtype=loss.dtype)
 
-    def _check_agreement(self, plan: StepPlan) -> None:
+    def _check_agreement(self, batch: StepBatch) -> None:
         """Do nothing where the last step's exchange already covered this plan, else exchange."""
-        if self._agreed == plan.digest:
+        if self._agreed == batch.plan.digest and not batch.samples:
             return
-        everyone = self._all_gather([plan.digest])
-        check_digests([row[0] for row in everyone], f"step {plan.step}")
+        # Not xor, which the same store twice in a mixture would make 0.
+        digest = sum(each.digest for each in batch.samples) % (1 << 63)
+        everyone = self._all_gather([batch.plan.digest, digest])
+        check_digests([row[0] for row in everyone], f"step {batch.plan.step}")
+        if len({row[1] for row in everyone}) > 1:
+            _refuse_samples(batch.samples)
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.pipeline.device)
@@ -257,24 +266,42 @@ def check_digests(digests: list[int], what: str) -> None:
     Raises:
         RuntimeError: naming the ranks and digests, if they differ.
     """
-    if len(set(digests)) == 1:
-        return
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"The ranks hold different plans for {what}: {_who(digests)}. Every rank must see the"
+            " same document lengths, seed and data settings: check that all nodes read the same"
+            " data, use the same software versions, and pass the same arguments."
+        )
+
+
+def _refuse_samples(mine: tuple[Sample, ...]) -> None:
+    """Say whose documents differ, and of which store; collective, on every rank."""
+    everyone: list[tuple[Sample, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for stores in zip(*everyone, strict=True):
+        digests = [each.digest for each in stores]
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"The ranks read different tokens or masks from {stores[0].store}:"
+                f" {_who(digests)}. Every node must have the same documents, made with the same"
+                " tokenizer: compare the files, and copy them again."
+            )
+
+
+def _who(digests: list[int]) -> str:
+    """Which ranks have which digest."""
     ranks: dict[int, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks.setdefault(digest, []).append(rank)
-    shown = "; ".join(f"{_name(digest)} on {_names(who)}" for digest, who in ranks.items())
-    raise RuntimeError(
-        f"The ranks hold different plans for {what}: {shown}. Every rank must see the same"
-        " document lengths, seed and data settings: check that all nodes read the same data,"
-        " use the same software versions, and pass the same arguments."
-    )
+    return "; ".join(f"{_name(digest)} on {names_of_ranks(who)}" for digest, who in ranks.items())
 
 
 def _name(digest: int) -> str:
     return f"digest {digest:016x}" if digest else "no such step"
 
 
-def _names(ranks: list[int]) -> str:
+def names_of_ranks(ranks: list[int]) -> str:
+    """Ranks in words, the first eight by number."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,19 +1,21 @@
-"""What is done to gradients over the pipeline after FSDP's reduction: tied weights, then the norm.
+"""What is done with gradients after FSDP's reduction: tied weights over the pipeline, the norm.
 
 * Tied embeddings whose two ends are on different pipeline stages: both stages hold a copy of the
   same weight, sharded alike over data × context and tensor ranks, and each computes part of its
   gradient. The two exchange their shards and add, and identical optimizers then keep the copies
   identical. Without the exchange the gradient is wrong by most of its size, and the copies drift
   apart.
-* Clipping by the global norm: within a stage the gradients are DTensors, whose norm torch computes
-  over their own mesh; over the pipeline axis squares are added. A tied weight has a copy on two
-  stages and counts once.
+* The global norm: each rank adds up the squares of its own shards, those of a part that several
+  tensor-parallel ranks hold by as many parts, and the sums are added over all ranks. A tied weight
+  has a copy on two stages and counts once.
 
-Cost: one exchange of the tied weight's shard; one all-reduce of a number over the pipeline.
+Cost: one exchange of the tied weight's shard; one pass over the rank's gradients and one all-reduce
+of a number over all ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -80,38 +82,40 @@ def add_tied_gradients(
         gradient.add_(other)
 
 
-def clip_gradients(
+def gradient_norm(
     parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    pipeline_group: dist.ProcessGroup | None,
+    device: torch.device,
     counted_elsewhere: Collection[nn.Parameter] = (),
 ) -> Tensor:
-    """Scale the gradients in place so that their global 2-norm is at most ``max_norm``.
+    """The 2-norm of the gradients of all parameters of all stages; collective over all ranks.
 
     Args:
         parameters: this stage's parameters, gradients already reduced.
-        max_norm: largest norm of all parameters of all stages together.
-        pipeline_group: the ranks that hold the other stages; None for a single stage.
-        counted_elsewhere: parameters whose gradient another stage counts. They are scaled too.
+        device: of this rank.
+        counted_elsewhere: parameters whose gradient another stage counts.
 
     Returns:
-        The norm before clipping, 0-dim, the same on every rank.
+        0-dim float64, the same on every rank; not finite where a gradient of any rank is not.
     """
-    owned = [parameter for parameter in parameters if parameter.grad is not None]
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
-    by_mesh: dict[object, list[Tensor]] = defaultdict(list)
-    for parameter in owned:
+    # By how many ranks hold the same part: each of them adds its share of the square.
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None and id(parameter) not in elsewhere:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            by_mesh[mesh].append(gradient)
-    device = owned[0].device if owned else torch.device("cpu")
+        if gradient is None or id(parameter) in elsewhere:
+            continue
+        copies = 1
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            copies = math.prod(
+                mesh.size(dim)
+                for dim, each in enumerate(gradient.placements)
+                if each.is_replicate()
+            )
+            gradient = gradient.to_local()
+        by_copies[copies].append(gradient)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    for gradients in by_mesh.values():
-        norm = torch.nn.utils.get_total_norm(gradients)
-        squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double() ** 2
-    if pipeline_group is not None:
-        dist.all_reduce(squares, group=pipeline_group)
-    total = squares.sqrt()
-    torch.nn.utils.clip_grads_with_norm_(owned, max_norm, total)
-    return total
+    for copies, gradients in by_copies.items():
+        squares += torch.nn.utils.get_total_norm(gradients).double() ** 2 / copies
+    dist.all_reduce(squares)
+    return squares.sqrt()

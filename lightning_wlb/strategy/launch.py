@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.strategy.checks import check_process_group
+from lightning_wlb.strategy.checks import check_process_group, check_script
 from lightning_wlb.strategy.faults import Faults
 from lightning_wlb.strategy.launcher import Launcher, die_with_launcher
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
@@ -101,6 +101,11 @@ class MeshStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def is_distributed(self) -> bool:
+        """True. Lightning asks, and where nothing answers ignores ``self.log(sync_dist=True)``."""
+        return True
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For loaders that are not the data module's own: a sampler over the replicas."""
         return {"num_replicas": self.mesh.data, "rank": self.rank.data}
@@ -110,7 +115,10 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         die_with_launcher()
         heed_requeue(self.cluster_environment)
-        if not self.cluster_environment.creates_processes_externally:
+        # One process needs none: so it runs where no script could be run again, in a notebook.
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
+            check_script(self.num_processes)
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -125,6 +133,9 @@ class MeshStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the default process group, and the mesh with its process groups."""
+        assert self.cluster_environment is not None
+        # Only Lightning's own launcher would compare these with what Slurm or torchrun has started.
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         super().setup_environment()
         die_with_launcher()
         self._listen()
@@ -136,7 +147,6 @@ class MeshStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
-        assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment):
             # Its launcher limits threads in the first process only. The other ranks would have a
             # thread per core each, and crowd each other out.
@@ -146,6 +156,7 @@ class MeshStrategy(ParallelStrategy):
             backend,
             timeout=max(self._timeout, RENDEZVOUS),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
+            **_store_of_restart(),
         )
         self._mesh_groups = mesh_groups(self._rank, self.root_device, self._timeout)
         self._faults.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
@@ -171,11 +182,6 @@ class MeshStrategy(ParallelStrategy):
     @property
     def _collective(self) -> bool:
         return dist.is_initialized() and self.together
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, but not where the one that follows it could not be saved."""
-        if self.together:
-            super().remove_checkpoint(filepath)
 
     def teardown(self) -> None:
         """The run is over, the process group stays for a further one."""
@@ -211,3 +217,19 @@ class MeshStrategy(ParallelStrategy):
         if isinstance(tensor, Tensor) and self._collective:
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+
+def _store_of_restart() -> dict[str, Any]:
+    """Where ranks find each other when torchrun has started them again on this node.
+
+    Its agent keeps one store, in which they would find the addresses of ranks that have died (torch
+    2.13, found; pytorch's issue 135712). On several nodes the agents may not count restarts alike:
+    docs/guide.md has the remedy.
+    """
+    given = os.environ
+    restarts = given.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts == "0" or not shared or given["LOCAL_WORLD_SIZE"] != given["WORLD_SIZE"]:
+        return {}
+    store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), timeout=RENDEZVOUS)
+    return {"store": dist.PrefixStore(f"restart {restarts}", store)}

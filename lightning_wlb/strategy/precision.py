@@ -18,16 +18,30 @@ strategy sees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-Clip = Callable[[Iterable[torch.nn.Parameter], float], torch.Tensor]
+
+class Guard(Protocol):
+    """What is done between the gradients of a step and its optimizer; see :mod:`.nonfinite`."""
+
+    def clip_by_norm(self, parameters: list[torch.nn.Parameter], most: float) -> None:
+        """Scale gradients so that their norm over all ranks is at most ``most``."""
+
+    def clip_by_value(self, parameters: list[torch.nn.Parameter], most: float) -> None:
+        """Bound every gradient to ``[-most, most]``."""
+
+    def accepts(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """Whether the optimizer may take its step; the same on every rank."""
+
 
 _DTYPES = {
     # name: (initialise, at rest, compute)
@@ -56,7 +70,7 @@ class WLBPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]  # checked above
         self.initial_dtype, self.parameter_dtype, self.compute_dtype = _DTYPES[precision]
-        self.clip: Clip | None = None
+        self.guard: Guard | None = None  # the strategy sets it
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -77,7 +91,29 @@ class WLBPrecision(Precision):
 
     module_init_context = tensor_init_context
 
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the step's closure, and then the optimizer where the guard accepts the gradients."""
+        assert self.guard is not None
+        result = self._wrap_closure(model, optimizer, closure)
+        if self.guard.accepts(self._parameters(optimizer)):
+            optimizer.step(closure=lambda: result, **kwargs)
+        return result
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale all gradients so that their norm over all ranks is at most ``clip_val``."""
-        assert self.clip is not None, "the strategy sets it when it sets up the model"
-        self.clip(self.main_params(optimizer), float(clip_val))
+        assert self.guard is not None
+        self.guard.clip_by_norm(self._parameters(optimizer), float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Bound every gradient to ``[-clip_val, clip_val]``."""
+        assert self.guard is not None
+        self.guard.clip_by_value(self._parameters(optimizer), float(clip_val))
+
+    def _parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        return list(self.main_params(optimizer))

@@ -45,8 +45,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_wlb.data.workers import WAIT, WaitEnded
 from lightning_wlb.strategy.whereabouts import AFTER, HERE
 
-REQUEUE, STOP, INTERRUPT = 1, 2, 4
-"""Bits of a notice."""
+REQUEUE, STOP, INTERRUPT, SAVE_FAILED = 1, 2, 4, 8
+"""Bits of a notice: signals, and what saving.py tells."""
 
 LOADER_SECONDS = 5.0
 """How long a rank that has been signalled still waits for its loader."""
@@ -57,13 +57,20 @@ class Notices:
 
     Attributes:
         mine: bits that this rank has to tell the others.
+        save_failed: whether a save in the background has failed on this rank.
         seen: bits that all ranks know of.
         repeated: signals that this process has sent to itself, to end a wait.
     """
 
     def __init__(self) -> None:
         self.mine = self.seen = self.repeated = 0
+        self.save_failed = False
         self._end_wait = False
+
+    @property
+    def bits(self) -> int:
+        """All that this rank has to tell the others."""
+        return self.mine | SAVE_FAILED * self.save_failed
 
     def obeyed(self) -> None:
         """All ranks act on what they have seen: a later run in this process begins without."""

@@ -42,6 +42,11 @@ class Whereabouts:
         self._batch, self._runs = None, 0
         self.note(BETWEEN, "setting up")
 
+    @property
+    def action(self) -> Action | None:
+        """The action that runs, or that ran last where the step is not beyond it."""
+        return self._doing if isinstance(self._doing, Action) else None
+
     def progress(self) -> tuple[int, int]:
         """Steps that have begun, and the part of the last one: less is behind."""
         return self._runs, self._part if WAIT.since is None else LOADING

@@ -6,7 +6,8 @@ A thin Lightning adapter. What it adds to a Trainer:
 * a module's step runs through the executor: all forwards and backwards of the plan happen inside
   ``training_step``, and ``backward`` makes the one reduction and sets ``.grad``, because Lightning
   calls training_step, zero_grad, backward, clip, step in this order;
-* gradients are clipped by their norm over all ranks; checkpoints are written by all ranks.
+* gradients are clipped by their norm over all ranks, and steps whose loss or gradients are not
+  finite are answered (nonfinite.py); checkpoints are written by all ranks (saving.py).
 
 Not for modules that are not a :class:`.LanguageModule`, nor for manual
 optimisation: both are refused at set-up.
@@ -14,9 +15,7 @@ optimisation: both are refused at set-up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,28 +24,36 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice, whole
-from lightning_wlb.checkpoints import sharded
+from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
-from lightning_wlb.strategy.checks import checked_model, checked_module, local_path, refuse_lbfgs
+from lightning_wlb.strategy.checks import (
+    check_callbacks,
+    checked_model,
+    checked_module,
+    refuse_lbfgs,
+)
+from lightning_wlb.strategy.display import Display
 from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.gradients import Tie, add_tied_gradients, clip_gradients
-from lightning_wlb.strategy.launch import MeshStrategy
+from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.messages import Pipeline
+from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
+from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision
+from lightning_wlb.strategy.saving import CheckpointStrategy
 
 
-class WLBStrategy(MeshStrategy):
+class WLBStrategy(CheckpointStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
     The product of the four sizes is the number of devices over all nodes. The first ``"auto"``, in
@@ -64,11 +71,23 @@ class WLBStrategy(MeshStrategy):
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
             whatever way, is noticed at once.
+        on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:
+            ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves the
+            optimizer's step out, with a warning, and raises after ten in a row; ``"ignore"``
+            trains on.
+        async_save: write checkpoints while training goes on, which waits only while tensors are
+            copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
+            state, twice where two checkpoints are saved at the end of a step.
+        on_save_failure: ``"raise"`` ends the run on all ranks when a checkpoint cannot be saved;
+            ``"warn"`` goes on without it. Either way no other checkpoint is lost.
+        verify_checkpoints: compare what is read from a checkpoint with the checksums in its
+            manifest, in a thread beside reading. False compares the sizes of files only.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
             runs) the sizes do not fit the number of devices.
-        ValueError: if the schedule is unknown or cannot run so many stages per rank.
+        ValueError: if the schedule is unknown or cannot run so many stages per rank, or another
+            ``on_nonfinite``.
     """
 
     strategy_name = "wlb"
@@ -85,6 +104,10 @@ class WLBStrategy(MeshStrategy):
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        on_nonfinite: OnNonfinite = "raise",
+        async_save: bool = False,
+        on_save_failure: str = "raise",
+        verify_checkpoints: bool = True,
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
@@ -101,12 +124,15 @@ class WLBStrategy(MeshStrategy):
             virtual_pipeline_size,
             process_group_backend,
             timeout,
+            async_save,
+            on_save_failure,
+            verify_checkpoints,
         )
         self.schedule = schedule
-        self._ties: list[Tie] = []
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
+        self.guard = StepGuard(on_nonfinite)
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
@@ -130,11 +156,18 @@ class WLBStrategy(MeshStrategy):
 
     # Model and optimizers
 
+    def setup_environment(self) -> None:
+        """Make the mesh and its process groups, unless a callback is one that cannot run."""
+        assert self.lightning_module is not None
+        check_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the run, apply the parallelisms, make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = checked_module(self.lightning_module, trainer)
+        self.check_checkpoint_folders(trainer)
         # The model itself knows who has split it, so that both are freed together.
         previous: WLBStrategy | None = getattr(module.model, "parallelized_by", None)
         if previous is None:
@@ -142,8 +175,9 @@ class WLBStrategy(MeshStrategy):
         elif previous is not self:
             self._adopt(previous)
         module.executor = self._run_step
-        self.precision_plugin.clip = self._clip
+        self._guard(trainer)
         self._loss = None
+        Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -217,6 +251,7 @@ class WLBStrategy(MeshStrategy):
         module = self.lightning_module
         assert isinstance(module, LanguageModule)
         module.check_batch(batch)
+        self.check_saves()
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
             if self._loss is not None:
@@ -225,11 +260,24 @@ class WLBStrategy(MeshStrategy):
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
-            self._loss = self.executor.run(batch, denominator)
+            with explained(self.executor, batch, self._memory_model):
+                self._loss = self.executor.run(batch, denominator)
+            self.guard.ran(batch, self.executor.losses)
             return self._loss.clone()
         # Parameters gathered in inference mode could not train afterwards.
         with torch.inference_mode(False), torch.no_grad():
             return self.executor.run(batch, denominator)
+
+    def _memory_model(self) -> MemoryModel:
+        module, precision = self.lightning_module, self.precision_plugin
+        assert isinstance(module, LanguageModule)
+        dtype, rest = (
+            str(each).removeprefix("torch.")
+            for each in (precision.compute_dtype, precision.parameter_dtype)
+        )
+        fused = self.root_device.type != "cpu"
+        mode = module.activation_checkpointing
+        return MemoryModel(module.model_shape, self.mesh, mode, dtype, rest, fused_norm=fused)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -260,94 +308,23 @@ class WLBStrategy(MeshStrategy):
             return None
         return rank.group("pipeline")[-1 if rank.first_stage else 0]
 
-    def _tied_copies(self) -> list[Tie]:
-        """The ties whose head is here and whose embedding is on another stage."""
-        return self._ties if self.rank.last_stage and not self.rank.first_stage else []
-
-    def _clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    def _guard(self, trainer: pl.Trainer) -> None:
+        """Put the guard between the gradients of a step and the optimizer."""
         assert self.executor is not None
         model = self.executor.model
         copies = [model.get_parameter(tie.head) for tie in self._tied_copies()]
-        return clip_gradients(parameters, max_norm, self.mesh_groups.pipeline, copies)
+        data = getattr(trainer, "datamodule", None)
+        name_of = getattr(data, "name_of", "document {}".format)
+        self.guard.attach(model, self.mesh, self.root_device, copies, name_of)
+        self.precision_plugin.guard = self.guard
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
+        self.finish_saves()
         module = self.lightning_module
         if isinstance(module, LanguageModule):
             module.executor = None
         super().teardown()
-
-    # Checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: the shards must exist before they can be filled."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: :meth:`load_checkpoint` restores optimizers too."""
-        return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: :meth:`save_checkpoint` collects the weights itself."""
-        return {}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty: :meth:`save_checkpoint` collects optimizer state itself."""
-        return {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing left to do after :meth:`load_checkpoint`."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing left to do after :meth:`load_checkpoint`."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a sharded checkpoint folder; collective over all ranks.
-
-        After an exception that not all ranks have together nothing is written, as has been said.
-        """
-        if not self.together:
-            return
-        if storage_options is not None:
-            raise TypeError(
-                "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
-                " torch.distributed.checkpoint, not through a CheckpointIO."
-            )
-        weights_only = "optimizer_states" not in checkpoint
-        checkpoint.pop("state_dict", None)
-        checkpoint.pop("optimizer_states", None)
-        assert self.lightning_module is not None
-        sharded.save(
-            local_path(self.broadcast(filepath)),
-            self.lightning_module,
-            [] if weights_only else self.optimizers,
-            checkpoint,
-            self._renamed(),
-        )
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a sharded checkpoint folder into model and optimizers; collective."""
-        module = self.lightning_module
-        assert module is not None
-        # A validation after fit reads weights, and leaves the optimizers alone.
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        return sharded.load(
-            local_path(self.broadcast(checkpoint_path)),
-            module,
-            self.optimizers if fitting else [],
-            self._renamed(),
-            weights_only,
-        )
-
-    def _renamed(self) -> dict[str, str]:
-        """A tied head on a stage of its own goes by the embedding's name in checkpoints."""
-        return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self._tied_copies()}
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:

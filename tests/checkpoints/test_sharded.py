@@ -2,9 +2,8 @@
 
 import multiprocessing
 import os
-import runpy
+import pickle
 import shutil
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -16,10 +15,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_wlb.checkpoints import sharded
+from lightning_wlb.checkpoints import folders, sharded
+from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.checkpoints.strangers import Hostile, list_anew, list_wrongly
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 
@@ -247,7 +248,7 @@ def test_a_checkpoint_is_whole_and_of_plain_types(folder, results):
     )
     for path in home.iterdir():
         names = {file.name for file in path.iterdir()}
-        assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt"}
+        assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt", "manifest.json"}
     meta = torch.load(home / "mine.ckpt" / "meta.pt", weights_only=True)
     assert meta["global_step"] == 6
     assert meta["tokens_seen"] == meta["WLBDataModule"]["planner"]["tokens"] > 0
@@ -256,45 +257,59 @@ def test_a_checkpoint_is_whole_and_of_plain_types(folder, results):
 
 
 @pytest.mark.parametrize("case", [UNTIED, TIED], ids=["untied", "tied"])
-def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, monkeypatch, tmp_path):
+def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, tmp_path):
     source, file = folder / name_of((1, 2, 1, 1), case) / "mine.ckpt", tmp_path / "whole.ckpt"
-    monkeypatch.setattr(sys, "argv", ["", str(source), "--output_file", str(file)])
-    runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+    assert main(["consolidate", str(source), "--output", str(file)]) == 0
     _, want = fit(None, case, 6)
-    loaded = LanguageModule.load_from_checkpoint(file)
-    assert loaded.config == module(case).config
-    parameters = {name: whole(p) for name, p in loaded.double().named_parameters()}
-    assert set(parameters) == set(want["parameters"])
-    for name, value in parameters.items():
-        # load_from_checkpoint makes float32 parameters.
-        assert relative_error(value, want["parameters"][name]) <= 1e-7, name
+    for path in (source, file):
+        loaded = LanguageModule.load_from_checkpoint(path)
+        assert loaded.config == module(case).config
+        parameters = {name: whole(p) for name, p in loaded.double().named_parameters()}
+        assert set(parameters) == set(want["parameters"])
+        for name, value in parameters.items():
+            # load_from_checkpoint makes float32 parameters.
+            assert relative_error(value, want["parameters"][name]) <= 1e-7, name
     # Through a Trainer the precision is the Trainer's.
     runner, model = trainer("auto", 1), module(case)
     runner.validate(model, data(case, validation_documents=4), ckpt_path=file, verbose=False)
     for name, value in model.named_parameters():
         assert relative_error(whole(value), want["parameters"][name]) <= 1e-10, name
+    # Training goes on as if it had never been on two ranks.
+    got, want = resume(None, case, file), unbroken(case)
+    assert got["losses"] == pytest.approx(want["losses"][6:], rel=1e-10)
+    assert got["rates"] == pytest.approx(want["rates"][6:], rel=1e-12)
+    for name, value in got["parameters"].items():
+        assert relative_error(value, want["parameters"][name]) <= 1e-10, name
 
 
 def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
     messages = []
     (scratch / "file.ckpt").write_text("no checkpoint")
     (scratch / "folder.ckpt").mkdir()
+    shutil.copytree(home / "mine.ckpt", scratch / "hostile.ckpt")
+    (scratch / "hostile.ckpt" / ".metadata").write_bytes(pickle.dumps(Hostile(scratch / "ran")))
+    list_anew(scratch / "hostile.ckpt")
+    for name in ("mine.ckpt", "weights.ckpt"):
+        shutil.copytree(home / name, scratch / name)
+        list_wrongly(scratch / name)
     for path, error in (
         (scratch / "file.ckpt", FileNotFoundError),
         (scratch / "folder.ckpt", FileNotFoundError),
         (scratch / "nowhere.ckpt", FileNotFoundError),
         (home / "weights.ckpt", ValueError),
         ("s3://bucket/run.ckpt", MisconfigurationException),
+        (scratch / "hostile.ckpt", ValueError),
+        (scratch / "mine.ckpt", ValueError),
     ):
         with pytest.raises(error) as info:
             resume((1, 1, 1, 1), UNTIED, path)
         messages.append(str(info.value))
     # Weights alone are enough to validate with, and do not touch optimizers.
-    runner = trainer(WLBStrategy(), 1)
+    runner = trainer(WLBStrategy(verify_checkpoints=False), 1)
     model = module(UNTIED)
     runner.fit(model, data(UNTIED, **DATA[UNTIED], validation_documents=4))
     before = runner.optimizers[0].state_dict()["state"][0]["exp_avg"].clone()
-    runner.validate(model, runner.datamodule, ckpt_path=home / "weights.ckpt", verbose=False)
+    runner.validate(model, runner.datamodule, ckpt_path=scratch / "weights.ckpt", verbose=False)
     after = runner.optimizers[0].state_dict()["state"][0]["exp_avg"]
     assert torch.equal(before.full_tensor(), after.full_tensor())
     reference, _ = fit((1, 1, 1, 1), UNTIED, 6)
@@ -311,6 +326,9 @@ def test_what_is_not_a_checkpoint_is_answered(folder, results, tmp_path):
         assert "Pass the folder that ModelCheckpoint" in message
     assert "weights.ckpt holds weights only, so training cannot resume" in messages[3]
     assert "got s3://bucket/run.ckpt" in messages[4]
+    assert "it names posix.mkdir). Nothing in it was run" in messages[5]
+    assert "mine.ckpt is damaged: the content of __0_0.distcp is not what was" in messages[6]
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -342,46 +360,34 @@ def broken_saves(rank: int, scratch: Path) -> list[str]:
     def dies(*_: Any) -> None:
         raise Killed
 
-    rename = Path.rename
-
-    def dies_at_the_second(source: Path, target: Path) -> None:
-        dies() if target == path else rename(source, target)
-
     with pytest.MonkeyPatch.context() as patch:
         # Before it renames: the checkpoint that bears the name is whole.
-        patch.setattr(sharded.folders, "finish", dies)
+        patch.setattr(folders, "finish", dies)
+        patch.setattr(folders, "discard", lambda aside: None)
         with pytest.raises(Killed):
             runner.save_checkpoint(path)
-    assert (scratch / ".partial" / "run.ckpt" / ".metadata").exists()
+    (part,) = (scratch / ".partial").iterdir()
+    assert (part / "manifest.json").exists()
     assert sorted(file.name for file in path.iterdir()) == at_six
-    with pytest.MonkeyPatch.context() as patch:
-        # Between the two renames: what was to be replaced is read.
-        patch.setattr(Path, "rename", dies_at_the_second)
-        with pytest.raises(Killed):
-            runner.save_checkpoint(path)
-    assert not path.exists()
+    # Between the two renames of systems that cannot exchange: what was to be replaced is read.
+    folders.replaced_by(path).parent.mkdir()
+    path.rename(folders.replaced_by(path))
     with pytest.warns(UserWarning, match=r"run.ckpt is missing: .* Reading .*\.old.run.ckpt"):
         losses = resume((1, 1, 1, 1), UNTIED, path)["losses"]
     assert losses == fit((1, 1, 1, 1), UNTIED, 12)[1]["losses"][6:]
-    # The next save of another name removes what is stale, and what is not is another run's.
-    for name, hours in (("stale.ckpt", 2), ("busy.ckpt", 0)):
-        part = scratch / ".partial" / name
-        part.mkdir()
-        (part / "__0_0.distcp").write_text("half")
-        then = time.time() - hours * 3600
-        for each in (part / "__0_0.distcp", part):
-            os.utime(each, (then, then))
-    runner.save_checkpoint(scratch / "other.ckpt")
-    assert sorted(each.name for each in (scratch / ".partial").iterdir()) == [
-        "busy.ckpt",
-        "run.ckpt",
-    ]
-    # The next save of the same name leaves nothing but itself.
-    shutil.rmtree(scratch / ".partial" / "busy.ckpt")
+    # The next save removes what is stale; what is not, is another run's, even of this name.
+    half = scratch / ".partial" / "run.ckpt-half"
+    half.mkdir()
+    (half / "__0_0.distcp").write_text("half")
+    for each in (part, *part.iterdir()):
+        os.utime(each, (time.time() - 7200,) * 2)
+    runner.save_checkpoint(path)
+    assert [each.name for each in (scratch / ".partial").iterdir()] == ["run.ckpt-half"]
+    shutil.rmtree(half)
     runner.save_checkpoint(path)
     return sorted(each.name for each in scratch.iterdir())
 
 
 def test_saves_that_die_leave_a_whole_checkpoint_and_are_cleaned_up(tmp_path):
     (left,) = run_ranks(broken_saves, 1, tmp_path, process_group=False)
-    assert left == ["other.ckpt", "run.ckpt"]
+    assert left == ["run.ckpt"]

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
-DATA = ["--data.context_window=512", "--data.micro_batches=2"]
+DATA = ["--data.documents=stdlib", "--data.context_window=512", "--data.micro_batches=2"]
 
 
 def cli(*options: str, **given) -> WLBCLI:
@@ -102,6 +102,11 @@ def test_a_mistake_is_said_without_a_traceback(capsys):
     said = capsys.readouterr().err
     assert "no_preset" in said
     assert "Traceback" not in said
+
+
+def test_documents_must_be_named(capsys):
+    assert main(["fit", "--model=lightning_wlb.LanguageModule", *DATA[1:]]) == 2
+    assert "required: fit.data.documents" in capsys.readouterr().err
 
 
 def test_help_names_the_commands(capsys):

@@ -94,7 +94,7 @@ def test_holding_out_of_many_documents_takes_12_bytes_each() -> None:
     documents, count = 1_000_000, 100
     store = Lengths(documents)
     tracemalloc.start()
-    kept, held_out = hold_out(store, count, seed=0)
+    kept, held_out = hold_out(store, count, 0, "validation_documents")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(kept) == documents - count
@@ -114,9 +114,25 @@ def test_holding_out_of_many_documents_takes_12_bytes_each() -> None:
         (([[1, 9]], None, 9), "outside .0, vocab_size=9."),
         (([[1]], []), "0 masks for 1 documents"),
         (([[1, 2]], [[True]]), r"2 tokens but a mask of shape \(1,\)"),
-        (([[1], [2, 3]], [None, [0, -100]]), "mask of document 1 has -100 at position 1"),
+        (
+            ([[1], [2, 3]], [None, [0, -100]]),
+            "mask of document 1 has -100 at position 1, .* Give labels, which have -100, as labels",
+        ),
+        (([[1]], [[True]], None, [[1]]), "masks and labels were given"),
+        (([[1]], None, None, []), "0 sequences of labels for 1 documents"),
+        (([[1, 2]], None, None, [[1]]), "document 0 has 2 tokens but 1 labels"),
+        (([[1, 2]], None, None, [[1.0, 2.0]]), "document 0: labels is an array of float64"),
+        (([[4, 5]], None, None, [[5, -100]]), "label at position 0 is 5, its token 4.*not shifted"),
     ],
 )
 def test_bad_input_is_answered(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         InMemoryDocuments(*arguments)
+
+
+def test_labels_of_minus_100_are_no_targets() -> None:
+    store = InMemoryDocuments([[4, 5, 6, 7], [8, 9]], labels=[[-100, -100, 6, 7], None])
+    mask = store.mask(0, 0, 4)
+    assert mask is not None
+    assert mask.tolist() == [False, False, True, True]
+    assert [store.targets(0, 0, 4), store.targets(1, 0, 2)] == [2, 1]

@@ -149,7 +149,7 @@ def test_every_replica_of_a_mesh_sees_its_part_of_the_same_steps() -> None:
 
 def test_documents_are_held_out_of_the_mixture() -> None:
     store = mixed()
-    kept, chosen = hold_out(store, 10, seed=0)
+    kept, chosen = hold_out(store, 10, 0, "validation_documents")
     assert isinstance(kept, MixedDocuments)
     assert isinstance(chosen, DocumentSubset)
     assert [share.name for share in kept.shares] == ["web", "books"]

@@ -96,6 +96,7 @@ def module(case: Case, **options: Any) -> LanguageModule:
 def data(case: Case, **options: Any) -> WLBDataModule:
     """Three micro-batches a step, so that two replicas have different numbers of them."""
     defaults: dict[str, Any] = {
+        "documents": documents(case.masked),
         "context_window": WINDOW,
         "micro_batches": 3,
         "packing": case.packing,
@@ -103,7 +104,7 @@ def data(case: Case, **options: Any) -> WLBDataModule:
         # Tests' ranks are daemons, which may not start processes.
         "num_workers": 0,
     }
-    return WLBDataModule(documents(case.masked), **(defaults | options))
+    return WLBDataModule(**(defaults | options))
 
 
 def trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:

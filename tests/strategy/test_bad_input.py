@@ -1,20 +1,30 @@
 """Every mistake is answered with one paragraph: the values, and what to do."""
 
 import re
+from dataclasses import replace
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from lightning_wlb import LanguageModule, TransformerConfig, WLBStrategy
+from lightning_wlb import (
+    InMemoryDocuments,
+    LanguageModule,
+    Transformer,
+    TransformerConfig,
+    WLBStrategy,
+)
 from tests.ranks import run_ranks
-from tests.strategy.harness import CASES, config, data, module, trainer
+from tests.strategy.harness import CASES, config, data, documents, module, trainer
 
 CASE = CASES[0]
-VERBS = "use remove change give move return derive choose ask save call subclass lower raise set"
+VERBS = (
+    "use remove change give move return derive choose ask save call subclass lower raise set check"
+)
 REMEDY = re.compile(rf"\b({VERBS.replace(' ', '|')})\b", re.IGNORECASE)
 
 
@@ -65,6 +75,26 @@ class Never(LanguageModule):
         return torch.zeros((), device=self.device)
 
 
+class Own(Transformer):
+    def __init__(self, config, dropout: float = 0.0) -> None:
+        super().__init__(config)
+        layer = self.layers["1"]
+        layer.feed_forward = torch.nn.Sequential(torch.nn.Dropout(dropout), layer.feed_forward)
+
+
+class Ignoring(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__(config(False), activation_checkpointing="full")
+
+    def build_model(self):
+        return Own(self.config)
+
+
+class WithDropout(LanguageModule):
+    def build_model(self):
+        return Own(self.config, 0.1)
+
+
 class Unchecked(LanguageModule):
     def training_step(self, batch, batch_idx):
         return self.step(batch)
@@ -94,6 +124,19 @@ def on_one_rank(rank: int) -> None:
     refused("returned a loss of .* but the step that ran has", "wlb", Scaled(config(False)))
     refused("called self.step more than once", "wlb", Twice(config(False)))
     refused("loss of 0, but the step that ran has none", "wlb", Never(config(False)))
+    for callback in (StochasticWeightAveraging(0.1), EMAWeightAveraging()):
+        refused("Averaging copies the whole model", "wlb", callbacks=[callback])
+    refused("activation_checkpointing='full', but the Own .* has 'none'", "wlb", Ignoring())
+    refused("Own: layers.1.feed_forward.0 is a Dropout of p=0.1", "wlb", WithDropout(config(False)))
+    # A shape that leaves the vocabulary out; and documents that are only validated on.
+    small = TransformerConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=50)
+    open_shape = replace(small.shape, vocab_size=0)
+    fits = InMemoryDocuments([[49] * 40] * 9, vocab_size=50)
+    for strategy in ("wlb", "auto"):
+        for options in ({}, {"documents": fits, "validation_documents": documents(False)}):
+            words = r"InMemoryDocuments.* has the token \d+ at .*, outside the vocabulary \[0, 50\)"
+            batches = data(CASE, model_shape=open_shape, **options)
+            refused(words, strategy, LanguageModule(small), batches)
     # The process is none the worse for it.
     runner = trainer("wlb", 1)
     runner.fit(module(CASE), data(CASE))

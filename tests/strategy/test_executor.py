@@ -4,6 +4,8 @@ import time
 import lightning.pytorch as L
 import pytest
 
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.strategy import executor, messages
 from lightning_wlb.strategy.executor import check_digests
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -122,6 +124,49 @@ def test_ranks_with_different_plans_all_raise_and_name_the_digests(mesh, options
     for _, seconds, steps in results:
         assert seconds < 60
         assert steps <= step
+
+
+class Mask(InMemoryDocuments):
+    """Rank 1 masks a token that rank 0 does not, as many of both."""
+
+    def __init__(self, sequences: list, rank: int) -> None:
+        masks = [[True] * len(each) for each in sequences]
+        masks[0][5 + rank] = False
+        super().__init__(sequences, masks)
+
+
+def copies(rank: int) -> list[str]:
+    same = [[number, number + 1, number + 2] * 4 for number in range(40)]
+    changed = [list(tokens) for tokens in same]
+    changed[13][1] += rank  # one of those that are sampled: 39 · 5 / 15
+    mixture = [
+        {"documents": same, "weight": 1, "name": "first"},
+        {"documents": changed[:14], "weight": 2, "name": "second"},
+    ]
+    messages = []
+    for documents, options in (
+        ({"mixture": mixture}, {}),
+        (same, {"validation_documents": Mask(same, rank)}),
+    ):
+        settings = {"context_window": WINDOW, "micro_batches": 3, "num_workers": 0}
+        with pytest.raises(RuntimeError, match="read different tokens or masks") as error:
+            trainer(WLBStrategy(2), 2).fit(
+                module(CASES[0]), WLBDataModule(documents, **settings, **options)
+            )
+        messages.append(str(error.value))
+    return messages
+
+
+def test_ranks_that_read_different_copies_raise_before_the_first_step():
+    first, second = run_ranks(copies, 2, process_group=False)
+    assert first == second
+    for text, documents in zip(first, (14, 40), strict=True):
+        found = re.search(
+            rf"from (InMemoryDocuments|Mask)\({documents} documents, .*\): digest [0-9a-f]{{16}} on"
+            r" rank 0; digest [0-9a-f]{16} on rank 1\. Every node must have the same documents",
+            text,
+        )
+        assert found, text
 
 
 def test_ranks_are_grouped_by_digest():

@@ -26,9 +26,6 @@ from lightning_wlb.data.documents import check_lengths, check_tokens
 Empty = Literal["refuse", "drop"]
 Array = npt.NDArray[Any]
 
-IGNORED_LABEL = -100
-"""The label that Hugging Face gives to a token that may not be a target."""
-
 
 class MappedDocuments(ABC):
     """Documents in files.
@@ -104,7 +101,7 @@ class MappedDocuments(ABC):
             raise ValueError(
                 f"{self.name_of(document)}: its mask has the value {flags[wrong[0]]} at position"
                 f" {start + int(wrong[0])}, but a mask says 1 (may be a target) or 0. Mend the"
-                " source."
+                " source; of labels with -100 the mask is labels != -100."
             )
         return flags.astype(np.bool_)
 
@@ -138,27 +135,3 @@ class MappedDocuments(ABC):
         )
         self._rows = rows
         return lengths[rows]
-
-
-def labels_as_mask(labels: Array, tokens: Array, named: str, start: int) -> npt.NDArray[np.bool_]:
-    """Which tokens may be targets, from a range of labels as Hugging Face's models take them.
-
-    Args:
-        labels: of each token itself, or ``-100`` where it may not be a target.
-        tokens: of the same range.
-        named: how errors call the document.
-        start: where the range starts in it.
-
-    Raises:
-        ValueError: a label that is neither ``-100`` nor the token.
-    """
-    mask = labels != IGNORED_LABEL
-    wrong = np.flatnonzero(mask & (labels != tokens))
-    if len(wrong):
-        first = int(wrong[0])
-        raise ValueError(
-            f"{named}: its label at position {start + first} is {labels[first]}, its token"
-            f" {tokens[first]}. Labels equal the tokens or are {IGNORED_LABEL}; they are not"
-            " shifted. Mend the source, or open it with mask_column=None to ignore them."
-        )
-    return np.asarray(mask)

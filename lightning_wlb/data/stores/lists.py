@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lightning_wlb.data.stores.base import Array, Empty, MappedDocuments, labels_as_mask
+from lightning_wlb.data.documents import labels_as_mask
+from lightning_wlb.data.stores.base import Array, Empty, MappedDocuments
 from lightning_wlb.data.stores.columns import AUTO, Columns, columns_of
 
 FACTS = "lightning_wlb.json"
@@ -120,7 +121,8 @@ class ListDocuments(MappedDocuments):
         if not self._labels:
             return flags
         tokens = batch.tokens.read(own, start, stop)
-        return labels_as_mask(flags, tokens, f"document {row} of {self.name}", start)
+        remedy = "Mend the source, or open it with mask_column=None to ignore them."
+        return labels_as_mask(flags, tokens, f"document {row} of {self.name}", start, remedy)
 
     def _batch(self, row: int) -> tuple[_Batch, int]:
         """The record batch of a row, and the row's number in it."""

@@ -281,6 +281,7 @@ class HuggingFaceDecoder(Decoder):
             )
 
     def _recompute(self, activation_checkpointing: str) -> None:
+        self.activation_checkpointing = activation_checkpointing
         self.recomputes_layers = activation_checkpointing == "full"
         for layer in self.layers.values():
             if activation_checkpointing == "full":

@@ -1,0 +1,127 @@
+"""Saves that are written while training goes on: copies of tensors, and threads.
+
+A save is staged, which copies the tensors of this rank into memory of the CPU, and then written by
+a thread; training waits for the copy only. Saves are written in the order in which they were
+submitted, one at a time, since their messages travel over one process group.
+
+The threads are daemons: a process whose peers have died must be able to end although its save waits
+for them. What such a save has written is no checkpoint, and the next save removes it.
+
+Cost: memory of the CPU for each save that is not finished (this rank's parameters and optimizer
+state once), which is kept for the next one. Not for a save after which the process may end.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from lightning_wlb.checkpoints.writing import Parts
+
+COPIES = 2
+"""Saves that may be unfinished at a time: ModelCheckpoint may make two at the end of a step."""
+
+
+class Stager:
+    """Copies what a checkpoint consists of, to memory that is used again.
+
+    Args:
+        device: of the tensors. From CUDA they are copied to pinned memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=cuda,
+        )
+        self._stagers = [DefaultStager(options) for _ in range(COPIES)]
+
+    def stage(self, parts: Parts) -> Parts:
+        """A copy, which what is staged after the next one overwrites."""
+        self._stagers.append(self._stagers.pop(0))
+        state = self._stagers[-1].stage(parts.state)
+        assert isinstance(state, dict)
+        return Parts(state, copy.deepcopy(parts.rest))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a thread does about ``path``, and how many copies of tensors it holds until then."""
+
+    path: Path
+    copies: int
+    future: Future[None]
+
+
+class Background:
+    """Runs jobs in threads, one after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether a job is finished and has failed."""
+        return any(
+            each.future.done() and each.future.exception() is not None for each in self._jobs
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is not finished."""
+        return any(not each.future.done() for each in self._jobs)
+
+    def submit(self, path: Path, do: Callable[[], None], copies: int = 0) -> None:
+        """Run ``do`` when the jobs before it are finished."""
+        before = [each.future for each in self._jobs]
+        future: Future[None] = Future()
+
+        def run() -> None:
+            wait(before)
+            try:
+                do()
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.append(Job(path, copies, future))
+        Thread(target=run, name=f"save {path.name}", daemon=True).start()
+
+    def settle(
+        self, copies: int = 0, seconds: float | None = None
+    ) -> list[tuple[Path, BaseException]]:
+        """Wait for the oldest jobs, until the others hold at most so many copies.
+
+        Args:
+            copies: 0 waits for all jobs.
+            seconds: at most; None means as long as it takes.
+
+        Returns:
+            The jobs that have failed, and why: TimeoutError where the time was too short.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        failures: list[tuple[Path, BaseException]] = []
+        unfinished = []
+        while self._jobs and (not copies or sum(each.copies for each in self._jobs) > copies):
+            job = self._jobs.pop(0)
+            try:
+                left = None if end is None else max(end - time.monotonic(), 0)
+                error = job.future.exception(left)
+            except TimeoutError:
+                unfinished.append(job)
+                error = TimeoutError(f"it was not written within {seconds:g} s")
+            if error is not None:
+                failures.append((job.path, error))
+        self._jobs = unfinished + self._jobs
+        return failures

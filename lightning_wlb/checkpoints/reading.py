@@ -1,0 +1,175 @@
+"""A checkpoint is read by all ranks together, and compared with its manifest.
+
+Sizes, and the checksums of the small files, are compared first. Those of the shards are computed in
+threads while the shards are read, each by one rank, so that every byte is looked at once; what was
+read counts when all ranks agree.
+
+Cost: the threads need no interpreter's lock but between blocks, and take their bytes from memory
+where the rank reads the shards that it wrote.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_wlb.checkpoints import folders, manifest, metadata
+from lightning_wlb.checkpoints.storage import read_shards
+from lightning_wlb.checkpoints.together import Ranks
+from lightning_wlb.checkpoints.writing import OWN, REST
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint of which all but the shards is read.
+
+    Attributes:
+        folder: where it is.
+        rest: what is not in shards.
+        stored: which shards there are, and where.
+        listed: its manifest; None where an older version saved it.
+    """
+
+    folder: Path
+    rest: dict[str, Any]
+    stored: Metadata
+    listed: manifest.Manifest | None
+
+
+def check(folder: Path) -> bool:
+    """Compare all files of a checkpoint with its manifest; one process.
+
+    Returns:
+        False where an older version saved it without one, so that nothing can be compared.
+
+    Raises:
+        Damaged: naming the file.
+    """
+    try:
+        manifest.check(folder)
+    except FileNotFoundError:
+        _refuse_lost_manifest(folder, _read_rest(folder, True))
+        return False
+    return True
+
+
+def open_checkpoint(path: Path, weights_only: bool | None, verify: bool, ranks: Ranks) -> Opened:
+    """Read all but the shards; collective over ``ranks``.
+
+    Args:
+        path: the folder; that of ``.old`` is taken, with a warning, where a save died between two
+            renames.
+        weights_only: for ``meta.pt``; None means True.
+        verify: compare checksums, not only sizes.
+        ranks: who reads.
+
+    Raises:
+        FileNotFoundError: it is no checkpoint.
+        Damaged: it is not what was written.
+        ValueError: it was made to run code, or by a newer version.
+    """
+    folder = ranks.lead(lambda: _find(path))
+    ranks.each(lambda: folders.see(folder))
+    listed = ranks.lead(lambda: _listed(folder, verify))
+    rest = ranks.each(lambda: _read_rest(folder, weights_only))
+    if listed is None:
+        _refuse_lost_manifest(folder, rest)
+    rest.pop(OWN, None)
+    return Opened(folder, rest, ranks.each(lambda: metadata.read(folder)), listed)
+
+
+def fill(state: dict[str, Any], opened: Opened, verify: bool, ranks: Ranks) -> None:
+    """Fill a state from the shards; collective over ``ranks``.
+
+    While it reads, a thread of each rank compares a share of the files with the manifest.
+
+    Raises:
+        Damaged: by the manifest, whatever else went wrong in reading.
+        ValueError, OSError: as :func:`.read_shards` does.
+    """
+    listed, shards = opened.listed, []
+    if verify and listed is not None:
+        shards = sorted(name for name in listed.files if metadata.SHARD.fullmatch(name))
+
+    def compare() -> None:
+        if listed is not None:
+            manifest.check_files(opened.folder, listed, shards[ranks.rank :: ranks.size])
+
+    with ThreadPoolExecutor(1) as pool:
+        compared = pool.submit(compare)
+        problem: Exception | None = None
+        try:
+            read_shards(state, opened.folder, opened.stored, ranks)
+        except (OSError, ValueError) as error:
+            problem = error
+        ranks.each(compared.result)
+    if problem is not None:
+        raise problem
+
+
+def _find(path: Path) -> Path:
+    replaced = folders.replaced_by(path)
+    if not path.exists() and (replaced / REST).is_file():
+        rank_zero_warn(
+            f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"
+            " checkpoint from before it."
+        )
+        path = replaced
+    if not (path / REST).is_file():
+        raise FileNotFoundError(
+            f"{path} is not a checkpoint of WLBStrategy: it should be a folder that contains"
+            f" {REST}. Pass the folder that ModelCheckpoint or"
+            " trainer.save_checkpoint wrote under WLBStrategy. A single file's weights can start a"
+            " new run: the module's load_from_checkpoint."
+        )
+    return path
+
+
+def _listed(path: Path, verify: bool) -> manifest.Manifest | None:
+    """The manifest, where all files have the sizes in it; None where an older version saved."""
+    try:
+        listed = manifest.read(path)
+    except FileNotFoundError:
+        rank_zero_warn(
+            f"{path} has no {manifest.NAME}: an older version of lightning_wlb saved it, and"
+            " whether it is damaged cannot be told."
+        )
+        return None
+    manifest.check_sizes(path, listed)
+    if verify:
+        small = [name for name in listed.files if not metadata.SHARD.fullmatch(name)]
+        manifest.check_files(path, listed, small)
+    return listed
+
+
+def _refuse_lost_manifest(folder: Path, rest: Mapping[str, Any]) -> None:
+    if OWN in rest:
+        raise manifest.Damaged(
+            f"{folder} is damaged: {manifest.NAME} is missing. Use another checkpoint."
+        )
+
+
+def _read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        rest: dict[str, Any] = torch.load(
+            path / REST,
+            map_location="cpu",
+            weights_only=True if weights_only is None else weights_only,
+        )
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path / REST} cannot be read: it is damaged, or holds objects of"
+            " classes, which may run code when they are read. If you know who wrote it:"
+            f" trainer.fit(..., weights_only=False). ({error})"
+        ) from error
+    if not isinstance(rest, dict):
+        raise ValueError(f"{path / REST} holds a {type(rest).__name__}, no state.")
+    return rest

@@ -1,0 +1,157 @@
+"""Where a step runs out of memory: what ran, and which options would take less, by how much.
+
+The error stays what it is and gets a note, which Python prints below its message. The bytes are
+those of the memory model (``cost/memory.py``) with all micro-batches as long as the longest one of
+the rank, the account by which ``lightning-wlb plan`` says what fits. So they are an upper bound of
+what is modelled; fragmentation and communication buffers are not.
+
+Cost: nothing until there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from lightning.pytorch.utilities.memory import is_out_of_cpu_memory
+
+from lightning_wlb.cost.latency import Checkpointing
+from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.prediction.memory import StepMemory, most_open
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.messages import Pipeline
+from lightning_wlb.strategy.whereabouts import HERE
+
+_SHOWN = 8
+"""Slices that a note names."""
+
+
+@contextmanager
+def explained(
+    executor: Executor, batch: StepBatch, memory: Callable[[], MemoryModel]
+) -> Iterator[None]:
+    """Put a :func:`note` on the error of a step in training that runs out of memory.
+
+    Args:
+        executor: runs the step inside.
+        batch: this rank's part of the step.
+        memory: makes the model of memory on the mesh.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(note(HERE.action, batch, executor.pipeline, memory()))
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine had no memory left."""
+    out = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return out or is_out_of_cpu_memory(error)
+
+
+def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: MemoryModel) -> str:
+    """One paragraph about a step in training that ran out of memory.
+
+    Args:
+        action: what ran; None if no action had begun.
+        batch: this rank's part of the step.
+        pipeline: the one that the rank is in.
+        model: memory of the model on the mesh.
+    """
+    said = f"WLBStrategy: out of memory in step {batch.plan.step}"
+    units = batch.units
+    if action is not None:
+        running = units.forward[action.micro_batch]
+        slices = units.slices_of(running)
+        more = f" and {len(slices) - _SHOWN} more" if len(slices) > _SHOWN else ""
+        said += (
+            f", action {action}: micro-batch {action.micro_batch} of {units.tokens_of(running)}"
+            f" tokens, {running.rows} rows on this rank,"
+            f" {' '.join(map(str, slices[:_SHOWN]))}{more}"
+        )
+    if not units.forward:
+        return f"{said}."
+    longest = max(units.forward, key=lambda each: each.rows)
+    place = pipeline.rank.pipeline
+    program = pipeline.programs(batch.executed, batch.replica)[place]
+    count = most_open(program, pipeline.rank.mesh.virtual_stages)
+    parts = StepMemory.of(model, pipeline.stages).rank_parts[place]
+    held = model.rank_bytes(parts, count, longest.rows, len(units.forward))
+    less = sorted(
+        (
+            (held - needed, option)
+            for option, needed in _options(
+                model,
+                parts,
+                count,
+                longest.rows,
+                len(units.forward),
+                units.tokens_of(longest),
+                batch.plan.nominal_tokens // batch.plan.micro_batches,
+            )
+            if needed < held
+        ),
+        reverse=True,
+    )
+    options = "; ".join(f"{option}: {_megabytes(saved)} less" for saved, option in less)
+    return (
+        f"{said}. By the memory model this rank needs {_megabytes(held)}:"
+        f" {_megabytes(model.state_bytes(parts))} for parameters, gradients and optimizer state,"
+        f" the rest for {count} open micro-batches of {longest.rows} rows. What takes less:"
+        f" {options}."
+    )
+
+
+def _options(
+    model: MemoryModel,
+    parts: StageParts,
+    count: int,
+    rows: int,
+    micro_batches: int,
+    tokens: int,
+    window: int,
+) -> Iterator[tuple[str, int]]:
+    """Options and the bytes that this rank needs with each; some need more than without."""
+    for mode in get_args(Checkpointing):
+        changed = replace(model, activation_checkpointing=mode)
+        yield (
+            f"activation_checkpointing={mode!r}",
+            changed.rank_bytes(parts, count, rows, micro_batches),
+        )
+    mesh, unit = model.mesh, model.mesh.tensor
+    if tokens > window:
+        shorter = -(-rows * window // tokens // unit) * unit
+        yield f"cap={window}", model.rank_bytes(parts, count, shorter, micro_batches)
+    # On as many devices where the data-parallel ranks can be halved, else on twice as many.
+    data = mesh.data // 2 if mesh.data % 2 == 0 else mesh.data
+    wider = replace(model, mesh=replace(mesh, data=data, context=2 * mesh.context))
+    yield (
+        f"context_parallel_size={2 * mesh.context}",
+        wider.rank_bytes(parts, count, -(-rows // 2 // unit) * unit, micro_batches),
+    )
+    if all(size % (2 * unit) == 0 for _, size in model.shape.split_sizes):
+        split = replace(model, mesh=replace(mesh, data=data, tensor=2 * unit))
+        padded = -(-rows // (2 * unit)) * 2 * unit
+        yield (
+            f"tensor_parallel_size={2 * unit}",
+            split.rank_bytes(parts, count, padded, micro_batches),
+        )
+    if sum(parts.layers) > 1:
+        deeper = replace(model, mesh=replace(mesh, data=data, pipeline=2 * mesh.pipeline))
+        half = replace(parts, layers=tuple(-(-each // 2) for each in parts.layers))
+        twice = min(2 * count, micro_batches)
+        yield (
+            f"pipeline_parallel_size={2 * mesh.pipeline}",
+            deeper.rank_bytes(half, twice, rows, micro_batches),
+        )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,143 @@
+"""Which checkpoint a run goes on from: what ``ckpt_path`` means under WLBStrategy.
+
+* A checkpoint's own path means that one. If it is damaged, the run ends.
+* ``"best"`` is Lightning's: the path that ModelCheckpoint remembers.
+* A folder with checkpoints in it means the newest undamaged one of them.
+* ``"last"`` means the newest undamaged one, whatever its name, in the folders of the Trainer's
+  checkpoint callbacks; in a Slurm job also of those that were saved before a time limit
+  (``hpc_ckpt_N.ckpt`` in ``default_root_dir``). Lightning would take a ``last.ckpt`` by the file
+  system's time, and begin anew where a process died while it replaced the only one.
+* ``"hpc"`` means the same. So does None in a fit in a Slurm job where such an ``hpc_ckpt_N.ckpt``
+  is; and where the job was requeued after a node died, before there was one, the newest that this
+  job has saved itself. Lightning would take the newest ``hpc_ckpt_N.ckpt``, or begin anew.
+
+Lightning chooses before there are process groups, each rank for itself. So what was asked for is
+noted when the Trainer hands a run to its launcher; rank 0's list of candidates counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.checkpoints.newest import (
+    REQUEUE,
+    can_resume,
+    checkpoints_in,
+    is_checkpoint,
+    is_of_job,
+    newest_first,
+)
+
+T = TypeVar("T")
+
+
+class InPlace(_Launcher):
+    """Runs in the process that is there: torchrun or Slurm has made it."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """True: no process is started."""
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function, which knows its Trainer."""
+        kwargs.pop("trainer", None)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Nothing: there are no processes of ours."""
+
+
+def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
+    """The checkpoints that ``"last"``, ``"hpc"`` and None may mean, the newest first.
+
+    Args:
+        trainer: whose callbacks say where checkpoints are.
+        asked: what the user gave as ``ckpt_path``.
+        fitting: whether optimizer state is needed too.
+
+    Returns:
+        Nothing where Lightning's own choice stands.
+    """
+    slurm = SLURMEnvironment.detect()
+    requeued = checkpoints_in(Path(trainer.default_root_dir), REQUEUE) if slurm else []
+    job = None
+    if asked is None and fitting and slurm and trainer.ckpt_path is None:
+        if not requeued:
+            # A job begins anew, unless it has begun before.
+            if not int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+                return []
+            job = os.environ["SLURM_JOB_ID"]
+    elif asked not in ("last", "hpc"):
+        return []
+    found = [*requeued, *(path for each in _folders(trainer) for path in checkpoints_in(each))]
+    if job is not None:
+        found = [path for path in found if is_of_job(path, job)]
+    return _usable(found, fitting)
+
+
+def candidates_in(path: Path, fitting: bool) -> list[Path]:
+    """The checkpoints in a folder, the newest first; the folder itself where it has none."""
+    if is_checkpoint(path) or not path.is_dir():
+        return [path]
+    return _usable(checkpoints_in(path), fitting) or [path]
+
+
+def load_first(paths: Sequence[Path], load: Callable[[Path], T]) -> tuple[Path, T]:
+    """Load the first of several checkpoints that is not damaged, and say which were.
+
+    Args:
+        paths: at least one. A single one is loaded or refused.
+        load: raises Damaged, or FileNotFoundError, on all ranks alike.
+
+    Raises:
+        Damaged: all of them are. Of a single one, what ``load`` raises.
+    """
+    refused: list[str] = []
+    for path in paths:
+        try:
+            loaded = load(path)
+        except (Damaged, FileNotFoundError) as error:
+            if len(paths) == 1:
+                raise
+            refused.append(str(error))
+            continue
+        if refused:
+            rank_zero_warn(
+                f"{' '.join(refused)} Going on from {path}, the newest checkpoint that is not"
+                " damaged."
+            )
+        return path, loaded
+    raise Damaged(
+        f"None of the {len(paths)} checkpoints can be used. {' '.join(refused)} To begin anew,"
+        " give ckpt_path=None and another folder for new checkpoints."
+    )
+
+
+def _usable(paths: list[Path], fitting: bool) -> list[Path]:
+    """The newest first; of those that hold weights only just the newest, to be refused by name."""
+    ordered = newest_first(paths)
+    return ([path for path in ordered if can_resume(path)] or ordered[:1]) if fitting else ordered
+
+
+def _folders(trainer: pl.Trainer) -> list[Path]:
+    """Where the Trainer's callbacks keep checkpoints."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = []
+    for each in callbacks:
+        if isinstance(each, ModelCheckpoint):
+            # Before its set-up only this method of Lightning's knows the default folder.
+            found.append(each._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        elif isinstance(each, OnExceptionCheckpoint):
+            found.append(each.dirpath)
+    return [Path(each) for each in found if "://" not in str(each)]

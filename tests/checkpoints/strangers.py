@@ -1,0 +1,72 @@
+"""Small checkpoints, and what a stranger may do to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_wlb.checkpoints import manifest, sharded
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = str(made)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.made,)
+
+
+def list_anew(folder: Path) -> None:
+    """Give a changed folder a manifest that fits it, as whoever changed it can."""
+    (folder / manifest.NAME).unlink()
+    files = manifest.synchronised(folder)
+    manifest.write(folder, manifest.CHECKPOINT, "stranger", 1, 0, files)
+
+
+def list_wrongly(folder: Path) -> None:
+    """Give a folder a manifest with another checksum of a shard."""
+    listed = manifest.read(folder)
+    shard = manifest.File(listed.files["__0_0.distcp"].size, "00000000")
+    files = {**listed.files, "__0_0.distcp": shard}
+    (folder / manifest.NAME).unlink()
+    manifest.write(folder, listed.kind, listed.save, listed.ranks, listed.step, files)
+
+
+def model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, all of whose numbers follow from one."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=value)
+    for parameter in layers.parameters():
+        nn.init.constant_(parameter, value)
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    return layers, optimizer
+
+
+def save(path: Path, value: float) -> None:
+    """Save the model of a value, after as many steps."""
+    layers, optimizer = model(value)
+    sharded.save(path, layers, [optimizer], {"global_step": int(value), "value": value}, {})
+
+
+def load(path: Path, **options: Any) -> float:
+    """The value whose model a folder holds; fails where parts of it are of different ones."""
+    layers, optimizer = model(0.5)
+    rest = sharded.load(path, layers, [optimizer], {}, None, **options)
+    value = rest["value"]
+    wanted, settings = model(value)
+    assert rest == {"global_step": int(value), "value": value}
+    for name, each in wanted.state_dict().items():
+        assert torch.equal(layers.state_dict()[name], each), name
+    mine, theirs = optimizer.state_dict(), settings.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    for index, state in theirs["state"].items():
+        for name, each in state.items():
+            assert torch.equal(mine["state"][index][name], each), name
+    return value

@@ -1,0 +1,186 @@
+"""A save ends with the old checkpoint or with the new one, wherever it ends."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_wlb.checkpoints import folders
+from tests.checkpoints.strangers import load, save
+from tests.ranks import run_ranks
+
+
+def killed_at(point: str, path: Path, value: float, exchange: bool) -> bool:
+    """Save in a process that is gone when the save comes to a point; whether it came to it."""
+    child = os.fork()
+    if child == 0:
+        reached = folders.reached
+        folders.reached = lambda each: os._exit(9) if each == point else reached(each)
+        if not exchange:
+            folders._exchange = lambda one, other: False
+        save(path, value)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def saves_that_are_killed(rank: int, scratch: Path, exchange: bool) -> dict:
+    """Point -> whether it was reached, whether the name was there, and what was loaded."""
+    found = {}
+    for point in folders.POINTS:
+        path = scratch / point / "run.ckpt"
+        save(path, 1.0)
+        reached = killed_at(point, path, 2.0, exchange)
+        there = path.is_dir()
+        found[point] = reached, there, load(path)
+        # Whatever is left, a later save takes its place.
+        save(path, 3.0)
+        assert load(path) == 3.0
+    return found
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+def test_a_save_that_is_killed_leaves_one_whole_checkpoint(exchange, tmp_path):
+    if exchange and not sys.platform.startswith("linux"):
+        pytest.skip("renameat2 is Linux's")
+    (found,) = run_ranks(saves_that_are_killed, 1, tmp_path, exchange, process_group=False)
+    new = folders.POINTS.index("named")
+    for at, point in enumerate(folders.POINTS):
+        moved = point == "moved"
+        reached = not (moved and exchange)
+        assert found[point] == (
+            reached,
+            not moved or exchange,
+            2.0 if at >= new or not reached else 1.0,
+        ), point
+
+
+def test_nothing_is_replaced_before_what_replaces_it_is_on_the_disk(tmp_path, monkeypatch):
+    """Files, then the folder that holds them, then its name; only then the old one goes."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc to see what is synchronised")
+    path, events = tmp_path / "new" / "run.ckpt", []
+    sync, remove = os.fsync, shutil.rmtree
+
+    def synchronise(descriptor: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def delete(folder: Path, **options) -> None:
+        events.append("delete")
+        remove(folder, **options)
+
+    monkeypatch.setattr(os, "fsync", synchronise)
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    monkeypatch.setattr(folders, "reached", lambda point: events.append(f"<{point}>"))
+    save(path, 1.0)
+    # A folder that is new is in its parent on the disk, too.
+    assert events[:3] == [tmp_path.name, "new", ".partial"]
+    events.clear()
+    save(path, 2.0)
+    (aside,) = {each for each in events if each.startswith("run.ckpt-")}
+    assert [each for each in events if each != "<writing>"] == [
+        "new",
+        ".partial",
+        "<begun>",
+        "__0_0.distcp",
+        ".metadata.tmp",
+        "meta.pt",
+        "<written>",
+        "manifest.json",
+        aside,
+        "<listed>",
+        "<named>",
+        "new",
+        "<synchronised>",
+        "delete",
+        "<removed>",
+    ]
+
+
+def full_disk(rank: int, scratch: Path) -> tuple[int, str, list[str], float]:
+    path = scratch / "run.ckpt"
+    save(path, 1.0)
+    opened = io.FileIO
+
+    def full(file: Path, mode: str) -> io.FileIO:
+        return opened("/dev/full", "w") if file.name == "__1_0.distcp" else opened(file, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "FileIO", full)
+        with pytest.raises(OSError, match="No space left") as info:
+            save(path, 2.0)
+    left = sorted(each.name for each in scratch.iterdir())
+    return info.value.errno, str(info.value), left, load(path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's full disk")
+def test_a_full_disk_leaves_nothing_and_all_ranks_say_where(tmp_path):
+    for code, text, left, value in run_ranks(full_disk, 2, tmp_path):
+        assert code == errno.ENOSPC
+        assert "run.ckpt was not saved" in text
+        assert "rank 1: No space left on device" in text
+        assert "__1_0.distcp" in text
+        assert "bytes free" in text
+        assert left == ["run.ckpt"]
+        assert value == 1.0
+
+
+def not_shared(rank: int, scratch: Path) -> str:
+    """Each rank has a disk of its own."""
+    folders._LATE_SECONDS = 0.1
+    mine = scratch / str(rank)
+    mine.mkdir()
+    os.chdir(mine)
+    with pytest.raises(ValueError, match="not on") as info:
+        save(Path("run.ckpt"), 1.0)
+    assert list(mine.iterdir()) == []
+    return str(info.value)
+
+
+def test_ranks_without_a_shared_disk_are_refused(tmp_path):
+    for text in run_ranks(not_shared, 2, tmp_path):
+        assert text.startswith("rank 1 on ")
+        assert "file system that all nodes share" in text
+
+
+def lost_file(rank: int, scratch: Path) -> str:
+    folders._LATE_SECONDS = 0.1
+    reached = folders.reached
+
+    def lose(point: str) -> None:
+        reached(point)
+        if rank == 1 and point == "written":
+            (shard,) = scratch.glob(".partial/*/__1_0.distcp")
+            shard.unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "reached", lose)
+        with pytest.raises(ValueError, match="is not there on") as info:
+            save(scratch / "run.ckpt", 1.0)
+    assert list(scratch.iterdir()) == []
+    return str(info.value)
+
+
+def test_a_file_that_rank_0_does_not_see_is_named(tmp_path):
+    for text in run_ranks(lost_file, 2, tmp_path):
+        assert "__1_0.distcp of" in text
+        assert "which rank 1 wrote" in text
+
+
+def test_state_that_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):
+    from tests.checkpoints.strangers import model, sharded
+
+    layers, optimizer = model(1.0)
+    rest = {"callbacks": {"Mine": {"folder": [tmp_path]}}}
+    with pytest.raises(ValueError, match=r"\['callbacks'\]\['Mine'\]\['folder'\]\[0\]: an obj"):
+        sharded.save(tmp_path / "run.ckpt", layers, [optimizer], rest, {})
+    optimizer.param_groups[0]["name"] = tmp_path
+    with pytest.raises(ValueError, match=r"\['optimizer_0'\].*pathlib"):
+        sharded.save(tmp_path / "run.ckpt", layers, [optimizer], {}, {})
+    assert list(tmp_path.iterdir()) == []

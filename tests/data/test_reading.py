@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.reading import check_targets, read_mask, read_tokens
+from lightning_wlb.data.sampler import StepDataset, StepLoader
+from lightning_wlb.mesh import Rank
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.planning import DataSettings
+
+TOKENS = [[5, 6, 7, 8], [1, 2, 3, 4, 5, 6]]
+MASKS = [None, [True, True, False, True, True, True]]
+
+
+class Lying(InMemoryDocuments):
+    """A store whose methods return something else than they should, for document 1."""
+
+    def __init__(self, method: str, answer: Any) -> None:
+        super().__init__(TOKENS, MASKS, vocab_size=9)
+        self.method, self.answer = method, answer
+
+    def _say(self, method: str, document: int, start: int, stop: int) -> Any:
+        honest = getattr(super(), method)(document, start, stop)
+        if method != self.method or document != 1:
+            return honest
+        return self.answer(honest)
+
+    def read(self, document: int, start: int, stop: int) -> Any:
+        return self._say("read", document, start, stop)
+
+    def mask(self, document: int, start: int, stop: int) -> Any:
+        return self._say("mask", document, start, stop)
+
+    def targets(self, document: int, start: int, stop: int) -> Any:
+        return self._say("targets", document, start, stop)
+
+
+def fail(honest: Any) -> Any:
+    raise OSError("the disk is gone")
+
+
+LIES = [
+    (
+        "read",
+        lambda t: t[:-1],
+        r"read\(1, 0, 6\) returned an array of int64 with shape \[5\], not 6",
+    ),
+    ("read", lambda t: np.append(t, 1), r"of int64 with shape \[7\], not 6 whole numbers"),
+    ("read", lambda t: t[:1], r"of int64 with shape \[1\], not 6"),
+    ("read", lambda t: t[0], r"of int64 with shape \[\], not 6"),
+    ("read", lambda t: t[None], r"of int64 with shape \[1, 6\]"),
+    ("read", lambda t: t.astype(np.float32), "an array of float32 .* Its length is said to be 6"),
+    ("read", lambda t: t > 2, "an array of bool with"),
+    ("read", lambda t: t + 4, r"has the token 9 at position 4, outside the vocabulary \[0, 9\)"),
+    ("read", lambda t: t - 2, "has the token -1 at position 0"),
+    ("read", fail, r"reading tokens of \[0, 6\) failed: OSError: the disk is gone"),
+    (
+        "mask",
+        lambda m: m[:-1],
+        r"mask\(1, 1, 6\) returned an array of bool with shape \[4\], not 5",
+    ),
+    ("mask", lambda m: np.where(m, 5, -100), "of int64 .*, not 5 booleans.* labels != -100"),
+    ("mask", fail, r"reading the mask of \[1, 6\) failed: OSError"),
+    ("targets", lambda n: n + 1, r"targets\(1, 0, 6\) is 5, but its length and mask leave 4"),
+    ("targets", fail, r"reading targets of \[0, 6\) failed: OSError"),
+]
+
+
+@pytest.mark.parametrize(("method", "answer", "message"), LIES)
+def test_what_a_store_returns_is_what_it_said(method: str, answer: Any, message: str) -> None:
+    honest, lying = InMemoryDocuments(TOKENS, MASKS, vocab_size=9), Lying(method, answer)
+    data = DataSettings(10, 1, packing="original", shuffle=False)
+    dataset = StepDataset.for_model(honest, data, TransformerConfig(vocab_size=9).shape)
+    plan = dataset.planner().next_step()
+    assert plan is not None
+    make_step_batch(plan, honest, Rank(), {}, 0, True, None, 9)
+    with pytest.raises(ValueError, match=message) as error:
+        make_step_batch(plan, lying, Rank(), {}, 0, True, None, 9)
+    assert str(error.value).startswith("document 1 of Lying(2 documents, 10 tokens, vocab_size=9)")
+
+
+def test_other_kinds_of_whole_numbers_are_taken() -> None:
+    for kind in (list, torch.tensor, lambda t: t.astype(np.uint8)):
+        read = read_tokens(Lying("read", kind), 1, 1, 4, 9)
+        assert read.dtype == np.int64
+        assert read.tolist() == [2, 3, 4]
+    mask = read_mask(Lying("mask", list), 1, 1, 4)
+    assert mask is not None
+    assert mask.tolist() == [True, False, True]
+    check_targets(Lying("targets", np.int32), 1, 0, 6, 4)
+
+
+def test_a_worker_names_store_document_and_range() -> None:
+    data = DataSettings(10, 1, packing="original", shuffle=False)
+    shape = TransformerConfig(vocab_size=9).shape
+    loader = StepLoader(StepDataset.for_model(Lying("read", fail), data, shape), num_workers=1)
+    with pytest.raises(
+        ValueError, match=r"document 1 of Lying\(.*\): reading tokens of \[0, 6\) failed: OSError"
+    ):
+        next(iter(loader))
+
+
+def test_what_is_planned_by_is_checked_too() -> None:
+    data = DataSettings(10, 1)
+    shape = TransformerConfig(vocab_size=9).shape
+    planner = StepDataset.for_model(Lying("targets", fail), data, shape).planner()
+    with pytest.raises(
+        ValueError, match=r"document 1 of Lying.*: reading targets of \[0, 6\) fail"
+    ):
+        planner.next_step()
+    for lengths, message in (
+        (np.array([4.0, 6.0]), "lengths is an array of float64"),
+        (np.array([[4], [6]]), r"lengths is an array of int64 with shape \(2, 1\)"),
+        (np.array([4, 0]), "1 of 2 documents have no tokens, the first is document 1"),
+    ):
+        store = InMemoryDocuments(TOKENS, vocab_size=9)
+        store.lengths = lengths
+        with pytest.raises(ValueError, match=message):
+            StepDataset.for_model(store, data, shape)

@@ -1,0 +1,322 @@
+"""The faults that the soak plants in runs of four ranks, and what is promised of each.
+
+Every fault acts in step 4 of 7 unless it says otherwise (steps are counted from 0); checkpoints are
+saved after steps 3 and 6, validation runs after every second step. Rank 3 is the one that fails, or
+rank 0, which is also the launcher.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from signal import SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
+from typing import Any, Literal
+
+import numpy as np
+
+from lightning_wlb.checkpoints import folders
+from tests.soak import plants
+
+ALL = (0, 1, 2, 3)
+LAUNCHER: dict[str, Any] = {"ranks": (0,), "ends": "dies"}
+STUCK: dict[str, Any] = {"timeout": 15.0, "says": r"(?i)timed out|time-?out|rank 3"}
+KILL = plants.sends(SIGKILL)
+DIED = r"(?i)connection (closed|reset)|terminated with code|broken pipe|rank [03]"
+"""What survivors may say of a rank that died without a word."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens where, and the promise.
+
+    Attributes:
+        name: of the row.
+        place: where it acts (:mod:`.plants`).
+        does: what it does there.
+        ends: ``"error"``: with an exit code that is not 0; ``"stops"``: together, with code 0;
+            ``"goes on"`` to the last step; ``"dies"``: whatever the code, since the launcher dies.
+        says: regular expression that one of the last lines has, of the rank that failed, or of one
+            that lived on if it died without a word.
+        ranks: that it acts on.
+        step: steps taken when it acts, at the earliest.
+        saves: ``"asked"``: saves with ``save_on_exception`` only; ``"never"``: the last checkpoint
+            stands; ``"either"``: depends on what a signal meets.
+        within: seconds after it has acted in which no process is left.
+        timeout: of the strategy's collectives, in seconds; None: its default.
+        silent: the ranks that it acts on can say nothing more.
+        interpreters: an interpreter for every rank, as ``python script.py`` starts them.
+        mounted: the checkpoints lie on a small file system of their own.
+    """
+
+    name: str
+    place: str
+    does: Callable[[Any], Any]
+    ends: Literal["error", "stops", "goes on", "dies"] = "error"
+    says: str = r"planted on rank"
+    ranks: tuple[int, ...] = (3,)
+    step: int = 4
+    saves: Literal["asked", "never", "either"] = "never"
+    within: float = 60.0
+    timeout: float | None = None
+    silent: bool = False
+    interpreters: bool = False
+    mounted: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name as part of a test's."""
+        return re.sub(r"\W+", "_", self.name)
+
+
+def _died(name: str, place: str, does: Callable[[Any], Any], **options: Any) -> Fault:
+    """A rank that ends without a word."""
+    return Fault(name, place, does, **({"says": DIED, "silent": True} | options))
+
+
+def _signal(name: str, place: str, does: Callable[[Any], Any], **options: Any) -> Fault:
+    """A signal that ends the run on all ranks together."""
+    return Fault(name, place, does, **({"ends": "stops", "says": "", "saves": "asked"} | options))
+
+
+RAISED = (
+    Fault("a step raises on rank 3", "step", plants.raises),
+    Fault("a step raises on rank 0", "step", plants.raises, ranks=(0,)),
+    Fault("a step raises on all ranks", "step", plants.raises, ranks=ALL, saves="asked"),
+    Fault("forward raises on rank 3", "forward", plants.raises),
+    Fault("forward raises on rank 0", "forward", plants.raises, ranks=(0,)),
+    Fault("backward raises on rank 3", "backward", plants.raises),
+    Fault("an optimizer raises on rank 3", "optimizer", plants.raises),
+    Fault("an optimizer raises on rank 0", "optimizer", plants.raises, ranks=(0,)),
+    Fault("a callback raises on rank 3", "batch end", plants.raises),
+    Fault("a callback raises on all ranks", "batch end", plants.raises, ranks=ALL, saves="asked"),
+    Fault("validation raises on rank 3", "validation", plants.raises),
+    Fault("validation raises on all ranks", "validation", plants.raises, ranks=ALL, saves="asked"),
+    Fault("set-up raises on rank 3", "setup", plants.raises, step=0),
+    Fault("set-up raises on all ranks", "setup", plants.raises, step=0, ranks=ALL),
+    Fault("prepare_data raises on rank 0", "prepare_data", plants.raises, step=0, ranks=(0,)),
+    Fault("train_dataloader raises on rank 3", "train_dataloader", plants.raises, step=0),
+    Fault("a read raises in a worker of rank 3", "read", plants.raises),
+    Fault("a read raises in every worker", "read", plants.raises, ranks=ALL, saves="either"),
+    Fault("a hook of saving raises on rank 3", "saving", plants.raises, step=6),
+    Fault("a hook of saving raises on rank 0", "saving", plants.raises, step=6, ranks=(0,)),
+    Fault("writing a shard raises on rank 3", "writing", plants.raises, step=6),
+    Fault("sys.exit on rank 3", "step", plants.leaves),
+    Fault("out of memory on rank 3", "forward", plants.runs_out_of_memory),
+)
+
+DIED_SILENTLY = (
+    _died("exit with code 1 on rank 3", "step", plants.exits(1)),
+    _died("exit with code 0 on rank 3", "optimizer", plants.exits(0)),
+    _died("kill -9 of rank 3 in a step", "forward", KILL),
+    _died("kill -9 of the launcher in a step", "forward", KILL, **LAUNCHER),
+    _died("kill -9 of rank 3 while validating", "validation", KILL),
+    _died("kill -9 of rank 3 while saving", "writing", KILL, step=6),
+    _died("kill -9 of the launcher while saving", "writing", KILL, step=6, **LAUNCHER),
+    _died("kill -9 of rank 3 in start-up", "start-up", KILL, step=0, says=""),
+    _died(
+        "kill -9 of the launcher in start-up",
+        "start-up",
+        KILL,
+        step=0,
+        says="",
+        interpreters=True,
+        **LAUNCHER,
+    ),
+    _died("a segmentation fault on rank 3", "backward", plants.sends(SIGSEGV)),
+    _died(
+        "kill -9 of a loader worker of rank 3",
+        "step",
+        plants.sends_workers(SIGKILL),
+        says=r"(?i)worker",
+        silent=False,
+    ),
+    _died(
+        "kill -9 of a loader worker of rank 0",
+        "step",
+        plants.sends_workers(SIGKILL),
+        says=r"(?i)worker",
+        silent=False,
+        ranks=(0,),
+    ),
+    _died(
+        "kill -9 of rank 3, its worker in a read without end",
+        "read",
+        plants.hangs_after(plants.kills_rank),
+    ),
+    _died("a read without end in a worker of rank 3", "read", plants.hangs, **STUCK),
+    _died("rank 3 is stopped (SIGSTOP)", "step", plants.sends(SIGSTOP), **STUCK),
+    _died("rank 3 sleeps for ever", "batch end", plants.hangs, **STUCK),
+    _died(
+        "rank 3 loses its connections",
+        "step",
+        plants.cuts_connections,
+        silent=False,
+        says=r"(?i)connection|broken pipe|socket",
+    ),
+)
+
+SIGNALS = (
+    _signal("SIGTERM to rank 3", "step", plants.sends(SIGTERM)),
+    _signal("SIGTERM to rank 0", "step", plants.sends(SIGTERM), ranks=(0,)),
+    _signal("SIGTERM to all processes", "forward", plants.sends_all(SIGTERM)),
+    _signal("SIGTERM to all processes while validating", "validation", plants.sends_all(SIGTERM)),
+    _signal(
+        "SIGTERM to all processes while saving",
+        "writing",
+        plants.sends_all(SIGTERM),
+        step=6,
+        saves="either",
+    ),
+    _signal(
+        "SIGTERM to all processes, a worker in a read without end",
+        "read",
+        plants.hangs_after(plants.sends_all(SIGTERM), 2.0),
+    ),
+    _signal(
+        "SIGTERM to all processes in start-up",
+        "start-up",
+        plants.sends_all(SIGTERM),
+        step=0,
+        saves="either",
+        **LAUNCHER,
+    ),
+    _signal(
+        "SIGTERM to the launcher in start-up",
+        "start-up",
+        plants.sends(SIGTERM),
+        step=0,
+        saves="either",
+        interpreters=True,
+        **LAUNCHER,
+    ),
+    _signal(
+        "SIGTERM to rank 3 in start-up",
+        "start-up",
+        plants.sends(SIGTERM),
+        step=0,
+        ends="dies",
+        saves="either",
+    ),
+    _signal("Ctrl-C", "forward", plants.sends_all(SIGINT), ends="error", ranks=(0,)),
+    _signal(
+        "Ctrl-C while validating", "validation", plants.sends_all(SIGINT), ends="error", ranks=(0,)
+    ),
+    _signal(
+        "Ctrl-C in start-up",
+        "start-up",
+        plants.sends_all(SIGINT),
+        step=0,
+        saves="either",
+        **LAUNCHER,
+    ),
+    _signal("SIGINT to rank 3 alone", "step", plants.sends(SIGINT), ends="error"),
+)
+
+NUMBERS = (
+    Fault(
+        "not a number in a weight of rank 3", "step", plants.fills_weights, says=r"(?i)finite|nan"
+    ),
+    Fault(
+        "an infinite gradient on rank 3",
+        "after backward",
+        plants.fills_gradients,
+        says=r"(?i)finite|inf",
+    ),
+    Fault(
+        "a store returns too few tokens on rank 3",
+        "tokens",
+        lambda tokens: tokens[:-1],
+        says=r"document \d+",
+    ),
+    Fault(
+        "a store returns one token for all on rank 3",
+        "tokens",
+        lambda tokens: tokens[:1],
+        says=r"document \d+",
+    ),
+    Fault(
+        "a store returns floats on rank 3",
+        "tokens",
+        lambda tokens: tokens.astype(np.float32) + 0.5,
+        says=r"document \d+",
+    ),
+    Fault(
+        "a store returns tokens out of the vocabulary on rank 3",
+        "tokens",
+        lambda tokens: tokens + 1000,
+        says=r"document \d+",
+    ),
+    Fault(
+        "other documents on rank 3",
+        "tokens",
+        lambda tokens: (tokens + 1) % 64,
+        step=0,
+        says=r"(?i)rank",
+    ),
+)
+
+SAVING = (
+    Fault(
+        "the disk is full",
+        "saving",
+        plants.fills_disk,
+        step=6,
+        ranks=(0,),
+        says=r"(?i)no space|full",
+        mounted=True,
+    ),
+    Fault(
+        "the checkpoints' folder is read-only",
+        "saving",
+        plants.forbids_writing,
+        step=6,
+        ranks=(0,),
+        says=r"(?i)read-only|denied",
+        mounted=True,
+    ),
+    Fault(
+        "the checkpoints' folder disappears",
+        "batch end",
+        plants.removes_checkpoints,
+        ranks=(0,),
+        ends="goes on",
+        says="",
+        saves="either",
+    ),
+    Fault(
+        "state that cannot be pickled on all ranks",
+        "state",
+        lambda plant: lambda: None,
+        step=6,
+        ranks=ALL,
+        says=r"(?i)pickl|callback",
+    ),
+    Fault(
+        "state that could not be read again on all ranks",
+        "state",
+        lambda plant: np.float64(1),
+        step=6,
+        ranks=ALL,
+        says=r"(?i)numpy|weights_only",
+    ),
+)
+
+CRASHES = tuple(
+    _died(
+        f"kill -9 of the launcher in a save: {point}",
+        f"save: {point}",
+        KILL,
+        step=6,
+        **LAUNCHER,
+    )
+    for point in folders.POINTS
+)
+
+FAULTS = {
+    each.key: each for group in (RAISED, DIED_SILENTLY, SIGNALS, NUMBERS, SAVING) for each in group
+}
+"""By key; the rows of the table."""
+
+PLANTED = FAULTS | {each.key: each for each in CRASHES}
+"""By key; all that a run can be asked for."""

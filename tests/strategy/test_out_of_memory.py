@@ -1,0 +1,143 @@
+"""A step that runs out of memory says what ran, and what would take less, by the memory model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.strategy.messages import Pipeline
+from lightning_wlb.strategy.out_of_memory import is_out_of_memory, note
+from tests.ranks import run_ranks
+from tests.strategy.harness import SMALL, data, module, trainer
+
+SHAPE = TransformerConfig.preset("7b").shape
+MESH = Mesh(data=2, pipeline=2)
+LENGTHS = [8000, 6000, *[500] * 60]
+
+
+def told(model: MemoryModel, number: int, action: Action | None) -> tuple[str, StepBatch]:
+    """The note of a rank of that number in a step of two replicas, and the step."""
+    settings = DataSettings(
+        8192, 4, packing={"method": "wlb", "queues": 0}, cap=12288, shuffle=False
+    )
+    plan = Planner(LENGTHS, settings, Work.of(SHAPE), MESH).next_step()
+    assert plan is not None
+    batch = StepBatch(plan, 0, plan.replicas, [], {}, 0, False)
+    half = SHAPE.layers // 2
+    stages = range(half), range(half, SHAPE.layers)
+    cpu = torch.device("cpu")
+    rank = MESH.coordinate(number)
+    pipeline = Pipeline(rank, stages, "1f1b", {}, SHAPE.dim, torch.bfloat16, cpu)
+    return note(action, batch, pipeline, model), batch
+
+
+def test_a_note_says_what_ran_and_what_takes_less() -> None:
+    model = MemoryModel(SHAPE, MESH)
+    text, batch = told(model, 0, Action.parse("0B0"))
+    forward = batch.units.forward
+    rows = max(each.rows for each in forward)
+    assert "\n" not in text
+    first = batch.units.slices_of(forward[0])
+    assert f"in step 0, action 0B0: micro-batch 0 of {forward[0].rows} tokens" in text
+    assert f"rows on this rank, {' '.join(map(str, first))}." in text
+
+    parts = StageParts((SHAPE.layers // 2,), embedding=True)
+    half = StageParts((SHAPE.layers // 4,), embedding=True)
+    count, micro_batches = min(2, len(forward)), len(forward)
+    most = model.rank_bytes(parts, count, rows, micro_batches)
+    assert f"needs {most / 1e6:,.1f} MB" in text
+    assert f"{count} open micro-batches of {rows} rows" in text
+
+    assert 8192 < rows <= 12288, "the cap is what makes it long"
+    context, tensor, deeper = (
+        replace(model, mesh=Mesh(1, pipeline, context, tensor))
+        for context, tensor, pipeline in ((2, 1, 2), (1, 2, 2), (1, 1, 4))
+    )
+    even = -(-rows // 2) * 2
+    selective, full = (
+        replace(model, activation_checkpointing=mode) for mode in ("selective", "full")
+    )
+    wanted = {
+        "activation_checkpointing='selective'": selective.rank_bytes(
+            parts, count, rows, micro_batches
+        ),
+        "activation_checkpointing='full'": full.rank_bytes(parts, count, rows, micro_batches),
+        "cap=8192": model.rank_bytes(parts, count, 8192, micro_batches),
+        "context_parallel_size=2": context.rank_bytes(parts, count, even // 2, micro_batches),
+        "tensor_parallel_size=2": tensor.rank_bytes(parts, count, even, micro_batches),
+        "pipeline_parallel_size=4": deeper.rank_bytes(
+            half, min(2 * count, micro_batches), rows, micro_batches
+        ),
+    }
+    listed = re.findall(r"(\w+=\S+): ([\d,.]+) MB less", text.partition("takes less: ")[2])
+    assert {name: f"{(most - each) / 1e6:,.1f}" for name, each in wanted.items()} == dict(listed)
+    saved = [float(each.replace(",", "")) for _, each in listed]
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_what_is_on_already_and_what_does_not_divide_is_not_advised() -> None:
+    odd = TransformerConfig.preset("7b", heads=33, kv_heads=33, head_dim=128).shape
+    text, _ = told(MemoryModel(odd, MESH, "full"), 1, None)
+    assert "activation_checkpointing" not in text
+    assert "tensor_parallel_size" not in text
+    assert "context_parallel_size=2" in text
+    assert "action" not in text.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "out"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("no"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, out: bool) -> None:
+    assert is_out_of_memory(error) is out
+
+
+def runs_out(rank: int) -> list[tuple[str, list[str]]]:
+    """Messages and notes of two fits whose second forward of the second step fails."""
+    return [failed(kind) for kind in (torch.OutOfMemoryError, ValueError)]
+
+
+def failed(kind: type[Exception]) -> tuple[str, list[str]]:
+    made = module(SMALL)
+    calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise kind("Tried to allocate 2.00 GiB")
+
+    def build():
+        model = type(made).build_model(made)
+        model.register_forward_pre_hook(fail)
+        return model
+
+    made.build_model = build
+    with pytest.raises(kind) as info:
+        trainer("wlb", 1).fit(made, data(SMALL))
+    return str(info.value), getattr(info.value, "__notes__", [])
+
+
+def test_the_error_of_a_step_keeps_its_type_and_gets_a_note() -> None:
+    (((message, notes), (_, others)),) = run_ranks(runs_out, 1, process_group=False)
+    assert message == "Tried to allocate 2.00 GiB"
+    (text,) = notes
+    assert text.startswith("WLBStrategy: out of memory in step 1, action 0F1: micro-batch 1 of ")
+    assert "activation_checkpointing='full'" in text
+    assert others == []

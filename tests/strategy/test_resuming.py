@@ -1,0 +1,123 @@
+"""What ``ckpt_path`` means: which checkpoints are tried, in which order."""
+
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.strategy import resuming
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.checkpoints.test_newest import write
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch) -> tuple[L.Trainer, dict[str, Path]]:
+    """A Trainer, and checkpoints of which later ones come later."""
+    paths = [
+        tmp_path / "kept" / "last.ckpt",
+        tmp_path / "hpc_ckpt_1.ckpt",
+        tmp_path / "kept" / "step=9.ckpt",
+        tmp_path / "other.ckpt",
+    ]
+    for time, path in enumerate(paths):
+        write(path, 10 - time, time, lr_schedulers=[], slurm_job_id="7" if time == 0 else "6")
+    write(tmp_path / "kept" / "weights.ckpt", 1, 99.0)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        default_root_dir=tmp_path,
+        callbacks=[ModelCheckpoint(tmp_path / "kept"), OnExceptionCheckpoint("s3://bucket")],
+    )
+    for name in ("SLURM_NTASKS", "SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return trainer, {path.name: path for path in paths}
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_last_is_the_newest_of_any_name(places):
+    trainer, paths = places
+    assert names(resuming.candidates(trainer, "last", True)) == ["step=9.ckpt", "last.ckpt"]
+    # To evaluate, weights are enough.
+    assert names(resuming.candidates(trainer, "last", False))[0] == "weights.ckpt"
+    for asked in (None, "best", "hpc/of/mine", paths["last.ckpt"]):
+        assert resuming.candidates(trainer, asked, True) == []
+
+
+def test_in_a_slurm_job(places, monkeypatch):
+    trainer, paths = places
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    everything = ["step=9.ckpt", "hpc_ckpt_1.ckpt", "last.ckpt"]
+    for asked in ("last", "hpc", None):
+        assert names(resuming.candidates(trainer, asked, True)) == everything
+    assert resuming.candidates(trainer, None, False) == []
+    # A node died before any time limit came: what this job has saved.
+    paths["hpc_ckpt_1.ckpt"].rename(paths["hpc_ckpt_1.ckpt"].parent / "away")
+    assert resuming.candidates(trainer, None, True) == []
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert names(resuming.candidates(trainer, None, True)) == ["last.ckpt"]
+
+
+def test_a_folder_means_what_is_in_it(places, tmp_path):
+    _, paths = places
+    assert names(resuming.candidates_in(tmp_path / "kept", True)) == ["step=9.ckpt", "last.ckpt"]
+    last = paths["last.ckpt"]
+    assert resuming.candidates_in(last, True) == [last]
+    weights = tmp_path / "only" / "weights.ckpt"
+    write(weights, 1, 1.0)
+    assert resuming.candidates_in(weights.parent, True) == [weights], "which is then refused"
+    for empty in (tmp_path / "kept" / ".partial", tmp_path / "nowhere"):
+        assert resuming.candidates_in(empty, True) == [empty]
+
+
+class Elsewhere(LightningEnvironment):
+    """As under torchrun: the processes are there."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+
+def test_what_is_asked_for_is_noted_when_a_run_begins(places):
+    first, paths = places
+    kept = paths["step=9.ckpt"].parent
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        strategy=WLBStrategy(),
+        plugins=Elsewhere(),
+        callbacks=[ModelCheckpoint(kept)],
+        default_root_dir=first.default_root_dir,
+    )
+    trainer.state.fn = TrainerFn.FITTING
+
+    def fit(model: str, ckpt_path: str | None = None) -> tuple[str, str | None]:
+        return model, ckpt_path
+
+    for asked, taken in (("last", str(kept / "step=9.ckpt")), (None, None), ("best", "best")):
+        launch = trainer.strategy.launcher.launch
+        assert launch(fit, "model", ckpt_path=asked, trainer=trainer) == ("model", taken)
+        assert bool(trainer.strategy._candidates) == (asked == "last")
+
+
+def test_the_first_that_is_not_damaged():
+    def load(path: Path) -> str:
+        if path.name != "good":
+            raise Damaged(f"{path} is damaged: bits.")
+        return "loaded"
+
+    bad, worse, good = Path("bad"), Path("worse"), Path("good")
+    with pytest.warns(match=r"bad is damaged: bits\. worse is damaged: bits\. Going on from good,"):
+        assert resuming.load_first([bad, worse, good], load) == (good, "loaded")
+    with pytest.raises(Damaged, match=r"^bad is damaged: bits\.$"):
+        resuming.load_first([bad], load)
+    with pytest.raises(Damaged, match=r"None of the 2 checkpoints can be used\. bad .* worse "):
+        resuming.load_first([bad, worse], load)
