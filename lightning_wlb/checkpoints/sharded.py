@@ -115,9 +115,8 @@ def load(
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
-            " was saved without save_weights_only; or, to start a new run from these weights,"
-            " consolidate it (python -m lightning.pytorch.utilities.consolidate_checkpoint) and use"
-            f" {type(model).__name__}.load_from_checkpoint."
+            " was saved without save_weights_only; or start a new run from these weights:"
+            f" {type(model).__name__}.load_from_checkpoint({str(path)!r})."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
     _check_weights(path, model, weights, names)

@@ -65,8 +65,9 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
     ranks = Ranks(group)
     ranks.each(lambda: plain.check(parts.state))
     ranks.lead(lambda: plain.check(parts.rest))
-    aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT))
+    aside = None
     try:
+        aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT))
         ranks.each(lambda: folders.see(aside.folder))
         files = write_shards(parts.state, aside.folder, ranks)
 
@@ -80,7 +81,8 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
         step = int(parts.rest.get("global_step", -1))
         ranks.lead(lambda: _finish(aside, everyone, step))
     except BaseException as error:
-        folders.discard(aside)
+        if aside is not None:
+            folders.discard(aside)
         if isinstance(error, OSError):
             raise _unsaved(path, error) from error
         raise
@@ -89,7 +91,7 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
 def _write_rest(rest: Mapping[str, Any], aside: folders.Aside) -> File:
     with DurableFile(aside.folder / REST) as file:
         torch.save({**rest, OWN: {"save": aside.save}}, file)
-    return File(file.size, file.sha256)
+    return File(file.size, file.crc32)
 
 
 def _finish(

@@ -212,14 +212,17 @@ class Cluster:
             time.sleep(0.2)
         return job
 
-    def processes(self, tag: str = "") -> list[int]:
-        """Processes whose environment has the cluster's mark, or another ``NAME=value``."""
-        return list(_marked(tag or f"{TAG}={self.folder}"))
+    def processes(self, *marks: str) -> list[int]:
+        """What the cluster has started and still runs, and has these ``NAME=value`` too."""
+        return list(_marked(f"{TAG}={self.folder}", *marks))
 
     def kill_node(self, node: str) -> None:
         """What a power cut does: kill the node's daemon, and all that it has started, at once."""
-        victims = [self.daemons[node].pid, *_marked(f"SLURMD_NODENAME={node}")]
-        for pid in [*victims, *_descendants(victims)]:
+        tasks = self.processes(f"SLURMD_NODENAME={node}")
+        # The keepers of steps first, or they would still report that their tasks have ended.
+        keepers = {_parent(pid) for pid in tasks} - {*tasks}
+        self.daemons[node].kill()
+        for pid in [*(pid for pid in keepers if _name(pid) == "slurmstepd"), *tasks]:
             _kill(pid)
         self.daemons[node].wait(10)
 
@@ -238,13 +241,27 @@ def _from_slurm(name: str) -> bool:
     return name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name in ("MASTER_ADDR", "MASTER_PORT")
 
 
-def _marked(mark: str) -> Iterator[int]:
-    wanted = mark.encode()
+def _marked(*marks: str) -> Iterator[int]:
+    wanted = {mark.encode() for mark in marks}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                if wanted <= {*(folder / "environ").read_bytes().split(b"\0")}:
                     yield int(folder.name)
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("PPid:"):
+                return int(line.split()[1])
+    return 0
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def _kill(pid: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -33,18 +32,23 @@ class Run:
     Args:
         folder: gets the configuration, the log, the checkpoints, and what ``Losses`` writes.
         seconds: how much longer a step takes, so that a signal finds one.
-        callbacks: further ones, of LightningCLI.
+        linger: how long its processes stay after they have trained.
+        keep: options of a ModelCheckpoint, which saves in ``folder/kept``; none if empty.
     """
 
     def __init__(
-        self, folder: Path, seconds: float = 0.0, callbacks: tuple[Mapping[str, Any], ...] = ()
+        self, folder: Path, *, seconds: float = 0.0, linger: float = 0.0, **keep: Any
     ) -> None:
         self.folder = folder
         self.log = folder / "log"
         self.config = folder / "run.yaml"
         own = {
             "class_path": "tests.slurm.losses.Losses",
-            "init_args": {"folder": str(folder), "seconds": seconds},
+            "init_args": {"folder": str(folder), "seconds": seconds, "linger": linger},
+        }
+        keeper = {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"dirpath": str(folder / "kept"), **keep},
         }
         self.config.write_text(
             yaml.safe_dump(
@@ -58,9 +62,9 @@ class Run:
                         "logger": False,
                         "enable_progress_bar": False,
                         "enable_model_summary": False,
-                        "enable_checkpointing": bool(callbacks),
+                        "enable_checkpointing": bool(keep),
                         "default_root_dir": str(folder),
-                        "callbacks": [*callbacks, own],
+                        "callbacks": [keeper, own] if keep else [own],
                     },
                     "wlb": {"pipeline_parallel_size": 2},
                     "model": {
@@ -115,19 +119,25 @@ class Run:
             )
         assert done.returncode == 0, self.log.read_text()
 
-    def steps(self) -> list[tuple[int, str]]:
-        """Step and exact loss of every step that was taken, in order."""
+    def taken(self) -> list[tuple[int, int, str]]:
+        """Restarts before it, number and exact loss of every step that was taken, in order."""
         path = self.folder / "losses"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [(int(step), loss) for step, loss in (line.split() for line in lines)]
+        words = [line.split() for line in lines]
+        return [(int(start), int(step), loss) for start, step, loss in words]
+
+    def steps(self) -> list[tuple[int, str]]:
+        """Number and exact loss of every step that was taken, in order."""
+        return [(step, loss) for _, step, loss in self.taken()]
 
     def parameters(self) -> list[str]:
         """Each rank's digest of its parameters at the end."""
         return [(self.folder / f"rank-{rank}").read_text() for rank in range(RANKS)]
 
     def checkpoints(self) -> list[str]:
-        """Names of the checkpoints in its folder."""
-        return sorted(path.name for path in self.folder.glob("*.ckpt"))
+        """The checkpoints in its folder."""
+        found = self.folder.glob("**/*.ckpt")
+        return sorted(path.relative_to(self.folder).as_posix() for path in found)
 
     def wait_for_steps(self, count: int, seconds: float = 180) -> None:
         """Wait until so many steps were taken, those of all restarts together."""

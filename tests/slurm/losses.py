@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import time
@@ -15,17 +16,19 @@ class Losses(L.Callback):
     """Writes every step's loss exactly, and in the end a digest of each rank's parameters.
 
     Args:
-        folder: gets ``losses``, a line of step and loss for every step taken, and ``rank-N``.
+        folder: gets ``losses``, a line for every step taken, and ``rank-N``.
         seconds: how much longer a step takes, so that a signal finds one.
+        linger: how long the process stays after it has trained.
     """
 
-    def __init__(self, folder: str, seconds: float = 0.0) -> None:
-        self.folder, self.seconds = Path(folder), seconds
+    def __init__(self, folder: str, seconds: float = 0.0, linger: float = 0.0) -> None:
+        self.folder, self.seconds, self.linger = Path(folder), seconds, linger
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.is_global_zero:
             with open(self.folder / "losses", "a") as file:
-                file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
+                start = os.environ.get("SLURM_RESTART_COUNT", "0")
+                file.write(f"{start} {trainer.global_step} {float(outputs['loss']).hex()}\n")
         time.sleep(self.seconds)
 
     def on_train_end(self, trainer, pl_module) -> None:
@@ -37,3 +40,4 @@ class Losses(L.Callback):
         (self.folder / f"node-{trainer.global_rank}").write_text(
             os.environ.get("SLURMD_NODENAME", "")
         )
+        atexit.register(time.sleep, self.linger)

@@ -1,9 +1,11 @@
 """A job that is requeued goes on at exactly the next step, however often."""
 
+import time
+
 import pytest
 
 from tests.slurm.cluster import wait_until
-from tests.slurm.jobs import Run
+from tests.slurm.jobs import RANKS, Run
 
 pytestmark = pytest.mark.slurm
 
@@ -48,12 +50,25 @@ def test_the_time_limit_requeues(cluster, unbroken, tmp_path):
 def test_a_signal_in_start_up_is_obeyed_after_the_first_step(cluster, unbroken, tmp_path):
     run = Run(tmp_path)
     number = run.submit(cluster)
-    # The first word of Lightning: the ranks have not met yet.
-    wait_until(lambda: "Initializing distributed" in run.said(), 60, "the ranks do not start")
+    # They have a Trainer and have not met yet.
+    wait_until(
+        lambda: run.said().count("Initializing distributed") == RANKS, 60, "the ranks do not start"
+    )
     interrupt(cluster, number)
     cluster.wait(number, "PENDING", "FAILED", "COMPLETED")
     assert cluster.job(number)["Restarts"] == "1", run.said()
     assert len(run.steps()) == 1
     job = cluster.wait(number, "COMPLETED", "FAILED")
     assert job["JobState"] == "COMPLETED", run.said()
+    is_unbroken(run, unbroken)
+
+
+def test_a_signal_after_training_changes_nothing(cluster, unbroken, tmp_path):
+    run = Run(tmp_path, linger=8.0)
+    number = run.submit(cluster)
+    wait_until(lambda: len([*tmp_path.glob("rank-*")]) == RANKS, 120, "the run does not end")
+    time.sleep(2.0)
+    interrupt(cluster, number)
+    job = cluster.wait(number, "COMPLETED", "FAILED", "PENDING")
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), run.said()
     is_unbroken(run, unbroken)
