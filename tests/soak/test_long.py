@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import table
 from tests.soak.plants import session
 from tests.soak.processes import kill, losses, run, states, tail
 from tests.soak.training import Run
@@ -68,12 +69,16 @@ def test_a_chain_of_kills_changes_no_bit(mesh: str, tmp_path: Path) -> None:
     assert states(broken) == states(whole)
     # What the killed left is gone, but for what another run might still write.
     assert {path.name for path in (broken / "checkpoints").iterdir()} <= {"last.ckpt", ".partial"}
-    print(f"{mesh}: {KILLS} kills, {last} steps")
+    table.write_figure(
+        f"{KILLS} kills in a chain, saving in the background, {mesh} parallel × data parallel",
+        f"{last} steps, bit for bit the unbroken run's",
+    )
 
 
 def test_a_long_run_takes_no_more_and_gets_no_slower(tmp_path: Path) -> None:
     options = Run(str(tmp_path), MESHES["pipeline"], STEPS, name="last", save_every=50)
     assert run(options, 1800).code == 0
+    worst = (-1.0, 0.0)
     for rank in range(4):
         rows = [line.split() for line in (tmp_path / f"usage-{rank}").read_text().splitlines()]
         pages = {int(step): int(used) for step, used, *_ in rows}
@@ -82,8 +87,12 @@ def test_a_long_run_takes_no_more_and_gets_no_slower(tmp_path: Path) -> None:
         steps = [after - before for before, after in itertools.pairwise(seconds)]
         early, late = (statistics.median(steps[at : at + 200]) for at in (200, STEPS - 201))
         grown = pages[STEPS] / pages[300] - 1
-        print(f"rank {rank}: memory {grown:+.2%}, CPU time of a step {late / early - 1:+.1%}")
+        worst = max(worst, (grown, late / early - 1))
         assert grown < 0.01
         # At the same place of an epoch: workers and their pipes come and go.
         assert descriptors[STEPS] <= descriptors[300]
         assert late < 1.1 * early
+    table.write_figure(
+        f"{STEPS} steps on four ranks, the rank that grows most",
+        f"memory {worst[0]:+.2%} since step 300, CPU time of a step {worst[1]:+.1%}",
+    )
