@@ -220,8 +220,8 @@ class LanguageModule(L.LightningModule):
         self.check_batch(batch)
         loss = self.step(batch)
         self.tokens_seen += batch.tokens
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=1)
-        self.log("tokens", float(batch.tokens), batch_size=1)
+        self.log("train_loss", loss.detach(), prog_bar=True)
+        self.log("tokens", float(batch.tokens))
         return loss
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
@@ -254,6 +254,15 @@ class LanguageModule(L.LightningModule):
                 " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=..."
                 "))."
             )
+
+    def log(self, *args: Any, **options: Any) -> None:
+        """As in Lightning; a mean over an epoch gives each step the same weight by default.
+
+        Lightning would look for a number of samples in the batch, and find none.
+        """
+        if options.get("batch_size") is None:
+            options["batch_size"] = 1
+        super().log(*args, **options)
 
     def configure_optimizers(self) -> Any:
         """AdamW; with a schedule by tokens where warm-up or decay is asked for."""

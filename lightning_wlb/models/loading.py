@@ -16,7 +16,11 @@ from typing import Any, TypeVar
 import lightning.pytorch as L
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.core.saving import _load_state
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from lightning_wlb.checkpoints.consolidate import consolidated
 from lightning_wlb.checkpoints.stored import StoredCheckpoint
@@ -59,5 +63,10 @@ def numbered(
     optimizers, _ = _init_optimizers_and_lr_schedulers(module)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for optimizer, state in zip(optimizers, states, strict=True):
-        set_optimizer_state_dict(module, optimizer, dict(state), options=options)
+        # Saved before the first step: there are options of its groups, and no state yet.
+        stepped = any(name.startswith("state.") for name in state)
+        own = {} if stepped else get_optimizer_state_dict(module, optimizer, options=options)
+        set_optimizer_state_dict(module, optimizer, own | dict(state), options=options)
+        if not stepped:
+            optimizer.state.clear()
     return [each.state_dict() for each in optimizers]

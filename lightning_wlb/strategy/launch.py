@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -155,6 +156,7 @@ class MeshStrategy(ParallelStrategy):
             backend,
             timeout=max(self._timeout, RENDEZVOUS),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
+            **_store_of_restart(),
         )
         self._mesh_groups = mesh_groups(self._rank, self.root_device, self._timeout)
         self._faults.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
@@ -215,3 +217,19 @@ class MeshStrategy(ParallelStrategy):
         if isinstance(tensor, Tensor) and self._collective:
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+
+def _store_of_restart() -> dict[str, Any]:
+    """Where ranks find each other when torchrun has started them again on this node.
+
+    Its agent keeps one store, in which they would find the addresses of ranks that have died (torch
+    2.13, found; pytorch's issue 135712). On several nodes the agents may not count restarts alike:
+    docs/guide.md has the remedy.
+    """
+    given = os.environ
+    restarts = given.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts == "0" or not shared or given["LOCAL_WORLD_SIZE"] != given["WORLD_SIZE"]:
+        return {}
+    store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), timeout=RENDEZVOUS)
+    return {"store": dist.PrefixStore(f"restart {restarts}", store)}

@@ -121,7 +121,7 @@ class Signals(_SignalConnector):
 
     def register_signal_handlers(self) -> None:
         """Called by the Trainer once the processes are set up."""
-        self.received_sigterm = False
+        self.received_sigterm = WAIT.ended = False
         self._original_handlers = self._get_current_signal_handlers()
         before = self._original_handlers[signal.SIGTERM]
 

@@ -31,7 +31,7 @@ class Whereabouts:
         """A step or an evaluation's batch is about to run on all ranks."""
         self._runs += 1
         self._batch = batch
-        self.note(RUNNING, "the begin")
+        self.note(RUNNING, "its beginning")
 
     def note(self, part: int, doing: str | Action) -> None:
         """The main thread goes on to ``doing``, in this part of its step."""

@@ -80,6 +80,8 @@ class WLBStrategy(CheckpointStrategy):
             state, twice where two checkpoints are saved at the end of a step.
         on_save_failure: ``"raise"`` ends the run on all ranks when a checkpoint cannot be saved;
             ``"warn"`` goes on without it. Either way no other checkpoint is lost.
+        verify_checkpoints: compare what is read from a checkpoint with the checksums in its
+            manifest, in a thread beside reading. False compares the sizes of files only.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
@@ -105,6 +107,7 @@ class WLBStrategy(CheckpointStrategy):
         on_nonfinite: OnNonfinite = "raise",
         async_save: bool = False,
         on_save_failure: str = "raise",
+        verify_checkpoints: bool = True,
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
@@ -123,6 +126,7 @@ class WLBStrategy(CheckpointStrategy):
             timeout,
             async_save,
             on_save_failure,
+            verify_checkpoints,
         )
         self.schedule = schedule
         # The loss of a step whose gradients are not reduced yet.

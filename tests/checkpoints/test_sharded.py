@@ -20,7 +20,7 @@ from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.strangers import Hostile, list_anew
+from tests.checkpoints.strangers import Hostile, list_anew, list_wrongly
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 
@@ -289,6 +289,9 @@ def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
     shutil.copytree(home / "mine.ckpt", scratch / "hostile.ckpt")
     (scratch / "hostile.ckpt" / ".metadata").write_bytes(pickle.dumps(Hostile(scratch / "ran")))
     list_anew(scratch / "hostile.ckpt")
+    for name in ("mine.ckpt", "weights.ckpt"):
+        shutil.copytree(home / name, scratch / name)
+        list_wrongly(scratch / name)
     for path, error in (
         (scratch / "file.ckpt", FileNotFoundError),
         (scratch / "folder.ckpt", FileNotFoundError),
@@ -296,16 +299,17 @@ def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
         (home / "weights.ckpt", ValueError),
         ("s3://bucket/run.ckpt", MisconfigurationException),
         (scratch / "hostile.ckpt", ValueError),
+        (scratch / "mine.ckpt", ValueError),
     ):
         with pytest.raises(error) as info:
             resume((1, 1, 1, 1), UNTIED, path)
         messages.append(str(info.value))
     # Weights alone are enough to validate with, and do not touch optimizers.
-    runner = trainer(WLBStrategy(), 1)
+    runner = trainer(WLBStrategy(verify_checkpoints=False), 1)
     model = module(UNTIED)
     runner.fit(model, data(UNTIED, **DATA[UNTIED], validation_documents=4))
     before = runner.optimizers[0].state_dict()["state"][0]["exp_avg"].clone()
-    runner.validate(model, runner.datamodule, ckpt_path=home / "weights.ckpt", verbose=False)
+    runner.validate(model, runner.datamodule, ckpt_path=scratch / "weights.ckpt", verbose=False)
     after = runner.optimizers[0].state_dict()["state"][0]["exp_avg"]
     assert torch.equal(before.full_tensor(), after.full_tensor())
     reference, _ = fit((1, 1, 1, 1), UNTIED, 6)
@@ -323,6 +327,7 @@ def test_what_is_not_a_checkpoint_is_answered(folder, results, tmp_path):
     assert "weights.ckpt holds weights only, so training cannot resume" in messages[3]
     assert "got s3://bucket/run.ckpt" in messages[4]
     assert "it names posix.mkdir). Nothing in it was run" in messages[5]
+    assert "mine.ckpt is damaged: the content of __0_0.distcp is not what was" in messages[6]
     assert not (tmp_path / "ran").exists()
 
 
