@@ -23,6 +23,7 @@ root_doc = "docs/index"
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/*.md",
     "docs/modules/lightning_wlb*.rst",
     "benchmarks/**.md",

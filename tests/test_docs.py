@@ -26,6 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     DOCS / "design.md",
     DOCS / "guide.md",
     ROOT / "benchmarks/README.md",

@@ -73,7 +73,9 @@ class Background:
     @property
     def failed(self) -> bool:
         """Whether a job is finished and has failed."""
-        return any(each.future.done() and each.future.exception() for each in self._jobs)
+        return any(
+            each.future.done() and each.future.exception() is not None for each in self._jobs
+        )
 
     @property
     def busy(self) -> bool:

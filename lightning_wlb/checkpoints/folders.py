@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,21 +131,36 @@ def refuse_foreign(path: Path, kind: str) -> None:
 
 
 def finish(aside: Aside) -> None:
-    """Give the folder that is written aside its name, and only then delete what bore it."""
+    """Give the folder that is written aside its name, and only then delete what bore it.
+
+    Where this raises, the name is as it was, and the folder is aside again.
+    """
     path, replaced = aside.path, None
-    if not os.path.lexists(path):
-        aside.folder.rename(path)
-    elif _exchange(aside.folder, path):
-        replaced = aside.folder
-    else:
-        replaced = replaced_by(path)
-        _rename_twice(path, aside.folder, replaced)
-    reached("named")
-    sync_folder(path.parent)
+    with ExitStack() as undo:
+        if not os.path.lexists(path):
+            aside.folder.rename(path)
+            undo.callback(path.rename, aside.folder)
+        elif _exchange(aside.folder, path):
+            undo.callback(_exchange, aside.folder, path)
+            replaced = aside.folder
+        else:
+            replaced = replaced_by(path)
+            _delete(replaced)
+            make_folder(replaced.parent)
+            path.rename(replaced)
+            undo.callback(replaced.rename, path)
+            sync_folder(replaced.parent)
+            reached("moved")
+            aside.folder.rename(path)
+            undo.callback(path.rename, aside.folder)
+        reached("named")
+        sync_folder(path.parent)
+        undo.pop_all()
     reached("synchronised")
-    if replaced is not None:
-        _delete(replaced)
-    _delete(replaced_by(path))  # of a save that died between two renames
+    with suppress(OSError):  # the save is done: what cannot be removed stays
+        if replaced is not None:
+            _delete(replaced)
+        _delete(replaced_by(path))  # of a save that died between two renames
     _tidy(path)
     reached("removed")
 
@@ -190,19 +205,6 @@ def remove(path: Path) -> None:
     _tidy(path)
 
 
-def _rename_twice(path: Path, aside: Path, replaced: Path) -> None:
-    _delete(replaced)
-    make_folder(replaced.parent)
-    path.rename(replaced)
-    try:
-        sync_folder(replaced.parent)
-        reached("moved")
-        aside.rename(path)
-    except BaseException:
-        replaced.rename(path)
-        raise
-
-
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one system call; False where there is none."""
     if not sys.platform.startswith("linux"):
@@ -222,7 +224,7 @@ def _remove_leftovers(mine: Path) -> None:
     """Remove what saves that died have left, when it is stale by the clock of the file system."""
     now = mine.stat().st_mtime
     for other in mine.parent.iterdir():
-        with suppress(FileNotFoundError):  # its own run may rename it just now
+        with suppress(OSError):  # renamed just now by its own run, or somebody else's
             written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
             if now - written > _STALE_SECONDS:
                 rank_zero_info(f"Removing {other}: a save that broke off has left it.")

@@ -1,27 +1,27 @@
-"""What a folder holds: ``manifest.json``, written last, with the size and hash of every other file.
+"""What a folder holds: ``manifest.json``, written last, with size and checksum of each other file.
 
 A folder with a manifest is whole when all files are there with their sizes, and undamaged when
-their SHA-256 is the one that was computed while they were written. The hash finds what disks,
-networks and hands do to files: flipped bits, files cut short, a file of another save. It does not
-show who wrote a folder: whoever can change a file can change the manifest.
+their checksums (:mod:`.durable`) are those that were computed while they were written. That finds
+what disks, networks and hands do to files: flipped bits, files cut short, a file of another save.
+It does not show who wrote a folder: whoever can change a file can change the manifest.
 
-The manifest holds its own hash too. Cost of :func:`check`: reading all files once, as many at a
-time as there are processors. Not for folders that others add files to: these are not looked at.
+The manifest holds a checksum of itself too. Cost of :func:`check`: reading all files once, as many
+at a time as there are processors. What others add to a folder is not looked at.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_wlb.checkpoints.durable import DurableFile, hash_file, sync_folder
+from lightning_wlb.checkpoints.durable import DurableFile, checksum, sync_folder
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -34,10 +34,10 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class File:
-    """One file of a folder: its size in bytes, and its SHA-256 in hexadecimal digits."""
+    """One file of a folder: its size in bytes, and its CRC-32 in hexadecimal digits."""
 
     size: int
-    sha256: str
+    crc32: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Manifest:
     """What :func:`write` was given.
 
     Attributes:
-        kind: :data:`CHECKPOINT` or :data:`EXPORT`.
+        kind: ``CHECKPOINT`` or ``EXPORT``.
         save: identifies the save, of which every file of the folder is.
         ranks: processes that wrote the folder.
         step: optimizer steps before the save; -1 where there is no such thing.
@@ -68,7 +68,7 @@ def write(
     manifest = Manifest(kind, save, ranks, step, time.time(), files)
     content = {"format": FORMAT, **asdict(manifest)}
     with DurableFile(folder / NAME) as file:
-        whole = {"content": content, "sha256": _hash(content)}
+        whole = {"content": content, "crc32": _checksum(content)}
         file.write(json.dumps(whole, indent=1).encode())
     sync_folder(folder)
 
@@ -79,7 +79,7 @@ def synchronised(folder: Path) -> dict[str, File]:
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        files[path.name] = File(path.stat().st_size, hash_file(path))
+        files[path.name] = File(path.stat().st_size, checksum(path))
     return files
 
 
@@ -94,8 +94,8 @@ def read(folder: Path) -> Manifest:
     try:
         whole = json.loads((folder / NAME).read_bytes())
         content = whole["content"]
-        if whole["sha256"] != _hash(content):
-            raise ValueError("its hash is another")
+        if whole["crc32"] != _checksum(content):
+            raise ValueError("its checksum is another")
         found = content.pop("format")
         if found != FORMAT:
             raise NotImplementedError(found)
@@ -115,7 +115,7 @@ def read(folder: Path) -> Manifest:
 
 
 def check(folder: Path) -> None:
-    """Read every file of a folder and compare sizes and hashes; one process.
+    """Read every file of a folder and compare sizes and checksums; one process.
 
     Raises:
         FileNotFoundError: there is no manifest, so that nothing can be checked.
@@ -137,14 +137,14 @@ def is_complete(folder: Path) -> bool:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the hashes of some of a folder's files, one after the other.
+    """Compare the checksums of some of a folder's files, one after the other.
 
     Raises:
         Damaged: naming the first file that is not what was written.
     """
     for name in names:
         try:
-            same = hash_file(folder / name) == manifest.files[name].sha256
+            same = checksum(folder / name) == manifest.files[name].crc32
         except OSError as error:
             raise _damage(folder, f"{name} cannot be read ({error.strerror})") from error
         if not same:
@@ -170,6 +170,6 @@ def _damage(folder: Path, problem: str) -> Damaged:
     return Damaged(f"{folder} is damaged: {problem}. Use another checkpoint.")
 
 
-def _hash(content: Mapping[str, Any]) -> str:
+def _checksum(content: Mapping[str, Any]) -> str:
     plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(plain.encode()).hexdigest()
+    return f"{zlib.crc32(plain.encode()):08x}"

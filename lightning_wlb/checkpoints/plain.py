@@ -42,7 +42,7 @@ def check(state: Any) -> None:
 def _leaves(state: Any, where: str) -> Iterator[tuple[str, Any]]:
     if type(state) is dict:
         for key, value in state.items():
-            yield f"the key {key!r} in {where or 'it'}", key
+            yield f"the key {key} in {where or 'it'}", key
             yield from _leaves(value, f"{where}[{key!r}]")
     elif type(state) in (list, tuple):
         for index, value in enumerate(state):

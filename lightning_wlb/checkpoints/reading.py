@@ -1,6 +1,6 @@
 """A checkpoint is read by all ranks together, and compared with its manifest.
 
-Sizes, and the hashes of the small files, are compared first. Those of the shards are computed in
+Sizes, and the checksums of the small files, are compared first. Those of the shards are computed in
 threads while the shards are read, each by one rank, so that every byte is looked at once; what was
 read counts when all ranks agree.
 
@@ -68,7 +68,7 @@ def open_checkpoint(path: Path, weights_only: bool | None, verify: bool, ranks: 
         path: the folder; that of ``.old`` is taken, with a warning, where a save died between two
             renames.
         weights_only: for ``meta.pt``; None means True.
-        verify: compare hashes, not only sizes.
+        verify: compare checksums, not only sizes.
         ranks: who reads.
 
     Raises:

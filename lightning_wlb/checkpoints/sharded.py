@@ -6,8 +6,8 @@ keyed by parameter name), so that another mesh, or a single process, reads the p
 Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
 is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-How the folder is written and read, whole and undamaged or not at all: :mod:`.writing` and
-:mod:`.reading`.
+How the folder is written and read, whole and undamaged or not at all:
+:mod:`.checkpoints.writing` and :mod:`.checkpoints.reading`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def save(
     rest: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint; collective over all ranks. :func:`collect` and :func:`write` in one."""
+    """Write a checkpoint, by :func:`collect` and :func:`.writing.write`; collective."""
     write(path, collect(model, optimizers, rest, renamed))
 
 
@@ -115,9 +115,8 @@ def load(
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
-            " was saved without save_weights_only; or, to start a new run from these weights,"
-            " consolidate it (python -m lightning.pytorch.utilities.consolidate_checkpoint) and use"
-            f" {type(model).__name__}.load_from_checkpoint."
+            " was saved without save_weights_only; or start a new run from these weights:"
+            f" {type(model).__name__}.load_from_checkpoint({str(path)!r})."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
     _check_weights(path, model, weights, names)

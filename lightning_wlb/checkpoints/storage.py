@@ -2,10 +2,10 @@
 
 The library unpickles ``.metadata``, and the entries that are not tensors (an optimizer's settings),
 as whatever they are, which runs code that whoever wrote them chose. Here the first is read by
-:mod:`.metadata`, and the second as tensors are: by ``torch.load(weights_only=True)``.
+:mod:`.checkpoints.metadata`, and the second as tensors are: by ``torch.load(weights_only=True)``.
 
-Files are hashed while they are written. Cost: that of the library, and of the hash
-(:mod:`.durable`). For folders of local file systems only.
+Checksums are computed while files are written (:mod:`.durable`). Cost: that of the library. Not for
+object stores: a path of the file system only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Reader(dcp.FileSystemReader):
 
     # Without keyword arguments: where this raises, the library is to look for no other metadata.
     def read_metadata(self) -> Metadata:
-        """What the folder holds, and where. Raises as :func:`.metadata.read`."""
+        """What the folder holds, and where. Raises as :func:`.checkpoints.metadata.read`."""
         return metadata.read(cast(Path, self.path)) if self._stored is None else self._stored
 
 
@@ -59,7 +59,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _DurableFiles(FileSystem):
-    """The library's access to files; of those that it writes it keeps size and hash."""
+    """The library's access to files; of those that it writes it keeps size and checksum."""
 
     def __init__(self) -> None:
         self.written: dict[str, File] = {}
@@ -70,7 +70,7 @@ class _DurableFiles(FileSystem):
         folders.reached("writing")
         with DurableFile(Path(path)) as file:
             yield cast(io.IOBase, file)
-        self.written[file.path.name] = File(file.size, file.sha256)
+        self.written[file.path.name] = File(file.size, file.crc32)
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
@@ -90,7 +90,7 @@ def write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str,
     # Closing a file synchronises it.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = files = _DurableFiles()
-    with _one_sentence(RuntimeError):
+    with _one_sentence(RuntimeError), _unwarned(ranks):
         dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.alone)
     return files.written
 
@@ -109,7 +109,7 @@ def read_shards(state: dict[str, Any], folder: Path, stored: Metadata, ranks: Ra
         ValueError: the folder does not hold what the state asks for, or holds more than tensors
             and plain types.
     """
-    with _one_sentence(ValueError):
+    with _one_sentence(ValueError), _unwarned(ranks):
         dcp.load(
             state,
             storage_reader=Reader(folder, stored),
@@ -123,10 +123,7 @@ def read_shards(state: dict[str, Any], folder: Path, stored: Metadata, ranks: Ra
 def _one_sentence(otherwise: type[Exception]) -> Iterator[None]:
     """The library's report of all ranks' stacks, as the error of the first that failed."""
     try:
-        with warnings.catch_warnings():
-            # That no process group is there, which a process by itself knows.
-            warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
-            yield
+        yield
     except CheckpointException as report:
         rank, (error, _) = min(report.failures.items())
         if not isinstance(error, Exception):
@@ -134,3 +131,14 @@ def _one_sentence(otherwise: type[Exception]) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename) from error
         raise otherwise(f"rank {rank}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _unwarned(ranks: Ranks) -> Iterator[None]:
+    """The library warns a process by itself that it is by itself."""
+    if not ranks.alone:  # may be in a thread, and filters are the process's
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
+        yield

@@ -22,6 +22,7 @@ from lightning_wlb.checkpoints.reading import check
 from lightning_wlb.checkpoints.sharded import WEIGHTS
 from lightning_wlb.checkpoints.storage import read_shards
 from lightning_wlb.checkpoints.together import Ranks
+from lightning_wlb.checkpoints.writing import OWN
 
 
 class StoredCheckpoint:
@@ -33,6 +34,7 @@ class StoredCheckpoint:
 
     Attributes:
         hyper_parameters: of the module.
+        rest: what is not in shards; of a file all that it holds.
         names: of the module's parameters and buffers.
 
     Raises:
@@ -72,6 +74,8 @@ class StoredCheckpoint:
             }
         else:
             self._tensors = rest.get("state_dict", {})
+        rest.pop(OWN, None)
+        self.rest: dict[str, Any] = rest
         self.hyper_parameters: dict[str, Any] = rest.get("hyper_parameters", {})
         self.names = frozenset(self._shapes or self._tensors)
 
@@ -79,10 +83,30 @@ class StoredCheckpoint:
         """Whole tensors on the CPU, as they are stored."""
         if not self._shapes:
             return {name: self._tensors[name] for name in names}
-        values = {
-            name: torch.empty(self._shapes[name].size, dtype=self._shapes[name].properties.dtype)
-            for name in names
-        }
-        state = {f"{WEIGHTS}.{name}": value for name, value in values.items()}
+        prefix = f"{WEIGHTS}."
+        read = self._entries(prefix + name for name in names)
+        return {name.removeprefix(prefix): value for name, value in read.items()}
+
+    def read_optimizers(self) -> list[dict[str, Any]]:
+        """The state of each optimizer of a folder, by the names of parameters; flat, as torch's.
+
+        Empty where weights only were saved.
+        """
+        stored = self._stored.state_dict_metadata
+        states: list[dict[str, Any]] = []
+        while names := [name for name in stored if name.startswith(f"optimizer_{len(states)}.")]:
+            prefix = f"optimizer_{len(states)}."
+            read = self._entries(names)
+            states.append({name.removeprefix(prefix): value for name, value in read.items()})
+        return states
+
+    def _entries(self, names: Iterable[str]) -> dict[str, Any]:
+        """Entries of a folder's shards, under their whole names."""
+        state: dict[str, Any] = {}
+        for name in names:
+            stored = self._stored.state_dict_metadata[name]
+            state[name] = None
+            if isinstance(stored, TensorStorageMetadata):
+                state[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
         read_shards(state, self._path, self._stored, Ranks(alone=True))
-        return values
+        return state

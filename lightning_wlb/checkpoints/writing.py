@@ -1,9 +1,9 @@
 """A checkpoint is written by all ranks together, or not at all.
 
 In order: what could not be read again or would replace something else is refused; every rank
-writes its shards into a folder aside (:mod:`.folders`) and synchronises them with the disk, rank 0
-everything else; rank 0 sees all files and lists them in the manifest; the folder takes its name.
-Where a rank fails, all raise, and what was written is removed.
+writes its shards into a folder aside (:mod:`.checkpoints.folders`) and synchronises them with the
+disk, rank 0 everything else; rank 0 sees all files and lists them in the manifest; the folder takes
+its name. Where a rank fails, all raise, and what was written is removed.
 
 Cost: the time of the slowest rank's disk, and six small exchanges between ranks.
 """
@@ -35,7 +35,7 @@ OWN = "WLBStrategy"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a checkpoint consists of, as :func:`collect` gathers it.
+    """What a checkpoint consists of, as :func:`.sharded.collect` gathers it.
 
     Attributes:
         state: this rank's shards under global names: tensors (DTensors) and plain values. These
@@ -55,7 +55,7 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
 
     Args:
         path: the folder; replaced if it is a checkpoint.
-        parts: of :func:`collect`.
+        parts: of :func:`.sharded.collect`.
         group: all ranks, on the CPU; None means the default group.
 
     Raises:
@@ -65,8 +65,9 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
     ranks = Ranks(group)
     ranks.each(lambda: plain.check(parts.state))
     ranks.lead(lambda: plain.check(parts.rest))
-    aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT))
+    aside = None
     try:
+        aside = ranks.lead(lambda: folders.begin(path, manifest.CHECKPOINT))
         ranks.each(lambda: folders.see(aside.folder))
         files = write_shards(parts.state, aside.folder, ranks)
 
@@ -80,7 +81,8 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
         step = int(parts.rest.get("global_step", -1))
         ranks.lead(lambda: _finish(aside, everyone, step))
     except BaseException as error:
-        folders.discard(aside)
+        if aside is not None:
+            folders.discard(aside)
         if isinstance(error, OSError):
             raise _unsaved(path, error) from error
         raise
@@ -89,7 +91,7 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
 def _write_rest(rest: Mapping[str, Any], aside: folders.Aside) -> File:
     with DurableFile(aside.folder / REST) as file:
         torch.save({**rest, OWN: {"save": aside.save}}, file)
-    return File(file.size, file.sha256)
+    return File(file.size, file.crc32)
 
 
 def _finish(

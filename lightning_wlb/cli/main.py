@@ -2,28 +2,34 @@
 
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments)``, and a line in
 :data:`COMMANDS`. ``fit``, ``validate`` and ``test`` are LightningCLI's, which reads its own options
-(:mod:`.train`). A mistake of the user raises ValueError; it is printed without a traceback and the
-exit code is 2.
+(:mod:`.train`). A mistake of the user raises ValueError; it is printed as one paragraph without a
+traceback, which the environment variable ``LIGHTNING_WLB_TRACEBACK=1`` asks for, and the exit code
+is 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cli import export, plan, profile, tokenize, train
+from lightning_wlb.cli import consolidate, export, plan, profile, tokenize, train
 
 COMMANDS: dict[str, ModuleType] = {
+    "consolidate": consolidate,
     "export": export,
     "plan": plan,
     "profile": profile,
     "tokenize": tokenize,
 }
 """Subcommands by name."""
+
+_MISTAKES = ValueError, MisconfigurationException, FileNotFoundError, argparse.ArgumentError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,10 +69,41 @@ def _answer(command: str, run: Callable[[], None]) -> int:
     """Run a command; a mistake of the user's is printed without a traceback."""
     try:
         run()
-    except (ValueError, MisconfigurationException) as error:
-        print(f"lightning-wlb {command}: {error}", file=sys.stderr)
+    except _MISTAKES as error:
+        if os.environ.get("LIGHTNING_WLB_TRACEBACK"):
+            raise
+        if (rank := _speaker(error)) is not None:
+            print(f"lightning-wlb {command}{rank}: {_paragraph(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _paragraph(error: BaseException) -> str:
+    """What the user has to know of an error, on one line."""
+    # Of an argument, jsonargparse's outermost error names it. Of an object that cannot be made it
+    # lists all that was tried, and the error of the object itself is the cause.
+    while (
+        "\n" in str(error)
+        and error.__cause__ is not None
+        and not isinstance(error, argparse.ArgumentError)
+    ):
+        error = error.__cause__
+    text = str(error)
+    if "Original Traceback" in text:  # of a loader worker
+        text = text.strip().rpartition("\n")[2]
+    return " ".join(text.split())
+
+
+def _speaker(error: BaseException) -> str | None:
+    """What is added to the command's name, nothing or the rank; None: another rank says the same.
+
+    Errors of configuration, and all that come before the ranks have met, are the same on the ranks
+    of a node: its first one says them.
+    """
+    first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    if isinstance(error, MisconfigurationException) or not dist.is_initialized():
+        return "" if first else None
+    return f" (rank {dist.get_rank()})"
 
 
 if __name__ == "__main__":

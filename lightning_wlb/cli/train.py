@@ -98,4 +98,9 @@ def run(arguments: Sequence[str]) -> None:
     given = list(arguments)
     # LightningCLI warns of arguments that are given beside the command line's.
     args = None if given == sys.argv[1:] else given
-    WLBCLI(args=args, parser_kwargs={"prog": "lightning-wlb"})
+    # An option that is wrong is an error like others, not a page of all options.
+    quiet = {"exit_on_error": False}
+    WLBCLI(
+        args=args,
+        parser_kwargs={"prog": "lightning-wlb"} | quiet | dict.fromkeys(SUBCOMMANDS, quiet),
+    )

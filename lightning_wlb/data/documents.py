@@ -50,11 +50,11 @@ class DocumentStore(Protocol):
 
 
 def check_lengths(
-    lengths: npt.NDArray[np.int64],
+    lengths: npt.NDArray[Any],
     store: str,
     remedy: str = "Leave empty documents out of the store.",
 ) -> None:
-    """Refuse a store without documents and documents without tokens.
+    """Refuse a store without documents, documents without tokens and lengths of another type.
 
     Args:
         lengths: tokens of every document.
@@ -62,8 +62,9 @@ def check_lengths(
         remedy: what to do about empty documents.
 
     Raises:
-        ValueError: naming the first empty document, and the remedy.
+        ValueError: naming the first empty document or the type, and the remedy.
     """
+    _integers(f"{store}: lengths", lengths, "Give a flat array of whole numbers.")
     if len(lengths) == 0:
         raise ValueError(f"{store} holds no documents. Give it at least one document with a token.")
     empty = np.flatnonzero(lengths < 1)

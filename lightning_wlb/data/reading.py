@@ -11,6 +11,7 @@ Cost: one look at each token; of ranges with targets, one count of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,14 +71,23 @@ def read_mask(
     return mask
 
 
+def count_targets(store: DocumentStore, document: int, start: int, stop: int) -> int:
+    """How many tokens of ``[start, stop)`` have a target, as the store counts them.
+
+    Raises:
+        ValueError: the store fails.
+    """
+    with _naming(store, document, start, stop, "targets"):
+        return operator.index(store.targets(document, start, stop))
+
+
 def check_targets(store: DocumentStore, document: int, start: int, stop: int, found: int) -> None:
     """Compare how many tokens of ``[start, stop)`` have a target with what the store counts.
 
     Raises:
         ValueError: the store fails, or counts others than were found.
     """
-    with _naming(store, document, start, stop, "targets"):
-        counted = int(store.targets(document, start, stop))
+    counted = count_targets(store, document, start, stop)
     if counted != found:
         raise ValueError(
             f"{name_of(store, document)}: targets({document}, {start}, {stop}) is {counted}, but"

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 from torch.utils.data import IterableDataset, get_worker_info
@@ -43,9 +44,10 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import opening, workers
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import DocumentStore
+from lightning_wlb.data.documents import DocumentStore, check_lengths
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents
+from lightning_wlb.data.reading import count_targets
 from lightning_wlb.data.sample import samples_of
 from lightning_wlb.mesh import Rank
 from lightning_wlb.planning import DataSettings, Planner
@@ -117,11 +119,13 @@ class StepDataset(IterableDataset[StepBatch]):
         Raises:
             MisconfigurationException: documents that are no store, or a vocabulary smaller than
                 theirs.
-            ValueError: documents that cannot be opened, or heads that the sharding cannot spread
+            ValueError: documents that cannot be opened, lengths that are no whole numbers of at
+                least 1, or heads that the sharding cannot spread
                 over the context-parallel group.
         """
         opening.check_documents("documents", documents)
         store, rank = opening.documents(documents), rank or Rank()
+        check_lengths(np.asarray(store.lengths), repr(store))
         if store.vocab_size is not None and 0 < shape.vocab_size < store.vocab_size:
             raise MisconfigurationException(
                 f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
@@ -151,7 +155,7 @@ class StepDataset(IterableDataset[StepBatch]):
             self.rank.mesh,
             sharding=self.sharding,
             schedule=self.schedule,
-            targets=self.store.targets,
+            targets=partial(count_targets, self.store),
             kernel_cost=(
                 partial(layers_kernel_cost, windows=self.work.total.windows)
                 if predictor is None
@@ -305,6 +309,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 snapshot_every_n_steps=None,
             )
         self.begin_at = begin_at
+        self._left: Iterator[StepBatch] | None = None
 
     def __iter__(self) -> Any:
         begin = time.perf_counter()
@@ -325,6 +330,9 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         while True:
             begin = time.perf_counter()
             batch = workers.WAIT.next(batches, handed_out)
+            if workers.WAIT.ended:
+                # The run saves and ends: stuck workers, which torch would wait for first, can wait.
+                self._left = batches
             if batch is None:
                 return
             batch.wait_seconds = waited + time.perf_counter() - begin

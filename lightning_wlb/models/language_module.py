@@ -18,11 +18,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, NoReturn, get_args
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from lightning_wlb.arguments import choice, number, whole
@@ -34,6 +37,7 @@ from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.models.decoder import Decoder, check_decoder
+from lightning_wlb.models.loading import load_folder, numbered
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import StepPlan
 
@@ -216,8 +220,8 @@ class LanguageModule(L.LightningModule):
         self.check_batch(batch)
         loss = self.step(batch)
         self.tokens_seen += batch.tokens
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=1)
-        self.log("tokens", float(batch.tokens), batch_size=1)
+        self.log("train_loss", loss.detach(), prog_bar=True)
+        self.log("tokens", float(batch.tokens))
         return loss
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
@@ -250,6 +254,15 @@ class LanguageModule(L.LightningModule):
                 " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=..."
                 "))."
             )
+
+    def log(self, *args: Any, **options: Any) -> None:
+        """As in Lightning; a mean over an epoch gives each step the same weight by default.
+
+        Lightning would look for a number of samples in the batch, and find none.
+        """
+        if options.get("batch_size") is None:
+            options["batch_size"] = 1
+        super().log(*args, **options)
 
     def configure_optimizers(self) -> Any:
         """AdamW; with a schedule by tokens where warm-up or decay is asked for."""
@@ -299,8 +312,50 @@ class LanguageModule(L.LightningModule):
         checkpoint["tokens_seen"] = self.tokens_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take ``tokens_seen`` from the checkpoint."""
+        """Take ``tokens_seen`` from the checkpoint, and number optimizer state that has names."""
         self.tokens_seen = checkpoint.get("tokens_seen", 0)
+        states = checkpoint.get("optimizer_states")
+        if states and self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            checkpoint["optimizer_states"] = numbered(self, states)
+
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **options: Any,
+    ) -> Self:
+        """A module with the weights of a checkpoint, in this one process.
+
+        Args:
+            checkpoint_path: the folder that :class:`.WLBStrategy` wrote, of any mesh, or what
+                Lightning takes: another strategy's file.
+            map_location: for a folder a device; None means the CPU.
+            hparams_file: for a file only.
+            strict: whether all weights must be there, and no others; None: what the module says.
+            weights_only: for a file only: a folder is never read but as plain types and tensors.
+            options: arguments of the module in place of those that were saved.
+
+        Raises:
+            ValueError: a folder that is no checkpoint, is damaged, or was given with what is for
+                files only.
+        """
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            if hparams_file is not None or weights_only is False:
+                raise ValueError(
+                    f"hparams_file={hparams_file!r}, weights_only={weights_only}: {checkpoint_path}"
+                    " is a folder, which holds plain types and its own hyperparameters. Leave both"
+                    " out, and give arguments that are to be others by name."
+                )
+            module = load_folder(cls, Path(checkpoint_path), strict, options)
+            return module if map_location is None else module.to(map_location)
+        loaded: Self = super().load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, weights_only, **options
+        )
+        return loaded
 
 
 def _as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> TransformerConfig:

@@ -38,6 +38,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_wlb.strategy.whereabouts import RUNNING
+
 PATIENCE = 5.0
 """Seconds within which all ranks must come to the same place, to save there together."""
 
@@ -120,11 +122,14 @@ class Board(threading.Thread):
         self._first_at = 0.0
         self._verdict = ""
         self._told: object = None
-        self._over = threading.Event()
+        self._over = False
+        self._woken, self._waker = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
 
     def stop(self) -> None:
         """The run is over here: the others are told so, and no longer watched."""
-        self._over.set()
+        self._over = True
+        self._waker.close()
         self.join(2.0)
 
     def run(self) -> None:
@@ -132,12 +137,12 @@ class Board(threading.Thread):
         pause = beat(self._world_size)
         due = time.monotonic()
         try:
-            while not self._over.is_set():
+            while not self._over:
                 for key, _ in self._selector.select(0.25):
-                    if key.data is None:
-                        self._accept()
-                    else:
+                    if key.data is not None:
                         self._read(key.data)
+                    elif key.fileobj is self._listener:
+                        self._accept()
                 now = time.monotonic()
                 self._judge(now)
                 if now >= due:
@@ -165,9 +170,8 @@ class Board(threading.Thread):
         messages = peer.link.receive()
         for message in messages or ():
             if peer.rank < 0:
-                if not hmac.compare_digest(
-                    str(message.get("token")).encode(), self._token.encode()
-                ):
+                given = str(message.get("token")).encode()
+                if not hmac.compare_digest(given, self._token.encode()):
                     messages = None
                     break
                 peer.rank = int(message["rank"])
@@ -227,12 +231,8 @@ class Board(threading.Thread):
     def _look(self, now: float, pause: float) -> None:
         """Say once, where no rank has got on, which is behind."""
         peers = [peer for peer in self._peers.values() if not peer.ended]
-        if (
-            self._first
-            or self._verdict
-            or not peers
-            or max(peer.since for peer in peers) > now - self._still
-        ):
+        over = self._first or self._verdict or not peers
+        if over or max(peer.since for peer in peers) > now - self._still:
             self._told = None
             return
         stands = sorted((peer.rank, peer.progress, peer.doing) for peer in peers)
@@ -243,6 +243,8 @@ class Board(threading.Thread):
         least = min(peer.progress for peer in peers)
         behind = silent or [peer for peer in peers if peer.progress == least]
         others = [peer for peer in peers if peer not in behind]
+        if not silent and not others and least[1] != RUNNING:
+            return  # all save, validate or load: that may take its time
         seconds = now - max(peer.since for peer in peers)
         self._say(
             f"no rank has got on for {seconds:.0f} s."

@@ -56,6 +56,7 @@ class Faults(pl.Callback):
     def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
         """Watch from now on; collective over all ranks."""
         self.end()
+        HERE.begin()
         self._rank, self.alone = rank, None
         if world_size == 1:
             return
@@ -88,7 +89,6 @@ class Faults(pl.Callback):
 
     def end(self) -> None:
         """The run of this rank is over."""
-        HERE.end()
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._board is not None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -60,6 +61,7 @@ class CheckpointStrategy(MeshStrategy):
         timeout: see there.
         async_save: write checkpoints while training goes on.
         on_save_failure: ``"raise"`` or ``"warn"``.
+        verify_checkpoints: compare what is read with its checksums.
 
     Raises:
         ValueError: for an argument that is none of these.
@@ -73,10 +75,12 @@ class CheckpointStrategy(MeshStrategy):
         timeout: timedelta | None,
         async_save: bool,
         on_save_failure: str,
+        verify_checkpoints: bool,
     ) -> None:
         super().__init__(sizes, virtual_stages, process_group_backend, timeout)
         self._async_save = flag("async_save", async_save)
         self._on_save_failure = choice("on_save_failure", on_save_failure, ("raise", "warn"))
+        self._verify = flag("verify_checkpoints", verify_checkpoints)
         self._ties: list[Tie] = []
         # Of the run that the launcher was handed: what it may resume from.
         self._candidates: list[Path] = []
@@ -91,6 +95,7 @@ class CheckpointStrategy(MeshStrategy):
     # Set-up
 
     def _configure_launcher(self) -> None:
+        self._launcher = None  # that of an earlier Trainer
         super()._configure_launcher()
         launcher = self._launcher or resuming.InPlace()
         launcher.launch = partial(self._launch, launcher.launch)  # type: ignore[method-assign]
@@ -136,6 +141,8 @@ class CheckpointStrategy(MeshStrategy):
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
                 local_path(each.dirpath)
+        if isinstance(self.cluster_environment, SLURMEnvironment):
+            local_path(trainer.default_root_dir)  # where the last one before a requeue goes
 
     # What Lightning saves and restores by itself
 
@@ -333,7 +340,12 @@ class CheckpointStrategy(MeshStrategy):
         taken, rest = resuming.load_first(
             candidates,
             lambda path: sharded.load(
-                path, module, self.optimizers if fitting else [], self._renamed(), weights_only
+                path,
+                module,
+                self.optimizers if fitting else [],
+                self._renamed(),
+                weights_only,
+                verify=self._verify,
             ),
         )
         # What Lightning says that it has restored, and ModelCheckpoint keeps.

@@ -85,9 +85,9 @@ class Notices:
             return
         if bit == INTERRUPT and self.mine & INTERRUPT:
             raise KeyboardInterrupt
-        if not self.mine:
+        before, self.mine = self.mine, self.mine | bit
+        if not before:
             threading.Thread(target=self._look_after_loader, args=[number], daemon=True).start()
-        self.mine |= bit
 
     def _leave_loader(self) -> None:
         if WAIT.holds_batch:
@@ -121,7 +121,7 @@ class Signals(_SignalConnector):
 
     def register_signal_handlers(self) -> None:
         """Called by the Trainer once the processes are set up."""
-        self.received_sigterm = False
+        self.received_sigterm = WAIT.ended = False
         self._original_handlers = self._get_current_signal_handlers()
         before = self._original_handlers[signal.SIGTERM]
 

@@ -119,7 +119,7 @@ class Watchdog(threading.Thread):
             if now >= self._end_at:
                 self._end()
             if self._connected and not self._ended and now - self._heard > self._still:
-                self._heard = now
+                self._heard = float("inf")  # said once; until it is heard again
                 said = f"no sign of life from rank 0 for {self._still:.0f} s. I am at {HERE}."
                 say(self._rank, said)
         selector.close()

@@ -23,26 +23,24 @@ class Whereabouts:
     """What the main thread does, and how far it is."""
 
     def __init__(self) -> None:
-        self._runs = 0
-        self._part = BETWEEN
-        self._doing: str | Action = "setting up"
         self._batch: StepBatch | None = None
-        self._since = time.monotonic()
+        self._doing: str | Action = ""
+        self.begin()
 
     def begin_step(self, batch: StepBatch) -> None:
         """A step or an evaluation's batch is about to run on all ranks."""
         self._runs += 1
         self._batch = batch
-        self.note(RUNNING, "the begin")
+        self.note(RUNNING, "its beginning")
 
     def note(self, part: int, doing: str | Action) -> None:
         """The main thread goes on to ``doing``, in this part of its step."""
         self._part, self._doing, self._since = part, doing, time.monotonic()
 
-    def end(self) -> None:
-        """The run is over, and its batch may be freed."""
-        self._batch = None
-        self.note(BETWEEN, "the end of the run")
+    def begin(self) -> None:
+        """A run begins; an earlier one's batch may be freed."""
+        self._batch, self._runs = None, 0
+        self.note(BETWEEN, "setting up")
 
     @property
     def action(self) -> Action | None:

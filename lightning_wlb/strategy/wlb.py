@@ -41,6 +41,7 @@ from lightning_wlb.strategy.checks import (
     checked_module,
     refuse_lbfgs,
 )
+from lightning_wlb.strategy.display import Display
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import add_tied_gradients
 from lightning_wlb.strategy.mesh import Size
@@ -79,6 +80,8 @@ class WLBStrategy(CheckpointStrategy):
             state, twice where two checkpoints are saved at the end of a step.
         on_save_failure: ``"raise"`` ends the run on all ranks when a checkpoint cannot be saved;
             ``"warn"`` goes on without it. Either way no other checkpoint is lost.
+        verify_checkpoints: compare what is read from a checkpoint with the checksums in its
+            manifest, in a thread beside reading. False compares the sizes of files only.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
@@ -104,6 +107,7 @@ class WLBStrategy(CheckpointStrategy):
         on_nonfinite: OnNonfinite = "raise",
         async_save: bool = False,
         on_save_failure: str = "raise",
+        verify_checkpoints: bool = True,
     ) -> None:
         schedule = choice("schedule", schedule, SCHEDULES)
         if virtual_pipeline_size is None:
@@ -122,6 +126,7 @@ class WLBStrategy(CheckpointStrategy):
             timeout,
             async_save,
             on_save_failure,
+            verify_checkpoints,
         )
         self.schedule = schedule
         # The loss of a step whose gradients are not reduced yet.
@@ -172,6 +177,7 @@ class WLBStrategy(CheckpointStrategy):
         module.executor = self._run_step
         self._guard(trainer)
         self._loss = None
+        Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

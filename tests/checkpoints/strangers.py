@@ -29,6 +29,15 @@ def list_anew(folder: Path) -> None:
     manifest.write(folder, manifest.CHECKPOINT, "stranger", 1, 0, files)
 
 
+def list_wrongly(folder: Path) -> None:
+    """Give a folder a manifest with another checksum of a shard."""
+    listed = manifest.read(folder)
+    shard = manifest.File(listed.files["__0_0.distcp"].size, "00000000")
+    files = {**listed.files, "__0_0.distcp": shard}
+    (folder / manifest.NAME).unlink()
+    manifest.write(folder, listed.kind, listed.save, listed.ranks, listed.step, files)
+
+
 def model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer, all of whose numbers follow from one."""
     layers = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))

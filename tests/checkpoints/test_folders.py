@@ -1,36 +1,153 @@
-"""A folder has its final name only when it is whole."""
+"""A folder has its final name only when it is whole, and takes only what was written here."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
-from lightning_wlb.checkpoints import folders
+import pytest
+
+from lightning_wlb.checkpoints import folders, manifest
+from lightning_wlb.checkpoints.folders import Aside
+from tests.checkpoints.strangers import load, save
 
 
-def write(path: Path, text: str) -> None:
-    folders.begin(path)
-    (folders.aside_of(path) / "file").write_text(text)
+def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> Aside:
+    aside = folders.begin(path, kind)
+    (aside.folder / "__0_0.distcp").write_text(text)
+    files = manifest.synchronised(aside.folder)
+    manifest.write(aside.folder, kind, aside.save, 1, 0, files)
+    return aside
 
 
-def test_what_stood_there_stays_until_the_new_folder_is_whole(tmp_path):
+def text(path: Path) -> str:
+    return (path / "__0_0.distcp").read_text()
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+def test_what_stood_there_stays_until_the_new_folder_is_whole(exchange, tmp_path, monkeypatch):
+    if exchange and not sys.platform.startswith("linux"):
+        pytest.skip("renameat2 is Linux's")
+    names, before = [], folders.reached
+    if not exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folders, "reached", lambda point: names.append(point) or before(point))
     path = tmp_path / "folder"
-    write(path, "one")
+    aside = write(path, "one")
     assert not path.exists()
-    folders.finish(path)
-    write(path, "two")
-    assert (path / "file").read_text() == "one"
-    folders.finish(path)
-    assert (path / "file").read_text() == "two"
+    folders.finish(aside)
+    aside = write(path, "two")
+    assert text(path) == "one"
+    names.clear()
+    folders.finish(aside)
+    assert text(path) == "two"
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    assert names == [*([] if exchange else ["moved"]), "named", "synchronised", "removed"]
 
 
-def test_what_died_is_removed_under_this_name_at_once_and_under_others_when_stale(tmp_path):
-    for name in ("mine", "fresh", "stale"):
-        write(tmp_path / name, "half")
-    stale = folders.aside_of(tmp_path / "stale")
-    for each in (stale, stale / "file"):
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    folders.finish(write(tmp_path / "one", "one"))
+    for name, target in (("link", "one"), ("nowhere", "gone")):
+        (tmp_path / name).symlink_to(target)
+        folders.finish(write(tmp_path / name, "two"))
+        assert not (tmp_path / name).is_symlink()
+        assert text(tmp_path / name) == "two"
+    assert text(tmp_path / "one") == "one"
+
+
+@pytest.mark.parametrize(
+    ("point", "there", "exchange"),
+    [
+        ("named", False, True),
+        ("named", True, True),
+        ("named", True, False),
+        ("moved", True, False),
+    ],
+)
+def test_an_error_before_the_end_leaves_everything_as_it_was(
+    point, there, exchange, tmp_path, monkeypatch
+):
+    path, before = tmp_path / "folder", folders.reached
+    if there:
+        folders.finish(write(path, "one"))
+    aside = write(path, "two")
+    if not exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folders, "reached", lambda each: 1 / 0 if each == point else before(each))
+    with pytest.raises(ZeroDivisionError):
+        folders.finish(aside)
+    assert text(aside.folder) == "two"
+    folders.discard(aside)
+    assert not there or text(path) == "one"
+    assert [each.name for each in tmp_path.iterdir()] == (["folder"] if there else [])
+
+
+def test_what_died_is_removed_when_it_is_stale(tmp_path):
+    stale, fresh = (write(tmp_path / name, "half").folder for name in ("mine", "other"))
+    for each in (stale, *stale.iterdir()):
         os.utime(each, (0, 0))
-    folders.begin(tmp_path / "mine")
-    assert sorted(each.name for each in stale.parent.iterdir()) == ["fresh", "mine"]
-    assert not any(folders.aside_of(tmp_path / "mine").iterdir())
+    mine = folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
+    # Two runs that save under one name write into two folders.
+    again = folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
+    assert set(mine.parent.iterdir()) == {fresh, mine, again}
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["notes.txt"], r"notes\.txt, which"),
+        (["a", "b", "c", "d", "e"], "a, b, c and 2 more, which"),
+        # The folder of all checkpoints, one of another library, one with somebody's file.
+        (["run.ckpt/meta.pt"], r"run\.ckpt, which"),
+        ([".metadata", "__0_0.distcp"], r"\.metadata, __0_0\.distcp, which"),
+        (["meta.pt", ".metadata", "__0_0.distcp", "notes.txt"], r"notes\.txt, which"),
+        (["manifest.json", "notes.txt"], r"notes\.txt, which"),
+    ],
+)
+def test_what_was_not_written_here_is_not_replaced(names, said, tmp_path):
+    path = tmp_path / "mine"
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("precious")
+    with pytest.raises(ValueError, match=f"mine is not a lightning_wlb checkpoint: .*{said} would"):
+        save(path, 1.0)
+    assert all((path / name).read_text() == "precious" for name in names)
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_file_is_not_replaced(tmp_path):
+    (tmp_path / "one.ckpt").write_text("of another strategy")
+    with pytest.raises(ValueError, match=r"one\.ckpt is a file, which a folder cannot replace"):
+        save(tmp_path / "one.ckpt", 1.0)
+    assert (tmp_path / "one.ckpt").read_text() == "of another strategy"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        ["meta.pt", ".metadata", "__0_0.distcp", "__10_0.distcp"],  # of an older version
+        ["manifest.json", "meta.pt"],  # damaged
+    ],
+)
+def test_an_empty_folder_and_an_older_or_damaged_checkpoint_are_replaced(names, tmp_path):
+    path = tmp_path / "mine"
+    path.mkdir()
+    for name in names:
+        (path / name).write_text("")
+    save(path, 1.0)
+    assert load(path) == 1.0
+
+
+def test_exports_and_checkpoints_do_not_replace_each_other(tmp_path):
+    for one, other in (
+        (manifest.EXPORT, manifest.CHECKPOINT),
+        (manifest.CHECKPOINT, manifest.EXPORT),
+    ):
+        path = tmp_path / one.split()[1]
+        folders.finish(write(path, "one", one))
+        with pytest.raises(ValueError, match=f"is not a {other}"):
+            folders.begin(path, other)
+        folders.finish(write(path, "two", one))
+        assert text(path) == "two"

@@ -3,9 +3,7 @@
 import multiprocessing
 import os
 import pickle
-import runpy
 import shutil
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -18,10 +16,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints import folders, sharded
+from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.strangers import Hostile, list_anew
+from tests.checkpoints.strangers import Hostile, list_anew, list_wrongly
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 
@@ -258,23 +257,29 @@ def test_a_checkpoint_is_whole_and_of_plain_types(folder, results):
 
 
 @pytest.mark.parametrize("case", [UNTIED, TIED], ids=["untied", "tied"])
-def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, monkeypatch, tmp_path):
+def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, tmp_path):
     source, file = folder / name_of((1, 2, 1, 1), case) / "mine.ckpt", tmp_path / "whole.ckpt"
-    monkeypatch.setattr(sys, "argv", ["", str(source), "--output_file", str(file)])
-    runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+    assert main(["consolidate", str(source), "--output", str(file)]) == 0
     _, want = fit(None, case, 6)
-    loaded = LanguageModule.load_from_checkpoint(file)
-    assert loaded.config == module(case).config
-    parameters = {name: whole(p) for name, p in loaded.double().named_parameters()}
-    assert set(parameters) == set(want["parameters"])
-    for name, value in parameters.items():
-        # load_from_checkpoint makes float32 parameters.
-        assert relative_error(value, want["parameters"][name]) <= 1e-7, name
+    for path in (source, file):
+        loaded = LanguageModule.load_from_checkpoint(path)
+        assert loaded.config == module(case).config
+        parameters = {name: whole(p) for name, p in loaded.double().named_parameters()}
+        assert set(parameters) == set(want["parameters"])
+        for name, value in parameters.items():
+            # load_from_checkpoint makes float32 parameters.
+            assert relative_error(value, want["parameters"][name]) <= 1e-7, name
     # Through a Trainer the precision is the Trainer's.
     runner, model = trainer("auto", 1), module(case)
     runner.validate(model, data(case, validation_documents=4), ckpt_path=file, verbose=False)
     for name, value in model.named_parameters():
         assert relative_error(whole(value), want["parameters"][name]) <= 1e-10, name
+    # Training goes on as if it had never been on two ranks.
+    got, want = resume(None, case, file), unbroken(case)
+    assert got["losses"] == pytest.approx(want["losses"][6:], rel=1e-10)
+    assert got["rates"] == pytest.approx(want["rates"][6:], rel=1e-12)
+    for name, value in got["parameters"].items():
+        assert relative_error(value, want["parameters"][name]) <= 1e-10, name
 
 
 def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
@@ -284,6 +289,9 @@ def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
     shutil.copytree(home / "mine.ckpt", scratch / "hostile.ckpt")
     (scratch / "hostile.ckpt" / ".metadata").write_bytes(pickle.dumps(Hostile(scratch / "ran")))
     list_anew(scratch / "hostile.ckpt")
+    for name in ("mine.ckpt", "weights.ckpt"):
+        shutil.copytree(home / name, scratch / name)
+        list_wrongly(scratch / name)
     for path, error in (
         (scratch / "file.ckpt", FileNotFoundError),
         (scratch / "folder.ckpt", FileNotFoundError),
@@ -291,16 +299,17 @@ def refusals(rank: int, home: Path, scratch: Path) -> list[str]:
         (home / "weights.ckpt", ValueError),
         ("s3://bucket/run.ckpt", MisconfigurationException),
         (scratch / "hostile.ckpt", ValueError),
+        (scratch / "mine.ckpt", ValueError),
     ):
         with pytest.raises(error) as info:
             resume((1, 1, 1, 1), UNTIED, path)
         messages.append(str(info.value))
     # Weights alone are enough to validate with, and do not touch optimizers.
-    runner = trainer(WLBStrategy(), 1)
+    runner = trainer(WLBStrategy(verify_checkpoints=False), 1)
     model = module(UNTIED)
     runner.fit(model, data(UNTIED, **DATA[UNTIED], validation_documents=4))
     before = runner.optimizers[0].state_dict()["state"][0]["exp_avg"].clone()
-    runner.validate(model, runner.datamodule, ckpt_path=home / "weights.ckpt", verbose=False)
+    runner.validate(model, runner.datamodule, ckpt_path=scratch / "weights.ckpt", verbose=False)
     after = runner.optimizers[0].state_dict()["state"][0]["exp_avg"]
     assert torch.equal(before.full_tensor(), after.full_tensor())
     reference, _ = fit((1, 1, 1, 1), UNTIED, 6)
@@ -318,6 +327,7 @@ def test_what_is_not_a_checkpoint_is_answered(folder, results, tmp_path):
     assert "weights.ckpt holds weights only, so training cannot resume" in messages[3]
     assert "got s3://bucket/run.ckpt" in messages[4]
     assert "it names posix.mkdir). Nothing in it was run" in messages[5]
+    assert "mine.ckpt is damaged: the content of __0_0.distcp is not what was" in messages[6]
     assert not (tmp_path / "ran").exists()
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lightning_wlb.checkpoints import manifest
 from lightning_wlb.cli.export import export
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.huggingface import export as exporting
@@ -171,6 +172,11 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     assert opened(out).dtype == torch.bfloat16
     assert not (out / "tokenizer.json").exists()
     assert not (tmp_path / ".partial").exists()
+    manifest.check(out)
+    # Only an export is replaced.
+    (out / "notes.md").write_text("mine")
+    assert main(["export", checkpoint, str(out), "--force"]) == 2
+    assert "is not a lightning_wlb export: it holds notes.md" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

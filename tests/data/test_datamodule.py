@@ -158,8 +158,9 @@ def test_resume_is_quiet(tmp_path: Path, unbroken: Recorder) -> None:
         rest = Recorder()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # Lightning's own, on this torch.
+            # Lightning's own: on this torch, and where Slurm is installed.
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
+            warnings.filterwarnings("ignore", message="The `srun` command is available")
             fit(tmp_path, rest, tmp_path / "stop.ckpt", max_steps=12, limit_train_batches=limit)
         assert rest.digests == unbroken.digests[3:12]
 
@@ -240,7 +241,7 @@ def test_held_out_documents_are_chosen_by_the_seed() -> None:
     store = InMemoryDocuments(sequences())
 
     def held_out(seed: int) -> list[int]:
-        kept, validation = data(documents=store, seed=seed, validation_documents=10)._stores()
+        kept, validation = data(documents=store, seed=seed, validation_documents=10)._stores()[:2]
         assert validation is not None
         assert sorted([*kept.numbers, *validation.numbers]) == list(range(40))  # type: ignore[attr-defined]
         return list(validation.numbers)  # type: ignore[attr-defined]
@@ -248,7 +249,7 @@ def test_held_out_documents_are_chosen_by_the_seed() -> None:
     assert len(held_out(5)) == 10
     assert held_out(5) == held_out(5) != held_out(6)
     own = data(validation_documents=InMemoryDocuments([[1, 2]]))
-    kept, validation = own._stores()
+    kept, validation, _ = own._stores()
     assert validation is not None
     assert (len(kept.lengths), len(validation.lengths)) == (40, 1)
 
@@ -364,8 +365,8 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
         run=False,
         save_config_callback=None,
         args=[
-            "--data.context_window=8", "--data.micro_batches=2", "--data.packing.method=wlb",
-            "--data.packing.queues=3",
+            "--data.documents=stdlib", "--data.context_window=8", "--data.micro_batches=2",
+            "--data.packing.method=wlb", "--data.packing.queues=3",
         ],
     )  # fmt: skip
     assert named.datamodule.documents == "stdlib"

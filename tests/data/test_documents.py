@@ -94,7 +94,7 @@ def test_holding_out_of_many_documents_takes_12_bytes_each() -> None:
     documents, count = 1_000_000, 100
     store = Lengths(documents)
     tracemalloc.start()
-    kept, held_out = hold_out(store, count, seed=0)
+    kept, held_out = hold_out(store, count, 0, "validation_documents")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(kept) == documents - count

@@ -118,6 +118,6 @@ def test_lightning_cli_takes_paths_and_mappings(tmp_path: Path, corpus: Path, ho
     cli = LightningCLI(Recorder, wlb.WLBDataModule, save_config_callback=None, args=arguments)
     assert cli.model.steps == [0, 1]
     assert isinstance(cli.datamodule, L.LightningDataModule)
-    store, validation = cli.datamodule._stores()
+    store, validation, _ = cli.datamodule._stores()
     assert store.lengths.tolist() == validation.lengths.tolist() == [3, 1, 2]
     assert store.vocab_size == (8 if "vocab_size" in how else None)

@@ -104,3 +104,22 @@ def test_a_worker_names_store_document_and_range() -> None:
         ValueError, match=r"document 1 of Lying\(.*\): reading tokens of \[0, 6\) failed: OSError"
     ):
         next(iter(loader))
+
+
+def test_what_is_planned_by_is_checked_too() -> None:
+    data = DataSettings(10, 1)
+    shape = TransformerConfig(vocab_size=9).shape
+    planner = StepDataset.for_model(Lying("targets", fail), data, shape).planner()
+    with pytest.raises(
+        ValueError, match=r"document 1 of Lying.*: reading targets of \[0, 6\) fail"
+    ):
+        planner.next_step()
+    for lengths, message in (
+        (np.array([4.0, 6.0]), "lengths is an array of float64"),
+        (np.array([[4], [6]]), r"lengths is an array of int64 with shape \(2, 1\)"),
+        (np.array([4, 0]), "1 of 2 documents have no tokens, the first is document 1"),
+    ):
+        store = InMemoryDocuments(TOKENS, vocab_size=9)
+        store.lengths = lengths
+        with pytest.raises(ValueError, match=message):
+            StepDataset.for_model(store, data, shape)

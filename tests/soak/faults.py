@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_wlb.checkpoints import folders
 from tests.soak import plants
 
 ALL = (0, 1, 2, 3)
 LAUNCHER: dict[str, Any] = {"ranks": (0,), "ends": "dies"}
 STUCK: dict[str, Any] = {"timeout": 15.0, "says": r"(?i)timed out|time-?out|rank 3"}
+KILL = plants.sends(SIGKILL)
 DIED = r"(?i)connection (closed|reset)|terminated with code|broken pipe|rank [03]"
 """What survivors may say of a rank that died without a word."""
 
@@ -106,18 +108,16 @@ RAISED = (
 DIED_SILENTLY = (
     _died("exit with code 1 on rank 3", "step", plants.exits(1)),
     _died("exit with code 0 on rank 3", "optimizer", plants.exits(0)),
-    _died("kill -9 of rank 3 in a step", "forward", plants.sends(SIGKILL)),
-    _died("kill -9 of the launcher in a step", "forward", plants.sends(SIGKILL), **LAUNCHER),
-    _died("kill -9 of rank 3 while validating", "validation", plants.sends(SIGKILL)),
-    _died("kill -9 of rank 3 while saving", "writing", plants.sends(SIGKILL), step=6),
-    _died(
-        "kill -9 of the launcher while saving", "writing", plants.sends(SIGKILL), step=6, **LAUNCHER
-    ),
-    _died("kill -9 of rank 3 in start-up", "start-up", plants.sends(SIGKILL), step=0, says=""),
+    _died("kill -9 of rank 3 in a step", "forward", KILL),
+    _died("kill -9 of the launcher in a step", "forward", KILL, **LAUNCHER),
+    _died("kill -9 of rank 3 while validating", "validation", KILL),
+    _died("kill -9 of rank 3 while saving", "writing", KILL, step=6),
+    _died("kill -9 of the launcher while saving", "writing", KILL, step=6, **LAUNCHER),
+    _died("kill -9 of rank 3 in start-up", "start-up", KILL, step=0, says=""),
     _died(
         "kill -9 of the launcher in start-up",
         "start-up",
-        plants.sends(SIGKILL),
+        KILL,
         step=0,
         says="",
         interpreters=True,
@@ -302,8 +302,21 @@ SAVING = (
     ),
 )
 
+CRASHES = tuple(
+    _died(
+        f"kill -9 of the launcher in a save: {point}",
+        f"save: {point}",
+        KILL,
+        step=6,
+        **LAUNCHER,
+    )
+    for point in folders.POINTS
+)
+
 FAULTS = {
-    fault.key: fault
-    for group in (RAISED, DIED_SILENTLY, SIGNALS, NUMBERS, SAVING)
-    for fault in group
+    each.key: each for group in (RAISED, DIED_SILENTLY, SIGNALS, NUMBERS, SAVING) for each in group
 }
+"""By key; the rows of the table."""
+
+PLANTED = FAULTS | {each.key: each for each in CRASHES}
+"""By key; all that a run can be asked for."""

@@ -1,11 +1,12 @@
 """Where in a run a fault can be planted, and what it does there.
 
-A place is a name that the run reaches: ``script`` (rank's first line), ``start-up`` (launched, not
-yet connected), ``prepare_data``, ``setup``, ``train_dataloader``, ``step`` (a batch begins),
+A place is a name that the run comes to: ``script`` (a rank's first line), ``start-up`` (launched,
+not yet connected), ``prepare_data``, ``setup``, ``train_dataloader``, ``step`` (a batch begins),
 ``forward`` and ``backward`` (inside the model), ``after backward``, ``optimizer``, ``batch end``,
 ``validation``, ``saving`` (the Trainer collects state), ``writing`` (a rank writes its shard),
-``state`` (what a callback saves), ``read`` (a document is read, by a worker) and ``tokens`` (what
-the read returns). An action is a function of the :class:`Plant`; of ``tokens``, of the tokens.
+``save: ...`` (one of ``lightning_wlb.checkpoints.folders.POINTS``), ``state`` (what a callback
+saves), ``read`` (a worker reads a document) and ``tokens`` (what it reads). An action is a function
+of the :class:`Plant`; of ``tokens``, of the tokens.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_wlb.checkpoints import folders
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
 from tests.strategy import harness
@@ -85,7 +87,7 @@ class Plant:
 
 @contextmanager
 def planted(fault: Fault | None, rank: int, folder: Path) -> Iterator[Plant]:
-    """Plant a fault in what is not the run's own: torch's modules and its writer of shards."""
+    """Plant a fault also where a run has no hook: in torch's modules, in the writing of a save."""
     plant = Plant(fault, rank, folder)
     write = _FileSystemWriter.write_data
 
@@ -101,9 +103,18 @@ def planted(fault: Fault | None, rank: int, folder: Path) -> Iterator[Plant]:
         if isinstance(output, torch.Tensor) and output.requires_grad and plant.due("backward"):
             output.register_hook(lambda _: plant.at("backward"))
 
+    def exchange(*paths: Path) -> bool:
+        # Two renames are what there is to interrupt where names cannot be exchanged.
+        return not plant.due("save: moved") and exchanges(*paths)
+
+    exchanges = folders._exchange
     hooks = register_module_forward_pre_hook(forward), register_module_forward_hook(watch)
     try:
-        with mock.patch.object(_FileSystemWriter, "write_data", write_data):
+        with (
+            mock.patch.object(_FileSystemWriter, "write_data", write_data),
+            mock.patch.object(folders, "reached", lambda point: plant.at(f"save: {point}")),
+            mock.patch.object(folders, "_exchange", exchange),
+        ):
             yield plant
     finally:
         for hook in hooks:

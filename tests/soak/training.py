@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.soak.faults import FAULTS
+from tests.soak.faults import PLANTED
 from tests.soak.plants import Plant, PlantedData, planted
 from tests.strategy import harness
 
@@ -39,7 +39,8 @@ class Run:
     Attributes:
         folder: of logs and marks; ``checkpoints`` in it has the checkpoints.
         mesh: data, pipeline, context and tensor parallel sizes.
-        fault: its name in :data:`.faults.FAULTS`; empty for none.
+        fault: its name in :data:`.faults.PLANTED`; empty for none.
+        name: of checkpoints; without ``{step}`` each replaces the one before.
         timeout: of the strategy, in seconds; None: its default.
         resume: from the last checkpoint.
         strategy: further arguments of the strategy.
@@ -51,7 +52,7 @@ class Run:
     fault: str = ""
     save_on_exception: bool = False
     save_every: int = 3
-    keep: int = -1
+    name: str = "last-{step}"
     timeout: float | None = None
     resume: bool = False
     validate_every: int = 2
@@ -91,7 +92,7 @@ def main() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with planted(FAULTS.get(options.fault), rank, folder) as plant:
+    with planted(PLANTED.get(options.fault), rank, folder) as plant:
         fit(options, folder, plant)
 
 
@@ -99,11 +100,8 @@ def fit(options: Run, folder: Path, plant: Plant) -> None:
     plant.at("script")
     keeper = ModelCheckpoint(
         folder / "checkpoints",
-        # Lightning's own resuming from "last" looks at this beginning of the name.
-        filename="last-{step}",
-        save_top_k=options.keep,
-        monitor="step" if options.keep > 0 else None,
-        mode="max",
+        filename=options.name,
+        save_top_k=-1 if "{step}" in options.name else 1,
         every_n_train_steps=options.save_every,
         save_on_exception=options.save_on_exception,
     )

@@ -1,19 +1,23 @@
-"""A signal to one rank ends the run on all of them, at the end of the same step, and soon."""
+"""A signal to one rank or to all processes ends all ranks at the end of the same step, and soon."""
 
 import multiprocessing
 import os
 import signal
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.strategy import signals
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, Recorder, data, module, trainer
@@ -34,16 +38,15 @@ SLURM = {
 
 
 class Sends(L.Callback):
-    """Signals its own process, and its loader workers, in the middle of a step."""
+    """Signals its own process and its loader workers, as Slurm does, in the middle of a step."""
 
     def __init__(self, number: signal.Signals, step: int, validating: bool = False) -> None:
         self.number, self.step, self.validating = number, step, validating
 
     def _send(self) -> None:
         os.kill(os.getpid(), self.number)
-        if self.number == signal.SIGUSR1:
-            for child in multiprocessing.active_children():
-                os.kill(child.pid, self.number)
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, self.number)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if not self.validating and trainer.global_step == self.step:
@@ -64,7 +67,33 @@ class Evaluated(L.Callback):
         self.batches += 1
 
 
-def run(rank: int, folder: Path, mesh, callbacks=(), **options) -> tuple[L.Trainer, Recorder, bool]:
+class Stalls(InMemoryDocuments):
+    """Documents that cannot be read any more once the file is there."""
+
+    def __init__(self, of: InMemoryDocuments, flag: Path) -> None:
+        self.__dict__ = of.__dict__ | {"flag": flag}
+
+    def read(self, document: int, start: int, stop: int) -> Any:
+        while self.flag.exists():
+            time.sleep(0.1)
+        return super().read(document, start, stop)
+
+
+class Stops(L.Callback):
+    """Stops the reading after two steps, and signals the rank a while later."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def on_train_batch_end(self, trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.flag.touch()
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+
+def run(
+    rank: int, folder: Path, mesh, callbacks=(), stalls: Path | None = None, **options
+) -> tuple[L.Trainer, Recorder, bool]:
     """A run of six steps; whether a signal ended it."""
     recorder = Recorder()
     runner = trainer(
@@ -78,9 +107,14 @@ def run(rank: int, folder: Path, mesh, callbacks=(), **options) -> tuple[L.Train
         **options,
     )
     documents = data(CASE, validation_documents=5, num_workers=1)
+    if stalls is not None:
+        documents.documents = Stalls(documents.documents, stalls)
+        documents.num_workers = 0
     try:
         runner.fit(module(CASE), documents)
-    except SIGTERMException:
+    except SystemExit as end:  # SIGTERMException is one
+        if end.code != (None if isinstance(end, SIGTERMException) else 1):
+            raise
         return runner, recorder, True
     return runner, recorder, False
 
@@ -153,24 +187,56 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path):
 
 
 def terminated(rank: int, folder: Path, mesh) -> dict[str, Any]:
-    """SIGTERM comes to rank 1 only: in training, in validation."""
+    """A signal comes in a step, a validation, the loader: to rank 1 with its worker, or to all."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process that a user starts
+    signals.LOADER_SECONDS = 1.0
     results: dict[str, Any] = {}
-    for validating in (False, True):
-        home = folder / str(validating)
+    for name, callback, to in (
+        ("training", Sends(signal.SIGTERM, 2), (0, 1)),
+        ("validating", Sends(signal.SIGTERM, 2, validating=True), (1,)),
+        ("interrupted", Sends(signal.SIGINT, 2), (0, 1)),
+        ("waiting", Stops(folder / "flag"), (1,)),
+    ):
+        home = folder / name
         keeper = ModelCheckpoint(home, save_on_exception=True, save_top_k=0)
-        sends = [Sends(signal.SIGTERM, 2, validating)] if rank == 1 else []
-        options = {"val_check_interval": 2} if validating else {"limit_val_batches": 0}
-        runner, _, ended = run(rank, home, mesh, [keeper, *sends], **options)
+        options: dict[str, Any] = {"limit_val_batches": 0}
+        if name == "validating":
+            options = {"val_check_interval": 2}
+        if name == "waiting":
+            options["stalls"] = folder / "flag" if rank in to else folder / "none"
+        runner, _, ended = run(
+            rank, home, mesh, [keeper, *([callback] if rank in to else [])], **options
+        )
         assert ended
-        saved = [path.name for path in home.glob("*.ckpt")]
-        results["validating" if validating else "training"] = (runner.global_step, saved)
+        assert signals.NOTICES.mine == 0, "a later run begins without"
+        results[name] = (runner.global_step, [path.name for path in home.glob("*.ckpt")])
     return results
 
 
-def test_the_end_of_one_rank_is_that_of_all(tmp_path):
+def test_a_signal_ends_all_ranks_together_and_they_save(tmp_path):
     for result in run_ranks(terminated, 2, tmp_path, MESH, process_group=False):
-        assert result["training"][0] == 3
-        assert result["validating"][0] == 2
+        steps = {name: step for name, (step, _) in result.items()}
+        assert steps == {"training": 3, "validating": 2, "interrupted": 3, "waiting": 3}
         for _, saved in result.values():
             assert len(saved) == 1, "every rank was there to save"
+
+
+def early_and_late(rank: int, folder: Path, mesh) -> int:
+    """The requeue signal comes before the run has begun, and when it is over."""
+    os.environ.update(SLURM, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    options = {"default_root_dir": folder, "max_steps": 6, "max_epochs": -1}
+    runner = trainer(WLBStrategy(*mesh), 2, **options)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(SIGTERMException):
+        runner.fit(module(CASE), data(CASE))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.1)
+    return runner.global_step
+
+
+def test_the_requeue_signal_may_come_at_any_time(tmp_path):
+    calls = requeues(tmp_path)
+    assert run_ranks(early_and_late, 2, tmp_path, MESH, process_group=False) == [1, 1]
+    assert calls.read_text() == f"requeue {JOB}\n"

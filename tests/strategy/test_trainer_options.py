@@ -5,6 +5,12 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+)
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -29,6 +35,31 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     ),
     "deterministic": ({"deterministic": True, "max_steps": 2}, {}, (2, 0)),
     "inference_mode": ({"inference_mode": False, "max_steps": 2}, HELD_OUT, (2, 0)),
+    "check_val_every_n_epoch": (
+        {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_steps": 6},
+        HELD_OUT,
+        (6, 2),
+    ),
+    "reload_dataloaders": (
+        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "limit_val_batches": 1},
+        HELD_OUT,
+        (10, 2),
+    ),
+    "barebones": ({"barebones": True, "max_steps": 2}, {}, (2, 0)),
+    "what changes nothing": (
+        {
+            "profiler": "simple",
+            "detect_anomaly": True,
+            "benchmark": False,
+            "sync_batchnorm": True,
+            "use_distributed_sampler": False,
+            "plugins": [AsyncCheckpointIO()],
+            "callbacks": [GradientAccumulationScheduler({0: 1})],
+            "max_steps": 2,
+        },
+        {},
+        (2, 0),
+    ),
 }
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "min_epochs": (
@@ -41,9 +72,33 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"max_tokens": 200},
         "max_tokens=200 is reached after 3 steps, .* lower min_steps",
     ),
-    "overfit_batches": ({"overfit_batches": 1}, {}, "give WLBDataModule a few documents"),
-    "limit_train_batches": ({"limit_train_batches": 0.5}, {}, "must be `1.0` or an int"),
-    "val_check_interval": ({"val_check_interval": 0.5}, HELD_OUT, "`1.0` or an int"),
+    "overfit_batches": ({"overfit_batches": 1}, HELD_OUT, "give WLBDataModule a few documents"),
+    "limit_train_batches": (
+        {"limit_train_batches": 0.5},
+        {},
+        r"an epoch has about 5, so limit_train_batches=2\.$",
+    ),
+    "val_check_interval": (
+        {"val_check_interval": 0.8},
+        HELD_OUT,
+        r"an epoch has about 5, so val_check_interval=4\.$",
+    ),
+    "limit_val_batches": (
+        {"limit_val_batches": 0.1},
+        HELD_OUT,
+        r"an epoch has about 1, so limit_val_batches=1\.$",
+    ),
+    "accumulation": (
+        {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+        {},
+        r"GradientAccumulationScheduler\(\{1: 2, 0: 1\}\) .* WLBDataModule\(micro_batches",
+    ),
+    "batch size": ({"callbacks": [BatchSizeFinder()]}, {}, "size of a step is that of its doc"),
+    "pruning": (
+        {"callbacks": [ModelPruning("l1_unstructured")]},
+        {},
+        "ModelPruning compares weights of one process.*: lightning-wlb export",
+    ),
 }
 
 
@@ -59,8 +114,10 @@ class Validations(L.Callback):
 
 def fit(options: dict[str, Any], settings: dict[str, Any]) -> tuple[L.Trainer, Recorder, int]:
     recorder, validations = Recorder(), Validations()
-    defaults = {"max_steps": -1, "callbacks": [recorder, validations]}
-    runner = trainer(WLBStrategy(1, 2), 2, **(defaults | options))
+    callbacks = [recorder, validations, *options.get("callbacks", ())]
+    runner = trainer(
+        WLBStrategy(1, 2), 2, **({"max_steps": -1} | options | {"callbacks": callbacks})
+    )
     runner.fit(module(CASE), data(CASE, num_workers=0, **settings))
     return runner, recorder, validations.count
 
@@ -80,6 +137,8 @@ def runs(rank: int) -> dict[str, tuple[int, int]]:
         with pytest.raises(MisconfigurationException, match=message) as info:
             fit(options, settings)
         assert "\n" not in str(info.value)
+    with pytest.raises(MisconfigurationException, match=r"trainer.predict is not there.*export"):
+        trainer(WLBStrategy(1, 2), 2).predict(module(CASE), data(CASE))
     return results
 
 

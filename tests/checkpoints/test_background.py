@@ -1,0 +1,73 @@
+"""Jobs in threads: their order, what is waited for, and what their errors become."""
+
+import time
+from pathlib import Path
+from threading import Event
+
+import torch
+
+from lightning_wlb.checkpoints.background import COPIES, Background, Stager
+from lightning_wlb.checkpoints.writing import Parts
+
+
+def test_one_after_the_other_and_only_as_many_as_needed():
+    jobs, gate, done = Background(), Event(), []
+
+    def first() -> None:
+        gate.wait()
+        done.append(1)
+
+    jobs.submit(Path("one"), first, copies=1)
+    jobs.submit(Path("two"), lambda: done.append(2))
+    jobs.submit(Path("three"), lambda: done.append(3), copies=1)
+    assert jobs.busy
+    assert jobs.settle(copies=2) == [], "two copies are there: nothing is waited for"
+    assert jobs.busy
+    assert done == []
+    gate.set()
+    assert jobs.settle(copies=1) == []
+    assert done[0] == 1
+    assert jobs.settle() == []
+    assert done == [1, 2, 3]
+    assert not jobs.busy
+
+
+def test_errors_are_reported_once_and_later_jobs_run():
+    jobs, error = Background(), OSError("full")
+
+    def fails() -> None:
+        raise error
+
+    jobs.submit(Path("one"), fails)
+    jobs.submit(Path("two"), lambda: None)
+    end = time.monotonic() + 10
+    while jobs.busy and time.monotonic() < end:
+        time.sleep(0.01)
+    assert jobs.failed
+    assert jobs.settle() == [(Path("one"), error)]
+    assert not jobs.failed
+    assert jobs.settle() == []
+
+
+def test_waiting_has_an_end():
+    jobs, gate = Background(), Event()
+    jobs.submit(Path("one"), lambda: gate.wait() and None)  # type: ignore[func-returns-value]
+    ((path, error),) = jobs.settle(seconds=0.05)
+    assert (path, str(error)) == (Path("one"), "it was not written within 0.05 s")
+    assert jobs.busy, "what follows must still come after it"
+    gate.set()
+    assert jobs.settle() == []
+
+
+def test_copies_are_apart_from_what_they_copy_and_from_one_another():
+    stager, value, rest = Stager(torch.device("cpu")), torch.zeros(3), {"best": {"a": 1}}
+    copies = []
+    for step in range(COPIES):
+        value.fill_(step)
+        copies.append(stager.stage(Parts({"model": {"w": value}}, rest)))
+        rest["best"]["a"] += 1
+    assert [copy.state["model"]["w"].tolist() for copy in copies] == [[0.0] * 3, [1.0] * 3]
+    assert [copy.rest["best"]["a"] for copy in copies] == [1, 2]
+    # The memory of the first is used again.
+    again = stager.stage(Parts({"model": {"w": value}}, rest))
+    assert again.state["model"]["w"].data_ptr() == copies[0].state["model"]["w"].data_ptr()

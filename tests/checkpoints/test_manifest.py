@@ -1,0 +1,81 @@
+"""A manifest holds what was written, and shows every other content."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+
+import pytest
+
+from lightning_wlb.checkpoints import manifest
+from lightning_wlb.checkpoints.manifest import Damaged, File
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "one").write_bytes(b"1" * 1000)
+    (tmp_path / "two").write_bytes(b"")
+    files = manifest.synchronised(tmp_path)
+    manifest.write(tmp_path, manifest.EXPORT, "abc", 4, 17, files)
+    return tmp_path
+
+
+def test_it_is_read_as_it_was_written(folder):
+    read = manifest.read(folder)
+    assert abs(read.time - time.time()) < 60
+    one = File(1000, f"{zlib.crc32(b'1' * 1000):08x}")
+    two = File(0, "00000000")
+    assert read == manifest.Manifest(
+        manifest.EXPORT, "abc", 4, 17, read.time, {"one": one, "two": two}
+    )
+    manifest.check(folder)
+    assert manifest.is_complete(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "complete", "said"),
+    [
+        (None, False, r"one is missing \(No such file or directory\)"),
+        (b"1" * 999, False, "one has 999 bytes instead of 1,000"),
+        (b"1" * 999 + b"2", True, "the content of one is not what was written"),
+    ],
+)
+def test_damage_is_named(content, complete, said, folder):
+    (folder / "one").unlink()
+    if content is not None:
+        (folder / "one").write_bytes(content)
+    with pytest.raises(Damaged, match=rf"{folder} is damaged: {said}\. Use another checkpoint\."):
+        manifest.check(folder)
+    assert manifest.is_complete(folder) == complete
+
+
+def change(folder, honest: bool, **changes) -> None:
+    """Change a manifest; honestly: with a checksum that fits."""
+    whole = json.loads((folder / "manifest.json").read_text())
+    whole["content"].update(changes)
+    if honest:
+        whole["crc32"] = manifest._checksum(whole["content"])
+    (folder / "manifest.json").write_text(json.dumps(whole))
+
+
+def test_a_manifest_that_was_changed_is_damaged(folder):
+    change(folder, False, step=18)
+    with pytest.raises(Damaged, match=r"manifest\.json is not what was written"):
+        manifest.read(folder)
+    (folder / "manifest.json").write_text("[]")
+    with pytest.raises(Damaged, match=r"manifest\.json is not what was written"):
+        manifest.check(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        manifest.check(folder)
+    assert not manifest.is_complete(folder)
+
+
+def test_a_newer_format_and_other_folders_are_refused(folder):
+    change(folder, True, format=2)
+    with pytest.raises(ValueError, match=r"newer version .*format 2.* Update"):
+        manifest.read(folder)
+    change(folder, True, format=1, files={"../one": {"size": 1, "crc32": ""}})
+    with pytest.raises(Damaged, match=r"names '\.\./one', which is not in the folder"):
+        manifest.read(folder)

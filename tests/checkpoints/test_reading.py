@@ -1,0 +1,161 @@
+"""What was damaged, or made to do harm, is refused; what is whole is read."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.checkpoints import manifest, reading, sharded
+from lightning_wlb.checkpoints.stored import StoredCheckpoint
+from tests.checkpoints.strangers import Hostile, list_anew, load, model, save
+from tests.ranks import run_ranks
+
+FILES = ("__0_0.distcp", ".metadata", "meta.pt", "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory) -> tuple[Path, Path]:
+    """Checkpoints of two steps of a run."""
+    folder = tmp_path_factory.mktemp("saves")
+    for value in (3.0, 6.0):
+        save(folder / f"{value:g}.ckpt", value)
+    return folder / "6.ckpt", folder / "3.ckpt"
+
+
+@settings(
+    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    name=st.sampled_from(FILES),
+    damage=st.sampled_from(("flip", "truncate", "delete", "swap", "append")),
+    where=st.integers(min_value=0, max_value=10**9),
+)
+def test_no_damage_gives_another_state(name, damage, where, saves, tmp_path):
+    whole, other = saves
+    path = tmp_path / "damaged.ckpt"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(whole, path)
+    file = path / name
+    content = file.read_bytes()
+    at = where % len(content)
+    if damage == "flip":
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << where % 8]) + content[at + 1 :])
+    elif damage == "truncate":
+        file.write_bytes(content[:at])
+    elif damage == "delete":
+        file.unlink()
+    elif damage == "swap":
+        shutil.copyfile(other / name, file)
+    else:
+        file.write_bytes(content + b"\0")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"damaged\.ckpt") as info:
+        load(path)
+    if not (damage == "delete" and name == "meta.pt"):  # without it, it is no checkpoint
+        assert isinstance(info.value, manifest.Damaged)
+        with pytest.raises(ValueError, match=r"damaged\.ckpt"):
+            StoredCheckpoint(path)
+        with pytest.raises(manifest.Damaged):
+            reading.check(path)
+
+
+def test_what_is_whole_is_read(saves):
+    assert [load(path) for path in saves] == [6.0, 3.0]
+    assert all(reading.check(path) for path in saves)
+
+
+def test_without_verifying_sizes_are_compared_and_contents_are_not(saves, tmp_path):
+    shutil.copytree(saves[0], tmp_path / "run.ckpt")
+    shard = tmp_path / "run.ckpt" / "__0_0.distcp"
+    shutil.copyfile(saves[1] / "__0_0.distcp", shard)
+    layers, _ = model(0.5)
+    sharded.load(tmp_path / "run.ckpt", layers, [], {}, None, verify=False)
+    assert torch.equal(layers[0].weight, model(3.0)[0][0].weight)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(manifest.Damaged, match=r"__0_0\.distcp has .* bytes instead of"):
+        sharded.load(tmp_path / "run.ckpt", layers, [], {}, None, verify=False)
+
+
+def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(saves, tmp_path):
+    path = tmp_path / "old.ckpt"
+    shutil.copytree(saves[0], path)
+    (path / manifest.NAME).unlink()
+    rest = torch.load(path / "meta.pt", weights_only=True)
+    assert len(rest.pop("WLBStrategy")["save"]) == 32
+    torch.save(rest, path / "meta.pt")
+    with pytest.warns(UserWarning, match="whether it is damaged cannot be told"):
+        assert load(path) == 6.0
+    assert not reading.check(path)
+
+
+def damaged_on_one_rank(rank: int, path: Path) -> str:
+    with pytest.raises(manifest.Damaged) as info:
+        load(path)
+    return str(info.value)
+
+
+def save_together(rank: int, path: Path) -> float:
+    save(path, 6.0)
+    return load(path)
+
+
+def test_all_ranks_refuse_what_one_rank_finds(tmp_path):
+    path = tmp_path / "run.ckpt"
+    assert run_ranks(save_together, 2, path) == [6.0, 6.0]
+    content = bytearray((path / "__1_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "__1_0.distcp").write_bytes(content)
+    texts = run_ranks(damaged_on_one_rank, 2, path)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("rank 1 on ")
+    assert "run.ckpt is damaged: the content of __1_0.distcp is not what was written" in texts[0]
+
+
+def poison(path: Path, way: str, made: Path) -> None:
+    """Put something that makes a folder when it is unpickled into a checkpoint that verifies."""
+    if way == "metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(Hostile(made)))
+    elif way == "rest":
+        rest = torch.load(path / "meta.pt", weights_only=True)
+        torch.save(rest | {"callbacks": Hostile(made)}, path / "meta.pt")
+    else:
+        # In the place of the learning rate, whose entry has more than enough bytes.
+        stored = pickle.loads((path / ".metadata").read_bytes())
+        name = "optimizer_0.param_groups.0.weight.lr"
+        (place,) = (p for index, p in stored.storage_data.items() if index.fqn == name)
+        entry = pickle.dumps(Hostile(made))
+        shard = bytearray((path / "__0_0.distcp").read_bytes())
+        shard[place.offset : place.offset + len(entry)] = entry
+        (path / "__0_0.distcp").write_bytes(shard)
+    list_anew(path)
+
+
+@pytest.mark.parametrize("way", ["metadata", "rest", "entry"])
+def test_nothing_that_a_checkpoint_holds_is_run(way, saves, tmp_path):
+    path, made = tmp_path / "run.ckpt", tmp_path / "made"
+    shutil.copytree(saves[0], path)
+    poison(path, way, made)
+    with pytest.raises(ValueError, match=r"run\.ckpt|UnpicklingError"):
+        load(path)
+    if way == "entry":
+        StoredCheckpoint(path).read(["0.weight"])  # weights do not need the entry
+    else:
+        with pytest.raises(ValueError, match=r"run\.ckpt"):
+            StoredCheckpoint(path)
+    assert not made.exists()
+
+
+def test_who_asks_for_it_may_unpickle_meta_pt(saves, tmp_path):
+    path, made = tmp_path / "run.ckpt", tmp_path / "made"
+    shutil.copytree(saves[0], path)
+    poison(path, "rest", made)
+    with pytest.raises(ValueError, match=r"weights_only=False"):
+        sharded.load(path, model(0.5)[0], [], {}, None)
+    assert not made.exists()
+    sharded.load(path, model(0.5)[0], [], {}, False)
+    assert made.exists()

@@ -1,0 +1,80 @@
+"""How the command answers mistakes: one paragraph, once a node, on request with a traceback."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cli import main as command
+
+FIT = [
+    "fit",
+    "--model=lightning_wlb.LanguageModule",
+    "--data.context_window=512",
+    "--data.micro_batches=2",
+    "--trainer.accelerator=cpu",
+    "--trainer.logger=false",
+]
+
+
+def said(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What `fit` prints of a mistake, without what Lightning logs before it."""
+    capsys.readouterr()
+    assert command.main([*FIT, *options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    (answer,) = [line for line in lines if line.startswith("lightning-wlb fit")]
+    assert lines[-1] == answer
+    return answer
+
+
+def test_a_wrong_value_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--model.learning_rate=-1") == (
+        "lightning-wlb fit: learning_rate=-1.0 is out of range. Give a number from 0."
+    )
+    assert said(capsys, "--data.nonsense=3") == (
+        "lightning-wlb fit: unrecognized arguments: --data.nonsense=3"
+    )
+    text = said(capsys, "--data.cap=much")
+    assert text.startswith('lightning-wlb fit: Parser key "data.cap": ')
+    assert text.endswith("Given value: much")
+
+
+def test_a_traceback_is_there_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_WLB_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="learning_rate"):
+        command.main([*FIT, "--model.learning_rate=-1"])
+
+
+def answer(capsys: pytest.CaptureFixture[str], error: Exception) -> str:
+    def fail() -> None:
+        raise error
+
+    assert command._answer("fit", fail) == 2
+    return capsys.readouterr().err
+
+
+def test_a_mistake_is_said_once_a_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = MisconfigurationException("wrong sizes")
+    for name, other in (("LOCAL_RANK", "SLURM_LOCALID"), ("SLURM_LOCALID", "LOCAL_RANK")):
+        monkeypatch.delenv(other, raising=False)
+        for local, text in (("0", "lightning-wlb fit: wrong sizes\n"), ("1", "")):
+            monkeypatch.setenv(name, local)
+            assert answer(capsys, wrong) == text
+            assert answer(capsys, ValueError("wrong sizes")) == text
+    # What one rank meets in the run, the others need not meet.
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    damaged = ValueError("Caught ValueError in worker.\nOriginal Traceback\n  x\nValueError: bad\n")
+    assert answer(capsys, damaged) == "lightning-wlb fit (rank 3): ValueError: bad\n"
+    assert answer(capsys, wrong) == ""
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        command._answer("plan", fail)

@@ -1,0 +1,158 @@
+"""Damaged checkpoints: none is taken for another state, and the newest undamaged one is used.
+
+The checkpoints are those of a run of four ranks; what becomes of them is tried in one process.
+"""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_wlb.checkpoints import sharded
+from lightning_wlb.strategy.resuming import candidates_in, load_first
+from tests.soak.processes import run, tail
+from tests.soak.training import Run
+from tests.strategy import harness
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of every damage
+]
+DAMAGES = 200
+MESH = (2, 2, 1, 1)
+
+
+def flip(chance: random.Random, path: Path, other: Path) -> None:
+    """One bit."""
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(chance: random.Random, path: Path, other: Path) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(chance.choice([0, size - 1, chance.randrange(size)]))
+
+
+def zero(chance: random.Random, path: Path, other: Path) -> None:
+    """A block that never reached the disk."""
+    content = bytearray(path.read_bytes())
+    start = chance.randrange(0, len(content), 512)
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+    path.write_bytes(content)
+
+
+def append(chance: random.Random, path: Path, other: Path) -> None:
+    with path.open("ab") as file:
+        file.write(chance.randbytes(chance.randrange(1, 100)))
+
+
+def delete(chance: random.Random, path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def older(chance: random.Random, path: Path, other: Path) -> None:
+    """The file of the same name of an older checkpoint."""
+    shutil.copy(other, path)
+
+
+def neighbour(chance: random.Random, path: Path, other: Path) -> None:
+    """Another file of the same checkpoint, under this name."""
+    shutil.copy(chance.choice([each for each in path.parent.iterdir() if each != path]), path)
+
+
+def folder(chance: random.Random, path: Path, other: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def extra(chance: random.Random, path: Path, other: Path) -> None:
+    """A further file, named like a shard."""
+    (path.parent / f"__{chance.randrange(4, 9)}_0.distcp").write_bytes(other.read_bytes())
+
+
+KINDS = (flip, flip, flip, truncate, zero, append, delete, older, neighbour, folder, extra)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the checkpoints of steps 3 and 6 of a run."""
+    home = tmp_path_factory.mktemp("whole")
+    assert run(Run(str(home), MESH), 120).code == 0
+    return home / "checkpoints"
+
+
+class State:
+    """A module and its optimizer in this process, into which checkpoints are read."""
+
+    def __init__(self) -> None:
+        self.module = harness.module(harness.SMALL).double()
+        self.module.configure_model()
+        self.module.double()
+        self.optimizer = self.module.configure_optimizers()
+
+    def load(self, path: Path) -> int:
+        rest = sharded.load(path, self.module, [self.optimizer], {}, None)
+        return int(rest["global_step"])
+
+    def values(self) -> list[torch.Tensor]:
+        return [
+            value.clone()
+            for parameter in self.module.parameters()
+            for value in (parameter.detach(), *self.optimizer.state[parameter].values())
+        ]
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.partition("=")[2])
+
+
+def test_no_damage_is_accepted(checkpoints: Path, tmp_path: Path) -> None:
+    state = State()
+    whole = {}
+    for path in checkpoints.glob("*.ckpt"):
+        assert state.load(path) == step_of(path)
+        whole[step_of(path)] = state.values()
+    assert not all(map(torch.equal, whole[3], whole[6]))
+    files = sorted(path.name for path in (checkpoints / "last-step=6.ckpt").iterdir())
+    refused, wrong = 0, []
+    for number in range(DAMAGES):
+        chance = random.Random(number)
+        # Every file by every kind of damage first, then by chance.
+        kind = KINDS[number % len(KINDS)]
+        name = files[number // len(KINDS) % len(files)] if number < 99 else chance.choice(files)
+        home = Path(shutil.copytree(checkpoints, tmp_path / "damaged"))
+        newest = home / "last-step=6.ckpt"
+        kind(chance, newest / name, home / "last-step=3.ckpt" / name)
+        said = f"{kind.__name__} of {name} ({number})"
+        try:
+            path, step = load_first(candidates_in(home, fitting=True), state.load)
+        except Exception as error:
+            wrong.append(f"{said}: {type(error).__name__}: {error}")
+        else:
+            same = all(map(torch.equal, state.values(), whole[step]))
+            if step != step_of(path) or not same:
+                wrong.append(f"{said}: {path.name} of step {step}, same state: {same}")
+            refused += step == 3
+        shutil.rmtree(home)
+    assert wrong == []
+    # What changes nothing (a further file, a manifest's white space) may be passed over.
+    assert refused > 0.8 * DAMAGES
+
+
+@pytest.mark.parametrize("kind", [flip, truncate, older, delete], ids=lambda kind: kind.__name__)
+def test_a_run_goes_on_from_the_newest_undamaged_one(
+    kind: Callable[[random.Random, Path, Path], None], checkpoints: Path, tmp_path: Path
+) -> None:
+    home = Path(shutil.copytree(checkpoints, tmp_path / "checkpoints"))
+    shard = "__3_0.distcp"
+    kind(random.Random(0), home / "last-step=6.ckpt" / shard, home / "last-step=3.ckpt" / shard)
+    assert run(Run(str(tmp_path), MESH, resume=True), 60).code == 0
+    assert (tmp_path / "began").read_text() == "3"
+    log = (tmp_path / "rank-0.log").read_text()
+    assert "last-step=6.ckpt is damaged" in log, tail(tmp_path / "rank-0.log")

@@ -1,0 +1,87 @@
+"""Checkpoints are removed when what follows them is on the disk, and no earlier."""
+
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from lightning_wlb.checkpoints.writing import Parts
+from lightning_wlb.strategy import saving
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.checkpoints.test_newest import write
+
+
+@pytest.fixture
+def strategy(monkeypatch) -> WLBStrategy:
+    """Writes checkpoints of this process; those named "full" cannot be written."""
+
+    def fake(path: Path, parts: Parts, group: object) -> None:
+        if "full" in path.name:
+            raise OSError(28, "No space left on device")
+        write(path, 1, 1.0)
+
+    monkeypatch.setattr(saving, "write", fake)
+    return WLBStrategy()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_after_a_save_that_failed_nothing_goes_until_one_succeeds(strategy, tmp_path):
+    parts = Parts({}, {})
+    for name in ("one.ckpt", "two.ckpt"):
+        strategy._write(tmp_path / name, parts, None)
+    strategy.remove_checkpoint(tmp_path / "one.ckpt")
+    assert names(tmp_path) == ["two.ckpt"]
+    with pytest.raises(OSError, match="No space"):
+        strategy._write(tmp_path / "full.ckpt", parts, None)
+    strategy.remove_checkpoint(str(tmp_path / "two.ckpt"))
+    strategy.remove_checkpoint(tmp_path / "full.ckpt")  # was never there
+    assert names(tmp_path) == ["two.ckpt"]
+    strategy._write(tmp_path / "three.ckpt", parts, None)
+    assert names(tmp_path) == ["three.ckpt"]
+
+
+def test_what_is_saved_again_stays(strategy, tmp_path):
+    parts = Parts({}, {})
+    strategy._write(tmp_path / "one.ckpt", parts, None)
+    with pytest.raises(OSError, match="No space"):
+        strategy._write(tmp_path / "full.ckpt", parts, None)
+    strategy.remove_checkpoint(tmp_path / "one.ckpt")
+    strategy._write(tmp_path / "one.ckpt", parts, None)
+    assert names(tmp_path) == ["one.ckpt"]
+
+
+def test_what_follows_may_still_be_in_the_background(strategy, tmp_path):
+    parts, gate = Parts({}, {}), Event()
+    strategy._write(tmp_path / "one.ckpt", parts, None)
+
+    def later() -> None:
+        gate.wait()
+        strategy._write(tmp_path / "two.ckpt", parts, None)
+
+    strategy._jobs.submit(tmp_path / "two.ckpt", later, copies=1)
+    strategy.remove_checkpoint(tmp_path / "one.ckpt")
+    assert names(tmp_path) == ["one.ckpt"]
+    gate.set()
+    strategy._end_saves()
+    assert names(tmp_path) == ["two.ckpt"]
+
+
+def test_of_those_before_time_limits_the_last_stays(strategy, tmp_path):
+    parts = Parts({}, {})
+    for name in ("hpc_ckpt_1.ckpt", "last.ckpt", "hpc_ckpt_2.ckpt"):
+        strategy._write(tmp_path / name, parts, None)
+    assert names(tmp_path) == ["hpc_ckpt_2.ckpt", "last.ckpt"]
+
+
+def test_what_cannot_be_removed_ends_nothing(strategy, tmp_path, monkeypatch):
+    strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
+
+    def fails(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(saving.folders, "remove", fails)
+    with pytest.warns(match=r"one\.ckpt could not be removed: .*Training goes on\."):
+        strategy.remove_checkpoint(tmp_path / "one.ckpt")

@@ -1,0 +1,74 @@
+"""A rank that waits for one that is out of reach is ended, whatever it waits in."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_wlb.strategy import board, signals, watchdog
+from lightning_wlb.strategy.faults import Faults
+from tests.ranks import run_ranks
+from tests.strategy.test_failures import outcomes
+
+
+def interrupt_twice() -> None:
+    for _ in range(2):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def failing(rank: int, folder: Path, interrupts: bool) -> None:
+    """Rank 0 waits in a barrier, where no handler runs. Rank 1 fails, or rank 0 is interrupted.
+
+    Rank 1 does not end before rank 0, so that no connection closes.
+    """
+    watchdog.GRACE = board.PATIENCE = 1.0
+    os.environ.update(RANK=str(rank))
+    dist.init_process_group("gloo")
+    faults = Faults()
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    sys.stderr = open(folder / f"{rank}.err", "w")  # noqa: SIM115
+    if rank == 0:
+        if interrupts:
+            signal.signal(signal.SIGINT, signals._interrupt)
+            threading.Thread(target=interrupt_twice).start()
+        dist.barrier()
+    if not interrupts:
+        runner = SimpleNamespace(global_step=3, state=SimpleNamespace(stage=None))
+        runner.checkpoint_callbacks = []
+        faults.on_exception(runner, None, ValueError("only here"))  # type: ignore[arg-type]
+        assert faults.alone is not None
+    time.sleep(6)
+
+
+@pytest.mark.parametrize(
+    ("interrupts", "cause"),
+    [(False, "rank 1 failed, before the first step"), (True, "it was interrupted twice")],
+)
+def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause, tmp_path):
+    results, _ = outcomes(failing, 2, tmp_path, interrupts)
+    assert results[0] is None, "it ended while it waited"
+    assert results[1] is not None
+    assert results[1][0], "who comes out by itself is left to do so"
+    last = (tmp_path / "0.err").read_text().splitlines()[-1]
+    assert last.startswith(f"[rank 0] WLBStrategy: this process ends, since {cause}")
+
+
+def watched(rank: int) -> str:
+    faults = Faults()
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    faults.end()
+    assert signal.set_wakeup_fd(-1) == -1, "as it was before"
+    return "fine"
+
+
+def test_nothing_is_left_of_a_watch_that_has_ended():
+    assert run_ranks(watched, 2) == ["fine", "fine"]
