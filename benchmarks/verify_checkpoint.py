@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = vars(parser.parse_args(argv))
     output = arguments.pop("output")
     layers = max(arguments["megabytes"] * 10**6 // LAYER_BYTES, 1)
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), layers, arguments["repeats"])
     headings = [heading.replace("_", " ") for heading in rows[0]]
     cells = [[str(value) for value in row.values()] for row in rows]
