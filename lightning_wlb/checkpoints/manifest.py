@@ -45,7 +45,7 @@ class Manifest:
     """What :func:`write` was given.
 
     Attributes:
-        kind: :data:`CHECKPOINT` or :data:`EXPORT`.
+        kind: ``CHECKPOINT`` or ``EXPORT``.
         save: identifies the save, of which every file of the folder is.
         ranks: processes that wrote the folder.
         step: optimizer steps before the save; -1 where there is no such thing.

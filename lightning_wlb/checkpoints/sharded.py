@@ -6,8 +6,8 @@ keyed by parameter name), so that another mesh, or a single process, reads the p
 Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
 is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-How the folder is written and read, whole and undamaged or not at all: :mod:`.writing` and
-:mod:`.reading`.
+How the folder is written and read, whole and undamaged or not at all:
+:mod:`.checkpoints.writing` and :mod:`.checkpoints.reading`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def save(
     rest: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint; collective over all ranks. :func:`collect` and :func:`write` in one."""
+    """Write a checkpoint, by :func:`collect` and :func:`.writing.write`; collective."""
     write(path, collect(model, optimizers, rest, renamed))
 
 

@@ -2,7 +2,7 @@
 
 The library unpickles ``.metadata``, and the entries that are not tensors (an optimizer's settings),
 as whatever they are, which runs code that whoever wrote them chose. Here the first is read by
-:mod:`.metadata`, and the second as tensors are: by ``torch.load(weights_only=True)``.
+:mod:`.checkpoints.metadata`, and the second as tensors are: by ``torch.load(weights_only=True)``.
 
 Checksums are computed while files are written (:mod:`.durable`). Cost: that of the library. Not for
 object stores: a path of the file system only.
@@ -45,7 +45,7 @@ class Reader(dcp.FileSystemReader):
 
     # Without keyword arguments: where this raises, the library is to look for no other metadata.
     def read_metadata(self) -> Metadata:
-        """What the folder holds, and where. Raises as :func:`.metadata.read`."""
+        """What the folder holds, and where. Raises as :func:`.checkpoints.metadata.read`."""
         return metadata.read(cast(Path, self.path)) if self._stored is None else self._stored
 
 

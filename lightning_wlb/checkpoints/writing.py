@@ -1,9 +1,9 @@
 """A checkpoint is written by all ranks together, or not at all.
 
 In order: what could not be read again or would replace something else is refused; every rank
-writes its shards into a folder aside (:mod:`.folders`) and synchronises them with the disk, rank 0
-everything else; rank 0 sees all files and lists them in the manifest; the folder takes its name.
-Where a rank fails, all raise, and what was written is removed.
+writes its shards into a folder aside (:mod:`.checkpoints.folders`) and synchronises them with the
+disk, rank 0 everything else; rank 0 sees all files and lists them in the manifest; the folder takes
+its name. Where a rank fails, all raise, and what was written is removed.
 
 Cost: the time of the slowest rank's disk, and six small exchanges between ranks.
 """
@@ -35,7 +35,7 @@ OWN = "WLBStrategy"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a checkpoint consists of, as :func:`collect` gathers it.
+    """What a checkpoint consists of, as :func:`.sharded.collect` gathers it.
 
     Attributes:
         state: this rank's shards under global names: tensors (DTensors) and plain values. These
@@ -55,7 +55,7 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
 
     Args:
         path: the folder; replaced if it is a checkpoint.
-        parts: of :func:`collect`.
+        parts: of :func:`.sharded.collect`.
         group: all ranks, on the CPU; None means the default group.
 
     Raises:

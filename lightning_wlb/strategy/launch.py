@@ -223,7 +223,7 @@ def _store_of_restart() -> dict[str, Any]:
     """Where ranks find each other when torchrun has started them again on this node.
 
     Its agent keeps one store, in which they would find the addresses of ranks that have died (torch
-    2.13, found; pytorch's issue 135712). On several nodes the agents may count restarts differently:
+    2.13, found; pytorch's issue 135712). On several nodes the agents may not count restarts alike:
     docs/guide.md has the remedy.
     """
     given = os.environ

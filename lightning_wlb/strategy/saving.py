@@ -27,6 +27,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -94,6 +95,7 @@ class CheckpointStrategy(MeshStrategy):
     # Set-up
 
     def _configure_launcher(self) -> None:
+        self._launcher = None  # that of an earlier Trainer
         super()._configure_launcher()
         launcher = self._launcher or resuming.InPlace()
         launcher.launch = partial(self._launch, launcher.launch)  # type: ignore[method-assign]
@@ -139,6 +141,8 @@ class CheckpointStrategy(MeshStrategy):
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
                 local_path(each.dirpath)
+        if isinstance(self.cluster_environment, SLURMEnvironment):
+            local_path(trainer.default_root_dir)  # where the last one before a requeue goes
 
     # What Lightning saves and restores by itself
 

@@ -5,9 +5,12 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import resuming
+from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.checkpoints.test_newest import write
 
 
@@ -72,6 +75,37 @@ def test_a_folder_means_what_is_in_it(places, tmp_path):
     assert resuming.candidates_in(weights.parent, True) == [weights], "which is then refused"
     for empty in (tmp_path / "kept" / ".partial", tmp_path / "nowhere"):
         assert resuming.candidates_in(empty, True) == [empty]
+
+
+class Elsewhere(LightningEnvironment):
+    """As under torchrun: the processes are there."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+
+def test_what_is_asked_for_is_noted_when_a_run_begins(places):
+    first, paths = places
+    kept = paths["step=9.ckpt"].parent
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        strategy=WLBStrategy(),
+        plugins=Elsewhere(),
+        callbacks=[ModelCheckpoint(kept)],
+        default_root_dir=first.default_root_dir,
+    )
+    trainer.state.fn = TrainerFn.FITTING
+
+    def fit(model: str, ckpt_path: str | None = None) -> tuple[str, str | None]:
+        return model, ckpt_path
+
+    for asked, taken in (("last", str(kept / "step=9.ckpt")), (None, None), ("best", "best")):
+        launch = trainer.strategy.launcher.launch
+        assert launch(fit, "model", ckpt_path=asked, trainer=trainer) == ("model", taken)
+        assert bool(trainer.strategy._candidates) == (asked == "last")
 
 
 def test_the_first_that_is_not_damaged():
