@@ -212,6 +212,10 @@ class Cluster:
             time.sleep(0.2)
         return job
 
+    def said(self) -> str:
+        """The end of the controller's log, for messages of assertions."""
+        return "\n".join((self.folder / "slurmctld.log").read_text().splitlines()[-60:])
+
     def processes(self, *marks: str) -> list[int]:
         """What the cluster has started and still runs, and has these ``NAME=value`` too."""
         return list(_marked(f"{TAG}={self.folder}", *marks))

@@ -58,5 +58,5 @@ def test_a_job_whose_node_dies_goes_on_from_its_newest_checkpoint(
     assert first in (lost[-1], lost[-1] + 1)
     assert first % 2 == 1
     assert first > requeued + 1
-    assert {*run.steps()} == {*unbroken.steps()}
+    assert {*run.steps()} == {*unbroken.steps()}, run.said() + cluster.said()
     assert run.parameters() == unbroken.parameters()
