@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.models.decoder import Decoder
@@ -55,12 +57,26 @@ def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> La
     return module
 
 
-def check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that would change a step behind its plan's back.
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse options and callbacks of a Trainer that a step plan cannot follow.
 
     Raises:
-        MisconfigurationException: naming the callback and the remedy.
+        MisconfigurationException: naming the option or callback and the remedy.
     """
+    interval = getattr(trainer, "_val_check_time_interval", None)
+    if interval is not None and trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"Trainer(val_check_interval) of {interval:g} seconds goes by the clock of each rank,"
+            " and ranks that do not validate after the same step wait for each other for ever."
+            " Give a number of steps."
+        )
+    saves = type(trainer.strategy.checkpoint_io)
+    if saves is not TorchCheckpointIO:
+        raise MisconfigurationException(
+            f"WLBStrategy would not save by {saves.__name__}: all ranks write a checkpoint"
+            " together, through torch.distributed.checkpoint. Remove it from Trainer(plugins=...);"
+            " WLBStrategy(async_save=True) saves while training goes on."
+        )
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(each).__name__
         if isinstance(each, GradientAccumulationScheduler):
@@ -141,6 +157,19 @@ def check_process_group(backend: Any, timeout: Any) -> None:
         raise MisconfigurationException(
             f"timeout={timeout!r} is no time. Give a datetime.timedelta, as in"
             " timedelta(minutes=10), or None for ten minutes."
+        )
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse a precision plugin of the user's own, of which only the name would be used.
+
+    Raises:
+        MisconfigurationException: with what to give.
+    """
+    if not type(plugin).__module__.startswith("lightning."):
+        raise MisconfigurationException(
+            f"WLBStrategy would not run the precision plugin {type(plugin).__name__}: the policy of"
+            " FSDP2 casts, and there is no autocast. Remove it and use Trainer(precision=...)."
         )
 
 

@@ -4,8 +4,9 @@
 
     python -m tests.soak.training '{"folder": "/tmp/run", "mesh": [2, 2, 1, 1]}'
 
-Rank 0 appends the loss of every step to ``losses``; every rank writes its output to
-``rank-N.log`` and, where training ends, a digest of its parameters and optimizer state to
+Rank 0 appends the loss of every step to ``losses``. Every rank writes its output to ``rank-N.log``,
+after every step its pages of memory, open descriptors, seconds of CPU time and seconds of wall time
+to ``usage-N``, and where training ends a digest of its parameters and optimizer state to
 ``state-N``.
 """
 
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -60,7 +62,7 @@ class Run:
 
 
 class Records(L.Callback):
-    """Writes down losses and the final state."""
+    """Writes down losses, what each step takes, and the final state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,6 +75,12 @@ class Records(L.Callback):
         if trainer.is_global_zero:
             with (self.folder / "losses").open("a") as file:
                 file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
+
+        with (self.folder / f"usage-{trainer.global_rank}").open("a") as file:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            descriptors = len(os.listdir("/proc/self/fd"))
+            now = f"{time.process_time():.4f} {time.monotonic():.4f}"
+            file.write(f"{trainer.global_step} {pages} {descriptors} {now}\n")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         digest = hashlib.sha256()
@@ -92,6 +100,7 @@ def main() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     with planted(PLANTED.get(options.fault), rank, folder) as plant:
         fit(options, folder, plant)
 
