@@ -70,13 +70,14 @@ _made: dict[tuple[Mesh, str], MeshGroups] = {}
 _world: dist.ProcessGroup | None = None
 
 
-def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta) -> MeshGroups:
+def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
     """The process groups of a mesh, made at the first call; collective over all ranks.
 
     Args:
         rank: where this rank stands in the mesh.
         device: of this rank.
-        timeout: how long an operation of these groups and that of all ranks may wait from now on.
+        timeout: how long an operation of these groups and of that of all ranks may wait from now
+            on; None: torch's default, or what it was before.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -89,7 +90,8 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta) -> MeshGro
         channels = pipeline_groups(rank, timeout)
         _connect(rank, device, mesh, channels)
         _made[key] = MeshGroups(mesh, channels, MergedGroups(rank, timeout))
-    _made[key].set_timeout(timeout)
+    if timeout is not None:
+        _made[key].set_timeout(timeout)
     return _made[key]
 
 
