@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     DOCS / "design.md",
     DOCS / "guide.md",
+    DOCS / "reliability.md",
     ROOT / "benchmarks/README.md",
 ]
 MADE = "site/"  # by make docs

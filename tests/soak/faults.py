@@ -222,6 +222,7 @@ NUMBERS = (
         "after backward",
         plants.fills_gradients,
         says=r"(?i)finite|inf",
+        saves="asked",
     ),
     Fault(
         "a store returns too few tokens on rank 3",

@@ -52,6 +52,11 @@ class Disk:
         subprocess.run(["umount", str(self.folder)], check=True)
         self._mount()
 
+    def empty(self) -> None:
+        """Remove what lies on the disk."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path)
+
     def close(self) -> None:
         subprocess.run(["umount", "-l", str(self.folder)], check=True)
 

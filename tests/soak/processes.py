@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     interpreters: bool = False,
     start_within: float = 90.0,
+    meanwhile: Callable[[int], None] | None = None,
 ) -> Ending:
     """Start a run, and wait until none of its processes is left.
 
@@ -66,6 +67,7 @@ def run(
         environment: further variables.
         interpreters: start an interpreter for each rank, as ``python script.py`` would.
         start_within: seconds until the fault has to have acted.
+        meanwhile: called every 50 ms with the number of the run's session.
     """
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,10 +84,12 @@ def run(
             over = not left and leader.poll() is not None
             if over or now > (begin + start_within if fired is None else fired + within):
                 break
+            if meanwhile is not None:
+                meanwhile(leader.pid)
             time.sleep(0.05)
     finally:
         for pid in session(leader.pid):
-            _kill(pid)
+            kill(pid)
     code = leader.wait(10)
     return Ending(code if over else None, now - (fired or begin), left)
 
@@ -147,7 +151,8 @@ def _living(number: int) -> Iterator[str]:
             yield f"{pid} {b' '.join(command[:3]).decode()} ({state})"
 
 
-def _kill(pid: int) -> None:
+def kill(pid: int) -> None:
+    """Kill -9 of a process that may have ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

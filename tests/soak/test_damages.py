@@ -13,6 +13,7 @@ import torch
 
 from lightning_wlb.checkpoints import sharded
 from lightning_wlb.strategy.resuming import candidates_in, load_first
+from tests.soak import table
 from tests.soak.processes import run, tail
 from tests.soak.training import Run
 from tests.strategy import harness
@@ -143,6 +144,10 @@ def test_no_damage_is_accepted(checkpoints: Path, tmp_path: Path) -> None:
     assert wrong == []
     # What changes nothing (a further file, a manifest's white space) may be passed over.
     assert refused > 0.8 * DAMAGES
+    table.write_figure(
+        f"{DAMAGES} damages of a checkpoint of four ranks, an older one beside it",
+        f"0 read as another state; {refused} refused, and the older one used",
+    )
 
 
 @pytest.mark.parametrize("kind", [flip, truncate, older, delete], ids=lambda kind: kind.__name__)

@@ -66,7 +66,7 @@ def test_a_fault(fault: Fault, mesh: str, asked: bool, tmp_path: Path) -> None:
 
 def broken(fault: Fault, mesh: str, asked: bool, folder: Path, column: str) -> None:
     options = Run(str(folder), MESHES[mesh], STEPS, fault.key, asked, timeout=fault.timeout)
-    table.write(fault, column, "fails")
+    table.write_outcome(fault, column, "fails")
     ending = run(options, fault.within, interpreters=fault.interpreters)
     logs = {rank: folder / f"rank-{rank}.log" for rank in range(4)}
     said = "\n\n".join(f"rank {rank}:\n{tail(log)}" for rank, log in logs.items() if log.exists())
@@ -93,7 +93,7 @@ def broken(fault: Fault, mesh: str, asked: bool, folder: Path, column: str) -> N
     if fault.ends != "goes on" and newest:
         resumes(mesh, folder, newest)
     outcome = {"goes on": "goes on"}.get(fault.ends, f"{ending.seconds:.1f} s")
-    table.write(fault, column, outcome + (f", saves step {newest}" if newest > 3 else ""))
+    table.write_outcome(fault, column, outcome + (f", saves step {newest}" if newest > 3 else ""))
 
 
 def resumes(mesh: str, folder: Path, newest: int) -> None:

@@ -4,8 +4,9 @@
 
     python -m tests.soak.training '{"folder": "/tmp/run", "mesh": [2, 2, 1, 1]}'
 
-Rank 0 appends the loss of every step to ``losses``; every rank writes its output to
-``rank-N.log`` and, where training ends, a digest of its parameters and optimizer state to
+Rank 0 appends the loss of every step to ``losses``. Every rank writes its output to ``rank-N.log``,
+after every step its pages of memory, open descriptors, seconds of CPU time and seconds of wall time
+to ``usage-N``, and where training ends a digest of its parameters and optimizer state to
 ``state-N``.
 """
 
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -41,6 +43,7 @@ class Run:
         mesh: data, pipeline, context and tensor parallel sizes.
         fault: its name in :data:`.faults.PLANTED`; empty for none.
         name: of checkpoints; without ``{step}`` each replaces the one before.
+        repeats: of the documents in an epoch, which has four steps of 1.
         timeout: of the strategy, in seconds; None: its default.
         resume: from the last checkpoint.
         strategy: further arguments of the strategy.
@@ -56,11 +59,12 @@ class Run:
     timeout: float | None = None
     resume: bool = False
     validate_every: int = 2
+    repeats: int = 1
     strategy: dict[str, Any] | None = None
 
 
 class Records(L.Callback):
-    """Writes down losses and the final state."""
+    """Writes down losses, what each step takes, and the final state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,6 +77,12 @@ class Records(L.Callback):
         if trainer.is_global_zero:
             with (self.folder / "losses").open("a") as file:
                 file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
+
+        with (self.folder / f"usage-{trainer.global_rank}").open("a") as file:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            descriptors = len(os.listdir("/proc/self/fd"))
+            now = f"{time.process_time():.4f} {time.monotonic():.4f}"
+            file.write(f"{trainer.global_step} {pages} {descriptors} {now}\n")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         digest = hashlib.sha256()
@@ -92,6 +102,7 @@ def main() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     with planted(PLANTED.get(options.fault), rank, folder) as plant:
         fit(options, folder, plant)
 
@@ -122,7 +133,7 @@ def fit(options: Run, folder: Path, plant: Plant) -> None:
     )
     trainer.fit(
         harness.module(harness.SMALL),
-        PlantedData(plant),
+        PlantedData(plant, options.repeats),
         ckpt_path="last" if options.resume else None,
     )
 
