@@ -46,11 +46,17 @@ class Stager:
             use_non_blocking_copy=cuda,
         )
         self._stagers = [DefaultStager(options) for _ in range(COPIES)]
+        self._used = 0
 
-    def stage(self, parts: Parts) -> Parts:
-        """A copy, which what is staged after the next one overwrites."""
-        self._stagers.append(self._stagers.pop(0))
-        state = self._stagers[-1].stage(parts.state)
+    def stage(self, parts: Parts, busy: bool) -> Parts:
+        """A copy.
+
+        Args:
+            parts: of tensors on the device.
+            busy: whether the last copy is still needed; no more than one may be.
+        """
+        self._used = (self._used + 1) % COPIES if busy else 0
+        state = self._stagers[self._used].stage(parts.state)
         assert isinstance(state, dict)
         return Parts(state, copy.deepcopy(parts.rest))
 
@@ -81,6 +87,11 @@ class Background:
     def busy(self) -> bool:
         """Whether a job is not finished."""
         return any(not each.future.done() for each in self._jobs)
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether a job that is not finished holds any."""
+        return any(each.copies and not each.future.done() for each in self._jobs)
 
     def submit(self, path: Path, do: Callable[[], None], copies: int = 0) -> None:
         """Run ``do`` when the jobs before it are finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
@@ -19,6 +20,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.models.decoder import Decoder
@@ -54,12 +57,26 @@ def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> La
     return module
 
 
-def check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that would change a step behind its plan's back.
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse options and callbacks of a Trainer that a step plan cannot follow.
 
     Raises:
-        MisconfigurationException: naming the callback and the remedy.
+        MisconfigurationException: naming the option or callback and the remedy.
     """
+    interval = getattr(trainer, "_val_check_time_interval", None)
+    if interval is not None and trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"Trainer(val_check_interval) of {interval:g} seconds goes by the clock of each rank,"
+            " and ranks that do not validate after the same step wait for each other for ever."
+            " Give a number of steps."
+        )
+    saves = type(trainer.strategy.checkpoint_io)
+    if saves is not TorchCheckpointIO:
+        raise MisconfigurationException(
+            f"WLBStrategy would not save by {saves.__name__}: all ranks write a checkpoint"
+            " together, through torch.distributed.checkpoint. Remove it from Trainer(plugins=...);"
+            " WLBStrategy(async_save=True) saves while training goes on."
+        )
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(each).__name__
         if isinstance(each, GradientAccumulationScheduler):
@@ -143,6 +160,19 @@ def check_process_group(backend: Any, timeout: Any) -> None:
         )
 
 
+def check_precision(plugin: Precision) -> None:
+    """Refuse a precision plugin of the user's own, of which only the name would be used.
+
+    Raises:
+        MisconfigurationException: with what to give.
+    """
+    if not type(plugin).__module__.startswith("lightning."):
+        raise MisconfigurationException(
+            f"WLBStrategy would not run the precision plugin {type(plugin).__name__}: the policy of"
+            " FSDP2 casts, and there is no autocast. Remove it and use Trainer(precision=...)."
+        )
+
+
 def check_script(processes: int) -> None:
     """Refuse to start further ranks where there is no script that they could run.
 
@@ -166,6 +196,25 @@ def check_script(processes: int) -> None:
         f" the script again, but this program runs {where}, and there is no script. Write it into a"
         " file and run that (python train.py, or torchrun), or use devices=1 here."
     )
+
+
+def check_tasks() -> None:
+    """Refuse that each of several tasks of Slurm starts ranks of its own.
+
+    Lightning takes no notice of Slurm in a job with one of the names that salloc and srun give to
+    interactive ones, so that the tasks would wait for each other, or all be rank 0.
+
+    Raises:
+        MisconfigurationException: in such a task that has no NODE_RANK, by which Lightning knows
+            processes that the user starts on several nodes.
+    """
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "NODE_RANK" not in os.environ:
+        raise MisconfigurationException(
+            f"Slurm runs this program in {tasks} tasks, but Lightning ignores Slurm in a job that"
+            f" is called {os.environ.get('SLURM_JOB_NAME')!r}, so that each task would start ranks"
+            " of its own. Name the step: srun --job-name=train ..."
+        )
 
 
 def local_path(path: str | Path) -> Path:

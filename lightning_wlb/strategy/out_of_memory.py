@@ -35,7 +35,7 @@ _SHOWN = 8
 def explained(
     executor: Executor, batch: StepBatch, memory: Callable[[], MemoryModel]
 ) -> Iterator[None]:
-    """Put a :func:`note` on the error of a step in training that runs out of memory.
+    """Put what ``note`` says on the error of a step in training that runs out of memory.
 
     Args:
         executor: runs the step inside.

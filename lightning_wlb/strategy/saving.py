@@ -208,8 +208,10 @@ class CheckpointStrategy(MeshStrategy):
         )
         if background:
             assert self._stager is not None
-            copied, group = self._stager.stage(parts), self._saving_group()
-            self._jobs.submit(path, partial(self._write, path, copied, group), copies=1)
+            copied = self._stager.stage(parts, self._jobs.holds_copies)
+            self._jobs.submit(
+                path, partial(self._write, path, copied, self._saving_group()), copies=1
+            )
             return
         try:
             self._write(path, parts, None)

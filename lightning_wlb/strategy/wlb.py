@@ -36,7 +36,8 @@ from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.checks import (
-    check_callbacks,
+    check_precision,
+    check_trainer,
     checked_model,
     checked_module,
     refuse_lbfgs,
@@ -151,15 +152,16 @@ class WLBStrategy(CheckpointStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # None must stay None: the Trainer takes a plugin that is here before it for the user's.
         if plugin is not None and not isinstance(plugin, WLBPrecision):
+            check_precision(plugin)
             plugin = WLBPrecision(str(plugin.precision))
         self._precision_plugin = plugin
 
     # Model and optimizers
 
     def setup_environment(self) -> None:
-        """Make the mesh and its process groups, unless a callback is one that cannot run."""
+        """Make the mesh and its process groups, where the Trainer asks for nothing impossible."""
         assert self.lightning_module is not None
-        check_callbacks(self.lightning_module.trainer)
+        check_trainer(self.lightning_module.trainer)
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:

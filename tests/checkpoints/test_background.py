@@ -64,10 +64,11 @@ def test_copies_are_apart_from_what_they_copy_and_from_one_another():
     copies = []
     for step in range(COPIES):
         value.fill_(step)
-        copies.append(stager.stage(Parts({"model": {"w": value}}, rest)))
+        copies.append(stager.stage(Parts({"model": {"w": value}}, rest), busy=step > 0))
         rest["best"]["a"] += 1
     assert [copy.state["model"]["w"].tolist() for copy in copies] == [[0.0] * 3, [1.0] * 3]
     assert [copy.rest["best"]["a"] for copy in copies] == [1, 2]
-    # The memory of the first is used again.
-    again = stager.stage(Parts({"model": {"w": value}}, rest))
-    assert again.state["model"]["w"].data_ptr() == copies[0].state["model"]["w"].data_ptr()
+    # A third while the second is needed takes the memory of the first, and so does one alone.
+    for busy in (True, False):
+        again = stager.stage(Parts({"model": {"w": value}}, rest), busy)
+        assert again.state["model"]["w"].data_ptr() == copies[0].state["model"]["w"].data_ptr()

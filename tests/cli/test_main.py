@@ -11,6 +11,7 @@ from lightning_wlb.cli import main as command
 FIT = [
     "fit",
     "--model=lightning_wlb.LanguageModule",
+    "--data.documents=stdlib",
     "--data.context_window=512",
     "--data.micro_batches=2",
     "--trainer.accelerator=cpu",

@@ -19,7 +19,7 @@ def test_a_program_without_a_file_runs_on_one_device_only(
     monkeypatch.setattr(sys, "argv", [name])
     with pytest.raises(MisconfigurationException, match=r"2 devices.*python -c.*devices=1 here"):
         trainer(WLBStrategy(), 2)
-    assert trainer(WLBStrategy(), 1).strategy.launcher is None
+    assert trainer(WLBStrategy(), 1).strategy.launcher.is_interactive_compatible
 
 
 def test_an_interactive_session_runs_on_one_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_an_interactive_session_runs_on_one_device_only(monkeypatch: pytest.Monk
     with pytest.raises(MisconfigurationException, match="notebook") as info:
         trainer(WLBStrategy(), 3)
     assert "ddp" not in str(info.value)
-    assert trainer(WLBStrategy(), 1).strategy.launcher is None
+    assert trainer(WLBStrategy(), 1).strategy.launcher.is_interactive_compatible
 
 
 def test_a_script_is_run_again() -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelPruning,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_wlb.plan import StepPlan
@@ -18,6 +19,15 @@ from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, Recorder, data, module, trainer
 
 CASE = SMALL
+
+
+class Casts(MixedPrecision):
+    """A precision plugin of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16-mixed", "cpu")
+
+
 HELD_OUT = {"validation_documents": 5}
 
 # Options of the Trainer, those of the data module, what follows: steps taken, validations.
@@ -53,7 +63,6 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
             "benchmark": False,
             "sync_batchnorm": True,
             "use_distributed_sampler": False,
-            "plugins": [AsyncCheckpointIO()],
             "callbacks": [GradientAccumulationScheduler({0: 1})],
             "max_steps": 2,
         },
@@ -87,6 +96,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"limit_val_batches": 0.1},
         HELD_OUT,
         r"an epoch has about 1, so limit_val_batches=1\.$",
+    ),
+    "val_check_interval by the clock": (
+        {"val_check_interval": {"seconds": 2}},
+        HELD_OUT,
+        r"of 2 seconds goes by the clock of each rank.*Give a number of steps",
+    ),
+    "a plugin that saves": (
+        {"plugins": [AsyncCheckpointIO()]},
+        {},
+        r"would not save by AsyncCheckpointIO.*WLBStrategy\(async_save=True\)",
     ),
     "accumulation": (
         {"callbacks": [GradientAccumulationScheduler({1: 2})]},
@@ -137,6 +156,8 @@ def runs(rank: int) -> dict[str, tuple[int, int]]:
         with pytest.raises(MisconfigurationException, match=message) as info:
             fit(options, settings)
         assert "\n" not in str(info.value)
+    with pytest.raises(MisconfigurationException, match=r"plugin Casts.*use Trainer\(precision"):
+        trainer(WLBStrategy(1, 2), 2, plugins=[Casts()], precision=None)
     with pytest.raises(MisconfigurationException, match=r"trainer.predict is not there.*export"):
         trainer(WLBStrategy(1, 2), 2).predict(module(CASE), data(CASE))
     return results
