@@ -57,7 +57,10 @@ napoleon_use_rtype = False  # a colon in what is returned does not make its firs
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of others, whose documentation is not here, and our aliases of types.
-    (r"py:.*", r"(abc|argparse|collections|contextlib|datetime|multiprocessing|pathlib)\..*"),
+    (
+        r"py:.*",
+        r"(abc|argparse|collections|concurrent|contextlib|datetime|io|multiprocessing|pathlib)\..*",
+    ),
     (r"py:.*", r"(socket|threading|types)\..*"),
     (
         r"py:.*",
