@@ -161,10 +161,12 @@ class Board(threading.Thread):
             peer.link.send(**message)
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
-            peer = Peer(Link(connection))
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+        except OSError:
+            time.sleep(0.1)  # too many files are open, for now
+            return
+        self._selector.register(connection, selectors.EVENT_READ, Peer(Link(connection)))
 
     def _read(self, peer: Peer) -> None:
         messages = peer.link.receive()
