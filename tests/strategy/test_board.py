@@ -1,5 +1,6 @@
 """What rank 0 makes of what the ranks tell it."""
 
+import resource
 import socket
 import time
 
@@ -12,10 +13,12 @@ from lightning_wlb.strategy.board import Board, Link
 class Job:
     """A board and connections of ranks to it."""
 
-    def __init__(self, world_size: int, still: float = 60.0) -> None:
+    def __init__(self, world_size: int, still: float = 60.0, stranger: bytes = b"") -> None:
         self.said: list[str] = []
         self.board = Board(world_size, "secret", still, 600.0, self.said.append)
         self.board.start()
+        self.stranger = self.connect()
+        self.stranger.connection.send(stranger)
         self.links = [self.connect() for _ in range(world_size)]
         for rank, link in enumerate(self.links):
             link.send(rank=rank, token="secret")
@@ -146,13 +149,51 @@ def test_nothing_is_said_where_all_do_the_same_between_steps():
     job.board.stop()
 
 
-def test_a_stranger_is_turned_away():
-    job = Job(2)
-    stranger = job.connect()
-    stranger.send(rank=1, token="guessed", place="step 2", text="it rained")
+@pytest.mark.parametrize(
+    "says",
+    [
+        b'{"rank": 1, "token": "guessed", "place": "step 2", "text": "it rained"}\n',
+        b'{"rank": 1, "token": "\\ud800"}\n',
+        b"[" * 50_000 + b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["guesses", "surrogate", "nests", "browser"],
+)
+def test_a_stranger_is_turned_away(says):
+    job = Job(2, stranger=says)
     end = time.monotonic() + 5
-    while stranger.receive() is not None and time.monotonic() < end:
+    while job.stranger.receive() is not None and time.monotonic() < end:
         time.sleep(0.01)
-    assert stranger.receive() is None, "its connection is closed"
+    assert job.stranger.receive() is None, "its connection is closed"
     assert "tick" in job.hear(0)
+    with pytest.raises(ConnectionRefusedError):
+        job.connect()  # all ranks are there
     job.board.stop()
+
+
+def test_what_was_sent_in_part_is_continued_when_the_other_end_reads_again():
+    """A rank that was stopped for long is not taken for a stranger, and dead, when it goes on."""
+    ends = socket.socketpair()
+    ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    sender, receiver = map(Link, ends)
+    for number in range(200):
+        sender.send(number=number, text="x" * 1000)
+    came = []
+    for _ in range(200):
+        messages = receiver.receive()
+        assert messages is not None
+        came += [message["number"] for message in messages]
+        sender.send(number=200, text="")
+    assert came[-1] == 200
+    assert came == sorted(came)
+    assert len(came) > 64, "and little is lost"
+
+
+def test_rank_0_may_open_a_file_for_every_rank():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        Board(2000, "secret", 60.0, 600.0, print)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3024, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,77 @@
+"""Which exceptions ranks have together. Of real runs: test_failures.py and test_watchdog.py."""
+
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.strategy import faults
+from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISING, RUNNING
+
+
+class Asked:
+    """In place of the other ranks: they are all where this one is."""
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+
+    def agree(self, place: str, text: str) -> tuple[bool, str]:
+        self.places.append(place)
+        return False, "one is elsewhere"
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.setattr(faults.atexit, "register", lambda _: None)
+    ranks = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2)
+    monkeypatch.setattr(faults, "dist", ranks)
+    yield SimpleNamespace(
+        global_step=3,
+        state=SimpleNamespace(stage="train"),
+        checkpoint_callbacks=[ModelCheckpoint(save_on_exception=True)],
+    )
+    HERE.begin()
+
+
+def place(runner, rank: int, error: BaseException, part: int, doing: str | Action) -> str:
+    each = faults.Faults()
+    each._rank, each._watchdog = rank, Asked()
+    HERE.note(part, doing)
+    each.on_exception(runner, None, error)
+    (callback,) = runner.checkpoint_callbacks
+    assert not callback.save_on_exception, "what it would say is not true"
+    (asked,) = each._watchdog.places
+    each.end()
+    assert callback.save_on_exception, "as the user has made it"
+    return asked
+
+
+def test_ranks_are_together_where_they_do_the_same(runner):
+    same = [place(runner, rank, KeyboardInterrupt(), AFTER, "what follows") for rank in (0, 1)]
+    assert same[0] == same[1]
+    same = [place(runner, rank, ValueError(), RUNNING, Action(0, FORWARD, 1)) for rank in (0, 1)]
+    assert same[0] == same[1]
+
+
+def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
+    """As after a second Ctrl-C, which is obeyed wherever a rank is."""
+    places = {
+        place(runner, 0, KeyboardInterrupt(), part, doing)
+        for part, doing in [
+            (RUNNING, "its beginning"),
+            (RUNNING, Action(0, FORWARD, 0)),
+            (RUNNING, Action(0, FORWARD, 1)),
+            (CALLBACKS, "its callbacks"),
+            (AFTER, "what follows"),
+        ]
+    }
+    assert len(places) == 5
+
+
+def test_ranks_in_the_step_of_their_optimizers_are_never_together(runner):
+    places = [place(runner, rank, MemoryError(), OPTIMISING, "its optimiser") for rank in (0, 1)]
+    assert places[0] != places[1]
