@@ -1,10 +1,15 @@
 """Which exceptions ranks have together. Of real runs: test_failures.py and test_watchdog.py."""
 
+import ctypes
+import os
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_wlb.data.workers import die_with
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.strategy import faults
 from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISING, RUNNING
@@ -75,3 +80,16 @@ def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
 def test_ranks_in_the_step_of_their_optimizers_are_never_together(runner):
     places = [place(runner, rank, MemoryError(), OPTIMISING, "its optimiser") for rank in (0, 1)]
     assert places[0] != places[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
+def test_a_rank_that_ends_slowly_is_not_killed_with_its_launcher():
+    def dies_by() -> int:
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+        return number.value
+
+    die_with(os.getppid())
+    assert dies_by() == signal.SIGKILL
+    faults.Faults().on_train_end(None, None)
+    assert dies_by() == 0
