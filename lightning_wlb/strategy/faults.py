@@ -103,6 +103,10 @@ class Faults(pl.Callback):
         self._held_back.clear()
         HERE.begin()
 
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Note that callbacks are next: the Trainer has counted the optimizer's step."""
+        HERE.note(CALLBACKS, "its callbacks")
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Let this rank be slower to end than its launcher, whose end would kill it before."""
         live_on_without_parent()

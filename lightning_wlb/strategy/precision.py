@@ -29,7 +29,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_wlb.strategy.whereabouts import CALLBACKS, HERE, OPTIMISING
+from lightning_wlb.strategy.whereabouts import HERE, OPTIMISING
 
 
 class Guard(Protocol):
@@ -106,7 +106,6 @@ class WLBPrecision(Precision):
         if self.guard.accepts(self._parameters(optimizer)):
             HERE.note(OPTIMISING, "its optimiser")
             optimizer.step(closure=lambda: result, **kwargs)
-        HERE.note(CALLBACKS, "its callbacks")
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
