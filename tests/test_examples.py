@@ -77,6 +77,11 @@ def test_the_slurm_script_is_bash():
     subprocess.run(["bash", "-n", str(EXAMPLES / "train.sbatch")], check=True)
 
 
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_the_slurm_script_has_no_traps():
+    subprocess.run(["shellcheck", str(EXAMPLES / "train.sbatch")], check=True)
+
+
 def demo() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / "train_stdlib.py"))
 

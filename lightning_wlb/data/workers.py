@@ -27,7 +27,9 @@ import socket
 import stat
 import sys
 import time
+import weakref
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 
@@ -82,7 +84,10 @@ def begin(worker: int) -> None:
 def can_be_ended(batches: Any) -> None:
     """Let torch, and Python at its exit, end an iterator's workers, which ignore SIGTERM."""
     for worker in getattr(batches, "_workers", ()):
-        worker._popen.terminate = worker._popen.kill
+        popen = weakref.proxy(worker._popen)
+        # Not its own method: it would hold itself, and its pipes would stay open until it is
+        # found as garbage.
+        worker._popen.terminate = partial(type(worker._popen).kill, popen)
 
 
 def die_with(parent: int) -> None:

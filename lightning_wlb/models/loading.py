@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 from lightning_wlb.checkpoints.consolidate import consolidated
 from lightning_wlb.checkpoints.stored import StoredCheckpoint
 
-Module = TypeVar("Module", bound=L.LightningModule)
+_Module = TypeVar("_Module", bound=L.LightningModule)
 
 
 def load_folder(
-    cls: type[Module], folder: Path, strict: bool | None, arguments: Mapping[str, Any]
-) -> Module:
+    cls: type[_Module], folder: Path, strict: bool | None, arguments: Mapping[str, Any]
+) -> _Module:
     """Make a module of the arguments in a checkpoint folder and give it the weights.
 
     Args:

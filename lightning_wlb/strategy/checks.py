@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
@@ -195,6 +196,25 @@ def check_script(processes: int) -> None:
         f" the script again, but this program runs {where}, and there is no script. Write it into a"
         " file and run that (python train.py, or torchrun), or use devices=1 here."
     )
+
+
+def check_tasks() -> None:
+    """Refuse that each of several tasks of Slurm starts ranks of its own.
+
+    Lightning takes no notice of Slurm in a job with one of the names that salloc and srun give to
+    interactive ones, so that the tasks would wait for each other, or all be rank 0.
+
+    Raises:
+        MisconfigurationException: in such a task that has no NODE_RANK, by which Lightning knows
+            processes that the user starts on several nodes.
+    """
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "NODE_RANK" not in os.environ:
+        raise MisconfigurationException(
+            f"Slurm runs this program in {tasks} tasks, but Lightning ignores Slurm in a job that"
+            f" is called {os.environ.get('SLURM_JOB_NAME')!r}, so that each task would start ranks"
+            " of its own. Name the step: srun --job-name=train ..."
+        )
 
 
 def local_path(path: str | Path) -> Path:

@@ -9,7 +9,8 @@ any more: nothing is saved, the last checkpoint stands, and the exception goes o
 process, which closes its connections, so that the others come out too.
 
 An exception inside the optimizer's step leaves some parameters moved and others not. That is no
-state to go on from, so nothing is saved after it, by however many ranks, also by one alone.
+state to go on from, so nothing is saved after it, by however many ranks, also by one alone; nor
+after :class:`.StateLost`.
 
 Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds.
 """
@@ -41,6 +42,10 @@ from lightning_wlb.strategy.whereabouts import CALLBACKS, HERE, OPTIMISING
 
 EXIT_SECONDS = 30
 """How long a process may take to exit after an exception that it has alone."""
+
+
+class StateLost(RuntimeError):
+    """An error of all ranks after which their parameters are no state to go on from."""
 
 
 class Faults(pl.Callback):
@@ -120,22 +125,22 @@ class Faults(pl.Callback):
     ) -> None:
         """Say what has happened, and whether the ranks can go on together."""
         live_on_without_parent()
-        torn = HERE.part == OPTIMISING
-        if not dist.is_initialized() or (dist.get_world_size() == 1 and not torn):
+        lost = isinstance(exception, StateLost) or HERE.part == OPTIMISING
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and not lost):
             return
         error = f"{type(exception).__name__}: {exception}".strip()
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if not asked:
             say(self._rank, f"failed, {HERE}: {error}")
-        together, cause = asked and not torn, "the run is not watched"
+        together, cause = asked and not lost, "the run is not watched"
         if self._watchdog is not None:
             place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
-            place += f" {HERE.progress()} {HERE.action} {self._rank if torn else ''}"
+            place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"
             together, cause = self._watchdog.agree(place, f"{HERE}: {error}")
         if together:
             return
-        if torn:
-            cause = f"the optimiser has not finished its step: {error}"
+        if lost:
+            cause = f"the parameters are no state to go on from: {error}"
         self.alone = cause
         exception.add_note(f"WLBStrategy: {cause}")
         say(self._rank, f"nothing is saved, the last checkpoint stands, since {cause}")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.strategy.checks import check_process_group, check_script
+from lightning_wlb.strategy.checks import check_process_group, check_script, check_tasks
 from lightning_wlb.strategy.faults import Faults
 from lightning_wlb.strategy.launcher import Launcher, die_with_launcher
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
@@ -115,9 +115,11 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         die_with_launcher()
         heed_requeue(self.cluster_environment)
+        if self.cluster_environment.creates_processes_externally:
+            return
+        check_tasks()
         # One process needs none: so it runs where no script could be run again, in a notebook.
-        alone = self.num_processes * self.num_nodes == 1
-        if not alone and not self.cluster_environment.creates_processes_externally:
+        if self.num_processes * self.num_nodes > 1:
             check_script(self.num_processes)
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightning_wlb.checkpoints import manifest
+from lightning_wlb.checkpoints.stored import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.huggingface import export as exporting
@@ -85,6 +86,12 @@ def test_what_was_not_trained_comes_out_bit_for_bit(tmp_path, monkeypatch):
         )
         before, after = opened(folder), opened(out)
         assert torch.equal(before(TOKENS).logits, after(TOKENS).logits)
+    # The folder also becomes a module again, in one process.
+    module = HuggingFaceModule.load_from_checkpoint(f"{folder}.ckpt")
+    weights = StoredCheckpoint(Path(f"{folder}.ckpt"))
+    parameters = dict(module.named_parameters())
+    assert set(parameters) == weights.names
+    assert same({name: each.data for name, each in parameters.items()}, weights.read(parameters))
 
 
 class Started(HuggingFaceModule):

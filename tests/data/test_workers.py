@@ -1,5 +1,6 @@
 """Loader workers: what they have of their rank, and how they end."""
 
+import gc
 import os
 import signal
 import socket
@@ -62,6 +63,23 @@ def test_a_worker_heeds_no_signal_and_holds_no_connection(kind, monkeypatch):
         batches._shutdown_workers()
         worker.join(5)
         assert worker.exitcode == -signal.SIGKILL
+
+
+@linux
+def test_ended_workers_leave_no_descriptor_behind():
+    """Every epoch and every validation starts workers, and garbage is collected seldom."""
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(4):
+            batches = iter(DataLoader(range(2), num_workers=1, multiprocessing_context="fork"))
+            workers.can_be_ended(batches)
+            assert len(list(batches)) == 2
+            del batches
+            counts.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert len(set(counts[1:])) == 1, "but for what the first one opens for good"
 
 
 @linux

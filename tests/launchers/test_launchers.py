@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.launchers.training import train
 from tests.ranks import run_ranks
+from tests.strategy.harness import trainer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("training.py"))
@@ -62,3 +65,14 @@ def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path, unbroken):
     # The restart begins after step 4, whose checkpoint is the newest.
     assert done[-2:] == unbroken[4:], said
     assert done[:-2] in (unbroken[:4], unbroken[:5]), said
+
+
+def test_tasks_that_would_each_start_ranks_are_refused(monkeypatch):
+    # What salloc and srun set; Lightning ignores Slurm in a job of this name.
+    for name, value in {"NTASKS": "4", "STEP_NUM_TASKS": "4", "JOB_NAME": "interactive"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("NODE_RANK", raising=False)
+    with pytest.raises(MisconfigurationException, match=r"4 tasks.*'interactive'.*--job-name"):
+        trainer(WLBStrategy(), 2)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    trainer(WLBStrategy(), 2)

@@ -199,15 +199,17 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: str, *states: str, seconds: float = 180) -> Mapping[str, str]:
+    def wait(
+        self, number: str, *states: str, seconds: float = 180, hurry: bool = True
+    ) -> Mapping[str, str]:
         """Wait for one of these states; the job then.
 
-        A requeued job is held back for some time by Slurm, which is cut short.
+        A requeued job is held back for two minutes by Slurm, which are cut short in a hurry.
         """
         deadline = time.monotonic() + seconds
         while (job := self.job(number))["JobState"] not in states:
             assert time.monotonic() < deadline, f"{job['JobState']}, not {states}: {job}"
-            if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
+            if hurry and job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
                 self.run("scontrol", "update", f"jobid={number}", "StartTime=now")
             time.sleep(0.2)
         return job

@@ -180,9 +180,11 @@ class PlantedDocuments(InMemoryDocuments):
 class PlantedData(WLBDataModule):
     """The data of the tests, read by a worker; making it is a place."""
 
-    def __init__(self, plant: Plant) -> None:
+    def __init__(self, plant: Plant, repeats: int) -> None:
         generator = np.random.default_rng(0)
-        sequences = [generator.integers(0, harness.VOCABULARY, n) for n in harness.LENGTHS]
+        sequences = [
+            generator.integers(0, harness.VOCABULARY, n) for n in harness.LENGTHS * repeats
+        ]
         store = PlantedDocuments(sequences, vocab_size=harness.VOCABULARY)
         store.plant = self.plant = plant
         super().__init__(

@@ -43,6 +43,7 @@ class Run:
         mesh: data, pipeline, context and tensor parallel sizes.
         fault: its name in :data:`.faults.PLANTED`; empty for none.
         name: of checkpoints; without ``{step}`` each replaces the one before.
+        repeats: of the documents in an epoch, which has four steps of 1.
         timeout: of the strategy, in seconds; None: its default.
         resume: from the last checkpoint.
         strategy: further arguments of the strategy.
@@ -58,6 +59,7 @@ class Run:
     timeout: float | None = None
     resume: bool = False
     validate_every: int = 2
+    repeats: int = 1
     strategy: dict[str, Any] | None = None
 
 
@@ -131,7 +133,7 @@ def fit(options: Run, folder: Path, plant: Plant) -> None:
     )
     trainer.fit(
         harness.module(harness.SMALL),
-        PlantedData(plant),
+        PlantedData(plant, options.repeats),
         ckpt_path="last" if options.resume else None,
     )
 

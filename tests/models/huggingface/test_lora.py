@@ -173,12 +173,19 @@ def test_a_run_resumes_on_another_mesh_and_exports_adapters_that_peft_opens(tmp_
     stored = StoredCheckpoint(Path(f"{folder}.ckpt"))
     assert stored.names
     assert all(is_adapter(name) for name in stored.names)
+    # As a module in one process the folder's adapters are on the pretrained weights.
+    again = HuggingFaceModule.load_from_checkpoint(f"{folder}.ckpt")
+    adapters = {name: each.data for name, each in again.named_parameters() if each.requires_grad}
+    assert set(adapters) == stored.names
+    for name, saved in stored.read(adapters).items():
+        assert torch.equal(adapters[name], saved.to(adapters[name].dtype)), name
     exported = export(f"{folder}.ckpt", tmp_path / "adapters")
     assert exported.tensors == len(stored.names)
     assert {each.name for each in (tmp_path / "adapters").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
         "generation_config.json",
+        "manifest.json",
     }
     with KeepDouble():
         module = StartedByDocument(str(folder), pretrained=True, lora=ATTENTION, **OPTIONS)
