@@ -29,8 +29,6 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_wlb.strategy.whereabouts import HERE, OPTIMISING
-
 
 class Guard(Protocol):
     """What is done between the gradients of a step and its optimizer; see :mod:`.nonfinite`."""
@@ -104,7 +102,6 @@ class WLBPrecision(Precision):
         assert self.guard is not None
         result = self._wrap_closure(model, optimizer, closure)
         if self.guard.accepts(self._parameters(optimizer)):
-            HERE.note(OPTIMISING, "its optimiser")
             optimizer.step(closure=lambda: result, **kwargs)
         return result
 
