@@ -38,7 +38,7 @@ from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.strategy.board import Board, Link, beat
 from lightning_wlb.strategy.process_groups import gather_from_all_ranks
 from lightning_wlb.strategy.watchdog import Watchdog, say
-from lightning_wlb.strategy.whereabouts import CALLBACKS, HERE, OPTIMISING
+from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISING
 
 EXIT_SECONDS = 30
 """How long a process may take to exit after an exception that it has alone."""
@@ -132,7 +132,8 @@ class Faults(pl.Callback):
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if not asked:
             say(self._rank, f"failed, {HERE}: {error}")
-        together, cause = asked and not lost, "the run is not watched"
+        # Without a watch it is known only of what all have agreed on, at a step's end.
+        together, cause = asked and HERE.part == AFTER, "the run is not watched"
         if self._watchdog is not None:
             place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
             place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"

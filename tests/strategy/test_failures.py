@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_wlb.profiling.ranks import start_ranks
 from lightning_wlb.strategy import board
@@ -57,6 +57,8 @@ def fit(rank: int, mesh: tuple[int, ...], victims: set[int], hook: str, folder: 
     callbacks: list[L.Callback] = [Fails(hook)] if rank in victims else []
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, save_on_exception=True, save_top_k=0))
+        if hook == "parameters have moved":
+            callbacks.append(OnExceptionCheckpoint(folder, "another"))
     runner = trainer(
         WLBStrategy(*mesh),
         math.prod(mesh),
@@ -142,5 +144,7 @@ def test_parameters_of_which_some_may_have_moved_are_not_saved(ranks, tmp_path):
     for rank, result in enumerate(results):
         assert result is not None
         assert "the parameters are no state to go on from" in result[1].splitlines()[-1]
-        assert "nothing is saved" in (tmp_path / f"{rank}.err").read_text()
+        said = (tmp_path / f"{rank}.err").read_text()
+        assert "nothing is saved" in said
+        assert "another.ckpt is not saved, since the parameters are no state" in said
     assert not list(tmp_path.glob("*.ckpt"))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_wlb.data.workers import die_with
 from lightning_wlb.schedule.actions import FORWARD, Action
@@ -93,3 +94,20 @@ def test_a_rank_that_ends_slowly_is_not_killed_with_its_launcher():
     assert dies_by() == signal.SIGKILL
     faults.Faults().on_train_end(None, None)
     assert dies_by() == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "part", "together"),
+    [
+        (SIGTERMException(), AFTER, True),
+        (KeyboardInterrupt(), RUNNING, False),
+        (ValueError(), AFTER, False),
+    ],
+)
+def test_without_a_watch_ranks_are_together_in_what_they_have_agreed_on(
+    runner, error, part, together
+):
+    each = faults.Faults()
+    HERE.note(part, "whatever")
+    each.on_exception(runner, None, error)
+    assert (each.alone is None) == together
