@@ -67,6 +67,11 @@ class Whereabouts:
         return doing if isinstance(doing, Action) else None
 
     @property
+    def batch(self) -> StepBatch | None:
+        """The step that it is in; None before one, between two and in what follows on one."""
+        return self._now.batch if RUNNING <= self.part <= OPTIMISING else None
+
+    @property
     def part(self) -> int:
         """Which part of its step it is in."""
         return self._now.part if WAIT.since is None else LOADING
