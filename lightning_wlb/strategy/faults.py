@@ -43,6 +43,9 @@ from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISIN
 EXIT_SECONDS = 30
 """How long a process may take to exit after an exception that it has alone."""
 
+TOLD = 2000
+"""Characters of an error that other ranks repeat: some have a whole compiler's output in them."""
+
 
 class StateLost(RuntimeError):
     """An error of all ranks after which their parameters are no state to go on from."""
@@ -137,7 +140,7 @@ class Faults(pl.Callback):
         if self._watchdog is not None:
             place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
             place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"
-            together, cause = self._watchdog.agree(place, f"{HERE}: {error}")
+            together, cause = self._watchdog.agree(place, f"{HERE}: {error}"[:TOLD])
         if together:
             return
         if lost:

@@ -21,9 +21,11 @@ class Asked:
 
     def __init__(self) -> None:
         self.places: list[str] = []
+        self.texts: list[str] = []
 
     def agree(self, place: str, text: str) -> tuple[bool, str]:
         self.places.append(place)
+        self.texts.append(text)
         return False, "one is elsewhere"
 
     def stop(self) -> None:
@@ -76,6 +78,16 @@ def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
         ]
     }
     assert len(places) == 5
+
+
+def test_others_are_told_the_beginning_of_a_long_error(runner):
+    each = faults.Faults()
+    each._watchdog = Asked()
+    HERE.note(AFTER, "what follows")
+    each.on_exception(runner, None, ValueError("x" * 100_000))
+    (text,) = each._watchdog.texts
+    assert text.startswith("before the first step, what follows: ValueError: xxx")
+    assert len(text) == faults.TOLD
 
 
 def test_ranks_in_the_step_of_their_optimizers_are_never_together(runner):
