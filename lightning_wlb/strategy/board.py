@@ -11,8 +11,8 @@ Rank 0 says to all ranks
 
 * ``together`` once every rank has an exception at the same place: they can still save together;
 * ``alone``, with the cause, as soon as that is impossible: a rank has died, ranks failed at
-  different places, or not all have come within ``PATIENCE`` seconds. No rank may wait for another
-  from then on;
+  different places, or not all have come within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. No rank
+  may wait for another from then on;
 * ``ended`` when its own run is over, after which nothing is watched any more.
 
 When no rank has got on for a while it names the one that is furthest behind, and asks for its
@@ -44,6 +44,9 @@ from lightning_wlb.strategy.whereabouts import RUNNING
 
 PATIENCE = 5.0
 """Seconds within which all ranks must come to the same place, to save there together."""
+
+AGREED_PATIENCE = 20.0
+"""The same where they have agreed to come, and a callback of one of them may take a while."""
 
 
 def beat(world_size: int) -> float:
@@ -128,7 +131,7 @@ class Board(threading.Thread):
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: dict[int, Peer] = {}
         self._first: Peer | None = None
-        self._first_at = 0.0
+        self._all_by = 0.0
         self._verdict = ""
         self._told: object = None
         self._over = False
@@ -209,7 +212,8 @@ class Board(threading.Thread):
         if "place" in message:
             peer.place, peer.text = message["place"], message["text"]
             if self._first is None:
-                self._first, self._first_at = peer, peer.heard
+                patience = AGREED_PATIENCE if message.get("agreed") else PATIENCE
+                self._first, self._all_by = peer, peer.heard + patience
         peer.ended = peer.ended or "ended" in message
 
     def _gone(self, peer: Peer) -> None:
@@ -243,7 +247,7 @@ class Board(threading.Thread):
         elif len(places) == self._world_size:
             self._verdict = "together"
             self._tell(together=True)
-        elif now - self._first_at > PATIENCE:
+        elif now > self._all_by:
             self._alone(self._cause())
 
     def _look(self, now: float, pause: float) -> None:

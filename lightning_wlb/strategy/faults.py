@@ -12,7 +12,8 @@ An exception inside the optimizer's step leaves some parameters moved and others
 state to go on from, so nothing is saved after it, by however many ranks, also by one alone; nor
 after :class:`.StateLost`.
 
-Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds.
+Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds, or
+``board.AGREED_PATIENCE`` where all ranks are to come.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.strategy.board import Board, Link, beat
 from lightning_wlb.strategy.process_groups import gather_from_all_ranks
+from lightning_wlb.strategy.signals import NOTICES
 from lightning_wlb.strategy.watchdog import Watchdog, say
-from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISING
+from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISING, REDUCING
 
 EXIT_SECONDS = 30
 """How long a process may take to exit after an exception that it has alone."""
@@ -135,12 +137,13 @@ class Faults(pl.Callback):
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if not asked:
             say(self._rank, f"failed, {HERE}: {error}")
-        # Without a watch it is known only of what all have agreed on, at a step's end.
-        together, cause = asked and HERE.part == AFTER, "the run is not watched"
+        # By all ranks at the end of a step or of an evaluated batch (signals.py).
+        agreed = asked and not NOTICES.mine and HERE.part in (REDUCING, AFTER)
+        together, cause = agreed, "the run is not watched"
         if self._watchdog is not None:
             place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
             place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"
-            together, cause = self._watchdog.agree(place, f"{HERE}: {error}"[:TOLD])
+            together, cause = self._watchdog.agree(place, f"{HERE}: {error}"[:TOLD], agreed)
         if together:
             return
         if lost:

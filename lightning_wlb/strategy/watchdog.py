@@ -26,7 +26,7 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from lightning_wlb.strategy.board import PATIENCE, Link, beat
+from lightning_wlb.strategy.board import AGREED_PATIENCE, PATIENCE, Link, beat
 from lightning_wlb.strategy.signals import NOTICES, heeds_interrupts
 from lightning_wlb.strategy.whereabouts import HERE
 
@@ -69,20 +69,21 @@ class Watchdog(threading.Thread):
             )
         link.send(rank=rank, token=token)
 
-    def agree(self, place: str, text: str) -> tuple[bool, str]:
+    def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         """Called by the main thread when it has an exception; answers within some seconds.
 
         Args:
             place: what is the same on every rank if all have the exception together.
             text: what has happened here, for the others.
+            agreed: whether all ranks have said that they will come here.
 
         Returns:
             Whether all ranks are at this place and may go on together; if not, the cause.
         """
         self._came_out, self._end_at = True, float("inf")
         if not self._verdict:
-            self._link.send(place=place, text=text)
-            self._answered.wait(PATIENCE + 3)
+            self._link.send(place=place, text=text, agreed=agreed)
+            self._answered.wait((AGREED_PATIENCE if agreed else PATIENCE) + 3)
         if not self._answered.is_set():
             self._alone("rank 0, which would know of the others, does not answer")
         return self._verdict == "together", self._cause

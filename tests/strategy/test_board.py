@@ -74,6 +74,17 @@ def test_a_rank_that_fails_alone_is_named_after_a_while():
     job.board.stop()
 
 
+def test_a_rank_that_has_agreed_to_come_may_be_late():
+    job = Job(2)
+    job.links[1].send(place="step 2", text="SIGTERM", agreed=True)
+    end = time.monotonic() + 2 * board.PATIENCE
+    while time.monotonic() < end:
+        assert "tick" in job.hear(1)
+    job.links[0].send(place="step 2", text="SIGTERM", agreed=True)
+    assert [job.answer(rank) for rank in range(2)] == [{"together": True}] * 2
+    job.board.stop()
+
+
 def test_failing_at_two_places_is_not_together():
     job = Job(2)
     job.links[1].send(place="step 2", text="it rained")

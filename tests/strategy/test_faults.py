@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_wlb.data.workers import die_with
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.strategy import faults
+from lightning_wlb.strategy.signals import INTERRUPT, STOP
 from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISING, RUNNING
 
 
@@ -23,7 +24,7 @@ class Asked:
         self.places: list[str] = []
         self.texts: list[str] = []
 
-    def agree(self, place: str, text: str) -> tuple[bool, str]:
+    def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         self.places.append(place)
         self.texts.append(text)
         return False, "one is elsewhere"
@@ -109,16 +110,18 @@ def test_a_rank_that_ends_slowly_is_not_killed_with_its_launcher():
 
 
 @pytest.mark.parametrize(
-    ("error", "part", "together"),
+    ("error", "part", "noted", "together"),
     [
-        (SIGTERMException(), AFTER, True),
-        (KeyboardInterrupt(), RUNNING, False),
-        (ValueError(), AFTER, False),
+        (SIGTERMException(), AFTER, 0, True),
+        (SIGTERMException(), AFTER, STOP, False),  # that of a rank whose loader is stuck
+        (KeyboardInterrupt(), RUNNING, INTERRUPT, False),  # the second one
+        (ValueError(), AFTER, 0, False),
     ],
 )
 def test_without_a_watch_ranks_are_together_in_what_they_have_agreed_on(
-    runner, error, part, together
+    runner, monkeypatch, error, part, noted, together
 ):
+    monkeypatch.setattr(faults.NOTICES, "mine", noted)
     each = faults.Faults()
     HERE.note(part, "whatever")
     each.on_exception(runner, None, error)
