@@ -197,7 +197,17 @@ def see(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder so that there is never a part of it that bears its name."""
+    """Delete a checkpoint, if it is there, so that there is never a part of it that bears its name.
+
+    Of a link the link goes, and of another strategy's checkpoint the file.
+
+    Raises:
+        ValueError: it is a folder that was not written here.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    refuse_foreign(path, manifest.CHECKPOINT)
     gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
     make_folder(gone.parent)
     path.rename(gone)

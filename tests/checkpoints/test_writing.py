@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lightning_wlb.checkpoints import folders
 from tests.checkpoints.strangers import load, save
@@ -171,6 +172,43 @@ def test_a_file_that_rank_0_does_not_see_is_named(tmp_path):
     for text in run_ranks(lost_file, 2, tmp_path):
         assert "__1_0.distcp of" in text
         assert "which rank 1 wrote" in text
+
+
+def left_by_a_rank(rank: int, scratch: Path) -> float:
+    """Rank 1 loses its connection while rank 0 is about to give the folder its name."""
+    path, given_up = scratch / "run.ckpt", scratch / "given up"
+    save(path, 1.0)
+    gather, reached, gathers = dist.all_gather_object, folders.reached, []
+
+    def note(point: str) -> None:
+        reached(point)
+        if point == "written":
+            gathers.append(0)
+        if point == "listed":
+            assert folders.wait_for(given_up)
+
+    def lose(found: list, mine: object, group: object = None) -> None:
+        if rank == 1 and gathers:
+            gathers.append(1)
+            if len(gathers) == 3:  # the second since: in which it waits for the name
+                raise RuntimeError("Connection closed by peer")
+        gather(found, mine, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "reached", note)
+        patch.setattr(dist, "all_gather_object", lose)
+        if rank == 0:
+            save(path, 2.0)
+        else:
+            with pytest.raises(RuntimeError, match="Connection closed"):
+                save(path, 2.0)
+            given_up.touch()
+            gather([None, None], (None, None))  # rank 0 waits there
+    return load(path)
+
+
+def test_a_rank_that_breaks_off_takes_nothing_from_what_rank_0_finishes(tmp_path):
+    assert run_ranks(left_by_a_rank, 2, tmp_path) == [2.0, 2.0]
 
 
 def test_state_that_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):
