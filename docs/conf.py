@@ -57,14 +57,19 @@ napoleon_use_rtype = False  # a colon in what is returned does not make its firs
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of others, whose documentation is not here, and our aliases of types.
-    (r"py:.*", r"(abc|argparse|collections|contextlib|datetime|multiprocessing|pathlib|types)\..*"),
+    (
+        r"py:.*",
+        r"(abc|argparse|collections|concurrent|contextlib|datetime|io|multiprocessing|pathlib)\..*",
+    ),
+    (r"py:.*", r"(socket|threading|types)\..*"),
     (
         r"py:.*",
         r"(lightning|matplotlib|nn|np|numpy|pyarrow|rich|torch|torchdata|transformers)\..*",
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Path|npt\..*"),
-    (r"py:class", r"dict\[str"),  # half of a type, where a signature is split at its comma
+    # Half of a type, where a signature is split at its comma.
+    (r"py:class", r"(dict\[str|tuple\[int)"),
     (r"py:class", r"lightning_wlb\..*\._\w+"),
 ]
 

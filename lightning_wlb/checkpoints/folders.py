@@ -197,17 +197,17 @@ def see(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, if it is there, so that there is never a part of it that bears its name.
-
-    Of a link the link goes, and of another strategy's checkpoint the file.
+    """Delete a checkpoint, or a link, so that there is never a part of it that bears its name.
 
     Raises:
-        ValueError: it is a folder that was not written here.
+        ValueError: there is something at ``path`` that was not written here.
     """
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
+    if path.is_symlink():
+        path.unlink()
         return
     refuse_foreign(path, manifest.CHECKPOINT)
+    if not path.exists():
+        return
     gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
     make_folder(gone.parent)
     path.rename(gone)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_wlb.checkpoints.manifest import Damaged
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 # As which of these an error is raised on the ranks that it did not happen on.
 _KINDS = (Damaged, ValueError, FileNotFoundError, OSError)  # the first that fits
 
@@ -41,7 +41,7 @@ class Ranks:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def every(self, do: Callable[[], T]) -> list[T]:
+    def every(self, do: Callable[[], _T]) -> list[_T]:
         """Run on each rank; collective.
 
         Returns:
@@ -67,15 +67,15 @@ class Ranks:
                 raise failure.as_error() from raised
         return [each for each, _ in outcomes]
 
-    def each(self, do: Callable[[], T]) -> T:
+    def each(self, do: Callable[[], _T]) -> _T:
         """Run on each rank and keep the result, picklable or not; collective, raises alike."""
-        kept: list[T] = []
+        kept: list[_T] = []
         self.every(lambda: kept.append(do()))
         return kept[0]
 
-    def lead(self, do: Callable[[], T]) -> T:
+    def lead(self, do: Callable[[], _T]) -> _T:
         """Run on rank 0 and give all ranks its result; collective, raises alike."""
-        result: T = self.every(do if self.leads else lambda: None)[0]  # type: ignore[assignment]
+        result: _T = self.every(do if self.leads else lambda: None)[0]  # type: ignore[assignment]
         return result
 
 

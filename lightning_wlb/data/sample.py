@@ -5,7 +5,7 @@ differ in their tokens (another tokenizer, a file that was changed) would train 
 both. With the first step of every pass over the documents each rank hashes the beginnings of some
 documents, spread over the store, and the digests are compared in the exchange that compares plans.
 
-Cost: :data:`DOCUMENTS` reads of at most :data:`TOKENS` tokens for each store, once a pass, in the
+Cost: ``DOCUMENTS`` reads of at most ``TOKENS`` tokens for each store, once a pass, in the
 loader worker. Not a proof: copies that differ elsewhere pass.
 """
 

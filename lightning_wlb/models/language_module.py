@@ -344,7 +344,8 @@ class LanguageModule(L.LightningModule):
             ValueError: a folder that is no checkpoint, is damaged, or was given with what is for
                 files only.
         """
-        path = Path(checkpoint_path) if isinstance(checkpoint_path, str | Path) else None
+        local = isinstance(checkpoint_path, str | Path)
+        path = Path(checkpoint_path).expanduser() if local else None
         folder = path is not None and path.is_dir()
         if folder and (hparams_file is not None or weights_only is False):
             raise ValueError(

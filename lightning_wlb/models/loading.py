@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from lightning_wlb.checkpoints.consolidate import consolidated
 from lightning_wlb.checkpoints.stored import StoredCheckpoint
 
-Module = TypeVar("Module", bound=L.LightningModule)
+_Module = TypeVar("_Module", bound=L.LightningModule)
 
 INSTANTIATOR = "_instantiator"
 """Under which LightningCLI puts into hyperparameters that it is to make the module."""
@@ -40,8 +40,8 @@ NOTHING_IMPORTED: dict[str, Any] = {INSTANTIATOR: None}
 
 
 def load_stored(
-    cls: type[Module], path: Path, strict: bool | None, arguments: Mapping[str, Any]
-) -> Module:
+    cls: type[_Module], path: Path, strict: bool | None, arguments: Mapping[str, Any]
+) -> _Module:
     """Make a module of the arguments in a checkpoint and give it the weights.
 
     Args:
@@ -73,7 +73,7 @@ def is_of_cli(path: Path, hparams_file: Any) -> bool:
     return INSTANTIATOR in StoredCheckpoint(path).hyper_parameters
 
 
-def _imported(cls: type[Module], name: str) -> type[Module]:
+def _imported(cls: type[_Module], name: str) -> type[_Module]:
     """The class of a name, if it is imported and a kind of ``cls``; else ``cls``."""
     module, _, last = name.rpartition(".")
     found = getattr(sys.modules.get(module), last, None)

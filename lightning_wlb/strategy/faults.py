@@ -40,6 +40,10 @@ EXIT_SECONDS = 30
 """How long a process may take to exit after an exception that it has alone."""
 
 
+class StateLost(RuntimeError):
+    """An error of all ranks after which their state is not worth a checkpoint."""
+
+
 class Faults(pl.Callback):
     """Watches a run, and answers its exceptions. ``WLBStrategy`` adds it, as the first callback.
 
@@ -108,6 +112,8 @@ class Faults(pl.Callback):
     ) -> None:
         """Say what has happened, and whether the ranks can go on together."""
         live_on_without_parent()
+        if isinstance(exception, StateLost):
+            _save_nothing(trainer)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         error = f"{type(exception).__name__}: {exception}".strip()
@@ -123,11 +129,15 @@ class Faults(pl.Callback):
         self.alone = cause
         exception.add_note(f"WLBStrategy: {cause}")
         say(self._rank, f"nothing is saved, the last checkpoint stands, since {cause}")
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback.save_on_exception = False
+        _save_nothing(trainer)
         if threading.current_thread() is threading.main_thread():
             atexit.register(_exit_soon)
+
+
+def _save_nothing(trainer: pl.Trainer) -> None:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback.save_on_exception = False
 
 
 def _exit_soon() -> None:

@@ -4,7 +4,9 @@ One such step, let through, makes every parameter NaN. So between the gradients 
 optimizer :class:`StepGuard` looks at the losses of all ranks, which the step's last exchange has
 brought, and at the norm of all gradients. Where one of them is NaN or infinite, every rank knows:
 all raise, or all leave the optimizer's step out. Then parameters and optimizer state stay bit for
-bit as they are, the position in the documents moves on, and the step counts as taken.
+bit as they are, the position in the documents moves on, and the step counts as taken. Where a
+parameter itself is not finite no step can be right: all raise, whatever the user says but
+``"ignore"``, and nothing is saved.
 
 Cost: one pass over the rank's own gradients, one all-reduce of a number, and one wait for the
 device before the optimizer's step; where gradients are clipped by their norm, the norm is that one.
@@ -14,7 +16,7 @@ device before the optimizer's step; where gradients are clipped by their norm, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
 import torch
@@ -27,6 +29,7 @@ from lightning_wlb.arguments import choice
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.strategy.executor import names_of_ranks
+from lightning_wlb.strategy.faults import StateLost
 from lightning_wlb.strategy.gradients import gradient_norm
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -101,6 +104,7 @@ class StepGuard:
         Raises:
             RuntimeError: naming step, ranks, parameters and documents, under ``"raise"``, and
                 under ``"skip"`` in the last of :data:`MOST_SKIPPED` steps in a row.
+            StateLost: where parameters are not finite.
         """
         if self.on_nonfinite == "ignore":
             return True
@@ -111,6 +115,11 @@ class StepGuard:
             self._in_a_row = 0
             return True
         report = self._report(ranks)
+        if lost := self._anywhere(self._model.named_parameters()):
+            raise StateLost(
+                f"{report} The weights themselves are not finite: {_some(lost)}. Nothing is saved."
+                " Resume from an earlier checkpoint with a lower learning rate."
+            )
         if self.on_nonfinite == "raise":
             raise RuntimeError(
                 f"{report} Look at these documents, lower the learning rate or clip gradients"
@@ -142,14 +151,9 @@ class StepGuard:
         if ranks:
             losses = sorted({str(self._losses[rank]) for rank in ranks})
             what.append(f"the loss is {' or '.join(losses)} on {names_of_ranks(ranks)}")
-        own = [
-            name
-            for name, each in self._model.named_parameters()
-            if each.grad is not None and not bool(_local(each.grad).isfinite().all())
-        ]
-        everyone: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everyone, own[: _SHOWN + 1])
-        if parameters := list(dict.fromkeys(name for names in everyone for name in names)):
+        named = self._model.named_parameters()
+        gradients = ((name, each.grad) for name, each in named if each.grad is not None)
+        if parameters := self._anywhere(gradients):
             what.append(f"gradients are not finite of {_some(parameters)}")
         elif not self._finite:
             what.append("the norm of the gradients overflows")
@@ -165,11 +169,18 @@ class StepGuard:
             f" {_some([self._name_of(each) for each in documents])}."
         )
 
+    def _anywhere(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """The names of tensors that are not finite on some rank, of each its first; collective."""
+        own = [name for name, each in tensors if not bool(_local(each).isfinite().all())]
+        everyone: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, own[: _SHOWN + 1])
+        return list(dict.fromkeys(name for names in everyone for name in names))
+
 
 def _some(names: list[str]) -> str:
     """The first names, and whether there are more."""
     return ", ".join(names[:_SHOWN]) + (" and others" if len(names) > _SHOWN else "")
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -38,7 +38,7 @@ from lightning_wlb.checkpoints.newest import (
     newest_first,
 )
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class InPlace(_Launcher):
@@ -93,7 +93,7 @@ def candidates_in(path: Path, fitting: bool) -> list[Path]:
     return _usable(checkpoints_in(path), fitting) or [path]
 
 
-def load_first(paths: Sequence[Path], load: Callable[[Path], T]) -> tuple[Path, T]:
+def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path, _T]:
     """Load the first of several checkpoints that is not damaged, and say which were.
 
     Args:

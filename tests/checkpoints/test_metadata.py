@@ -81,7 +81,7 @@ class Calls:
         b"",
         b"no pickle",
     ],
-    ids=str,
+    ids=["system", "eval", "load", "touch", "exec", "path", "metadata", "empty", "text"],
 )
 def test_nothing_is_run_or_changed(hostile, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

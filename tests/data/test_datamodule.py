@@ -373,15 +373,15 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
     assert named.datamodule.settings.packing_choice.options.queues == 3
 
 
-class Tested(Recorder):
+class Evaluated(Recorder):
     def test_step(self, batch: StepBatch, batch_idx: int) -> None:
         self.validated.append(tuple(piece.document for piece in batch.plan.pieces))
 
 
 def test_test_documents_are_read_once(tmp_path: Path) -> None:
-    module = Tested()
+    module = Evaluated()
     store = InMemoryDocuments([[1, 2], [3], [4, 5, 6]])
     trainer(tmp_path).test(module, data(test_documents=store), verbose=False)
     assert sorted(number for step in module.validated for number in step) == [0, 1, 2]
     with pytest.raises(MisconfigurationException, match="no test documents"):
-        trainer(tmp_path).test(Tested(), data())
+        trainer(tmp_path).test(Evaluated(), data())

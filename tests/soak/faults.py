@@ -172,6 +172,9 @@ SIGNALS = (
         "SIGTERM to all processes, a worker in a read without end",
         "read",
         plants.hangs_after(plants.sends_all(SIGTERM), 2.0),
+        # A rank that has no batch in hand ends without the others' consent.
+        ends="dies",
+        saves="either",
     ),
     _signal(
         "SIGTERM to all processes in start-up",

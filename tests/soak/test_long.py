@@ -29,7 +29,7 @@ class Killer:
 
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder = folder
-        self.delay = chance.uniform(0.0, 3.0)
+        self.delay = chance.uniform(0.0, 4.0)
         self.victim = chance.choice([0, 1, 2, 3, None])
         self.at: float | None = None
         self.done = False

@@ -8,6 +8,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb import InMemoryDocuments, Transformer, WLBDataModule, WLBStrategy
 from lightning_wlb.mesh import Mesh
@@ -93,12 +94,33 @@ def raises(mesh: tuple[int, ...], infinite: tuple[int, ...] = (), **options) -> 
     return str(error.value)
 
 
+class Loses(L.Callback):
+    """A weight of rank 1 becomes NaN before the second step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == 1 and trainer.global_rank == 1:
+            weight = pl_module.model.get_parameter("layers.1.attention_norm.weight")
+            weight.data.to_local()[0] = math.nan
+
+
+def loses(folder: Path) -> str:
+    """A run whose weights are not finite is not saved, and not gone on with."""
+    keeper = ModelCheckpoint(folder, save_top_k=0, save_on_exception=True)
+    options = {"callbacks": [Loses(), keeper], "enable_checkpointing": True, "max_epochs": -1}
+    runner = trainer(WLBStrategy(2, on_nonfinite="skip"), 2, max_steps=4, **options)
+    with pytest.raises(RuntimeError, match="weights themselves") as error:
+        runner.fit(Module(config(False, layers=2), seed=7), documents())
+    assert not list(folder.glob("*"))
+    return str(error.value)
+
+
 def on_two_ranks(rank: int, folder: Path) -> dict[str, str]:
     results = {
         "loss": raises((1, 2), gradient_clip_val=None),
         # Of one rank's shard, in step 0; by value an infinite one would become finite.
         "norm": raises((2,), (0,), gradient_clip_algorithm="norm"),
         "value": raises((2,), (0,), gradient_clip_algorithm="value"),
+        "weights": loses(folder / "lost"),
     }
     path = folder / "skipped.ckpt"
     for clip in (None, 0.5):
@@ -134,6 +156,10 @@ def test_every_rank_raises_or_skips(tmp_path):
     assert " of embed.weight, layers.0.attention_norm.weight, " in said
     assert f", document {POISONED} of InMemoryDocuments(24 documents" in said
     assert "on_nonfinite='skip'" in said
+    lost = (
+        "The weights themselves are not finite: layers.1.attention_norm.weight. Nothing is saved."
+    )
+    assert lost in first["weights"]
     for case in ("norm", "value"):
         assert first[case].startswith(
             "Step 0: gradients are not finite of layers.1.attention_norm.weight."
@@ -146,6 +172,7 @@ def test_a_run_that_does_not_recover_is_ended(monkeypatch):
     guard = StepGuard("skip")
     guard.attach(torch.nn.Linear(2, 2), Mesh(), torch.device("cpu"), [], str)
     monkeypatch.setattr(guard, "_report", lambda ranks: f"{ranks}.")
+    monkeypatch.setattr(guard, "_anywhere", lambda tensors: [])
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
 
     def step(loss: float) -> bool:

@@ -48,6 +48,9 @@ def several_trainers(rank: int) -> dict[str, int]:
     groups = [patient.mesh_groups.mesh["data"].get_group(), *patient.mesh_groups.channels.values()]
     for group in groups:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    run("as it comes", "fit", model)
+    for group in groups:
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=10)
     run("another mesh", "fit", module(CASE), (2, 1, 1, 1))
     run("the first mesh", "fit", module(CASE))
     return counts
@@ -56,7 +59,7 @@ def several_trainers(rank: int) -> dict[str, int]:
 def test_a_second_trainer_makes_no_process_groups():
     for counts in run_ranks(several_trainers, 2, process_group=False):
         first = counts["first"]
-        same = ("the model again", "validation", "test", "another model", "patient")
+        same = ("the model again", "validation", "test", "another model", "patient", "as it comes")
         assert {counts[name] for name in same} == {first}
         assert first < counts["another mesh"] == counts["the first mesh"]
 

@@ -68,11 +68,14 @@ def test_only_checkpoints_are_removed(strategy, tmp_path):
             strategy.remove_checkpoint(tmp_path / folder)
         assert (tmp_path / folder / "notes.txt").is_file()
     strategy._write(tmp_path / "two.ckpt", Parts({}, {}), None)
-    (tmp_path / "file.ckpt").write_text("of another strategy")
     (tmp_path / "link.ckpt").symlink_to("two.ckpt")
-    for name in ("file.ckpt", "link.ckpt"):
-        strategy.remove_checkpoint(tmp_path / name)
+    strategy.remove_checkpoint(tmp_path / "link.ckpt")
     assert names(tmp_path) == ["mine", "one.ckpt", "two.ckpt"]
+    # The paths that ModelCheckpoint removes come out of the checkpoint that was resumed from.
+    (tmp_path / "file").write_text("precious")
+    with pytest.warns(match="file is a file"):
+        strategy.remove_checkpoint(tmp_path / "mine" / ".." / "file")
+    assert (tmp_path / "file").is_file()
 
 
 def test_what_is_saved_again_stays(strategy, tmp_path):
