@@ -21,6 +21,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -120,7 +121,8 @@ class CheckpointStrategy(MeshStrategy):
         self._candidates = resuming.candidates(trainer, asked, fitting)
         if self._candidates:
             call.arguments["ckpt_path"] = str(self._candidates[0])
-        return launch(function, *call.args, trainer=trainer, **call.kwargs)
+        with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
+            return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
     def setup_environment(self) -> None:
         """As :class:`.MeshStrategy` does; what saves in the background need comes on top.

@@ -58,6 +58,13 @@ def test_weights_do_not_take_the_place_of_what_a_run_resumes_from(strategy, tmp_
     assert names(tmp_path) == ["two.ckpt", "weights-2"]
 
 
+def test_paths_may_begin_at_home(strategy, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
+    strategy.remove_checkpoint("~/one.ckpt")
+    assert names(tmp_path) == []
+
+
 def test_only_checkpoints_are_removed(strategy, tmp_path):
     """ModelCheckpoint takes a save that was refused for one that it may remove later."""
     strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
