@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import folders, manifest, writing
 from tests.checkpoints.strangers import load, save
 from tests.ranks import run_ranks
 
@@ -131,6 +131,32 @@ def test_a_full_disk_leaves_nothing_and_all_ranks_say_where(tmp_path):
         assert "bytes free" in text
         assert left == ["run.ckpt"]
         assert value == 1.0
+
+
+def errors_of_rank_0(rank: int, scratch: Path) -> list[tuple[int, list[str], float]]:
+    """What only rank 0 does fails: the folder aside, meta.pt, the manifest, each name."""
+    path, found = scratch / "run.ckpt", []
+    save(path, 1.0)
+
+    def fails(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "somewhere")
+
+    places = (folders, "make_folder"), (writing, "_write_rest"), (manifest, "write")
+    for module, name in (*places, (folders, "_exchange"), (folders, "sync_folder")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(module, name, fails)
+            with pytest.raises(OSError, match=r"run\.ckpt was not saved .*: somewhere") as info:
+                save(path, 2.0)
+        dist.barrier()
+        left = sorted(each.name for each in scratch.iterdir())
+        found.append((info.value.errno, left, load(path)))
+    return found
+
+
+def test_what_fails_on_rank_0_alone_fails_on_all_and_leaves_nothing(tmp_path):
+    for found in run_ranks(errors_of_rank_0, 2, tmp_path):
+        assert found == [(errno.EACCES, ["run.ckpt"], 1.0)] * 5
 
 
 def not_shared(rank: int, scratch: Path) -> str:
