@@ -97,10 +97,15 @@ class Background:
         """Run ``do`` when the jobs before it are finished."""
         before = [each.future for each in self._jobs]
         future: Future[None] = Future()
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
 
         def run() -> None:
             wait(before)
             try:
+                # A thread begins on the first device, where torch's writer would take memory for
+                # the process of every rank.
+                if torch.accelerator.is_available():
+                    torch.accelerator.set_device_index(device)
                 do()
                 future.set_result(None)
             except BaseException as error:

@@ -102,7 +102,11 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:  # another run has just removed the parent, which was empty
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
 
 

@@ -197,7 +197,17 @@ def see(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder so that there is never a part of it that bears its name."""
+    """Delete a checkpoint, or a link, so that there is never a part of it that bears its name.
+
+    Raises:
+        ValueError: there is something at ``path`` that was not written here.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    refuse_foreign(path, manifest.CHECKPOINT)
+    if not path.exists():
+        return
     gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
     make_folder(gone.parent)
     path.rename(gone)

@@ -127,15 +127,6 @@ def check(folder: Path) -> None:
         list(pool.map(lambda name: check_files(folder, manifest, [name]), manifest.files))
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a folder has a manifest, and all files of it with their sizes; reads no content."""
-    try:
-        check_sizes(folder, read(folder))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Compare the checksums of some of a folder's files, one after the other.
 

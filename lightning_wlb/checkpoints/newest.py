@@ -11,7 +11,6 @@ damaged. Cost: reading one small file for each checkpoint.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +25,8 @@ REQUEUE = "hpc_ckpt_*.ckpt"
 """What Lightning calls the checkpoints that it saves before Slurm's time limit."""
 JOB = "slurm_job_id"
 """Under which a checkpoint holds the Slurm job that saved it."""
+RESUMABLE = "lr_schedulers"
+"""Under which Lightning puts the schedules into a checkpoint, unless it is of weights alone."""
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -63,19 +64,20 @@ def requeue_number(path: Path) -> int | None:
 
 
 def older_requeues(path: Path) -> list[Path]:
-    """The checkpoints before time limits that came before ``path``; none if it is no such one.
+    """The same job's checkpoints before time limits that came before ``path``; else none.
 
     One is enough: all that they serve is to go on from the newest of all checkpoints, and what a
-    run is to keep its ModelCheckpoint keeps.
+    run is to keep its ModelCheckpoint keeps. Those of another job, which may run in the same
+    folder, are its own.
     """
-    number = requeue_number(path)
+    number, job = requeue_number(path), (_rest(path) or {}).get(JOB)
     if number is None:
         return []
     there = checkpoints_in(path.parent, REQUEUE)
-    return [each for each in there if (requeue_number(each) or 0) < number]
+    return [each for each in there if (requeue_number(each) or 0) < number and is_of_job(each, job)]
 
 
-def is_of_job(path: Path, job: str) -> bool:
+def is_of_job(path: Path, job: str | None) -> bool:
     """Whether a Slurm job saved a checkpoint; True where it is too damaged to say."""
     rest = _rest(path)
     return rest is None or rest.get(JOB) == job
@@ -84,13 +86,13 @@ def is_of_job(path: Path, job: str) -> bool:
 def can_resume(path: Path) -> bool:
     """Whether more than weights was saved; True where a checkpoint is too damaged to say."""
     rest = _rest(path)
-    return rest is None or "lr_schedulers" in rest
+    return rest is None or RESUMABLE in rest
 
 
 def _rest(path: Path) -> dict[str, Any] | None:
     try:
         rest = torch.load(path / REST, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+    except Exception:  # whatever a pickle that is damaged can lead to
         return None
     return rest if isinstance(rest, dict) else None
 

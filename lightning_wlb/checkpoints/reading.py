@@ -11,7 +11,6 @@ where the rank reads the shards that it wrote.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,7 @@ def check(folder: Path) -> bool:
     try:
         manifest.check(folder)
     except FileNotFoundError:
-        _refuse_lost_manifest(folder, _read_rest(folder, True))
+        _read_rest(folder, True, None)
         return False
     return True
 
@@ -79,10 +78,7 @@ def open_checkpoint(path: Path, weights_only: bool | None, verify: bool, ranks: 
     folder = ranks.lead(lambda: _find(path))
     ranks.each(lambda: folders.see(folder))
     listed = ranks.lead(lambda: _listed(folder, verify))
-    rest = ranks.each(lambda: _read_rest(folder, weights_only))
-    if listed is None:
-        _refuse_lost_manifest(folder, rest)
-    rest.pop(OWN, None)
+    rest = ranks.each(lambda: _read_rest(folder, weights_only, listed))
     return Opened(folder, rest, ranks.each(lambda: metadata.read(folder)), listed)
 
 
@@ -150,14 +146,13 @@ def _listed(path: Path, verify: bool) -> manifest.Manifest | None:
     return listed
 
 
-def _refuse_lost_manifest(folder: Path, rest: Mapping[str, Any]) -> None:
-    if OWN in rest:
-        raise manifest.Damaged(
-            f"{folder} is damaged: {manifest.NAME} is missing. Use another checkpoint."
-        )
+def _read_rest(
+    path: Path, weights_only: bool | None, listed: manifest.Manifest | None
+) -> dict[str, Any]:
+    """What is not in shards, if it is of the save that the manifest is of.
 
-
-def _read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    Rank 0 has compared the file; another node may still see that of the save before.
+    """
     try:
         rest: dict[str, Any] = torch.load(
             path / REST,
@@ -172,4 +167,10 @@ def _read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
         ) from error
     if not isinstance(rest, dict):
         raise ValueError(f"{path / REST} holds a {type(rest).__name__}, no state.")
+    own = rest.pop(OWN, {})
+    if own != ({} if listed is None else {"save": listed.save}):
+        wrong = f"{REST} is of another save than {manifest.NAME}"
+        if listed is None:
+            wrong = f"{manifest.NAME} is missing"
+        raise manifest.Damaged(f"{path} is damaged: {wrong}. Use another checkpoint.")
     return rest

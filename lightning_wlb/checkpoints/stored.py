@@ -29,8 +29,7 @@ class StoredCheckpoint:
     """A checkpoint's hyperparameters, and its weights by name.
 
     Args:
-        path: a folder or a file.
-        verify: compare a folder's files with its manifest first, which reads them once more.
+        path: a folder, whose files are compared with its manifest first, or a file.
 
     Attributes:
         hyper_parameters: of the module.
@@ -41,7 +40,7 @@ class StoredCheckpoint:
         ValueError: it is no checkpoint, is damaged, or needs more than plain types to be read.
     """
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._tensors: dict[str, Tensor] = {}
         self._shapes: dict[str, TensorStorageMetadata] = {}
@@ -51,7 +50,7 @@ class StoredCheckpoint:
                 f"{path} is not a checkpoint: it should be the folder that WLBStrategy wrote, with"
                 f" {_METADATA_FILENAME} in it, or the file that another strategy wrote."
             )
-        if path.is_dir() and verify:
+        if path.is_dir():
             check(path)
         try:
             rest = torch.load(

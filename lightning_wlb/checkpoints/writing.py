@@ -81,7 +81,8 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
         step = int(parts.rest.get("global_step", -1))
         ranks.lead(lambda: _finish(aside, everyone, step))
     except BaseException as error:
-        if aside is not None:
+        # Another rank may raise while rank 0 gives the folder its name, and would empty it then.
+        if aside is not None and ranks.leads:
             folders.discard(aside)
         if isinstance(error, OSError):
             raise _unsaved(path, error) from error

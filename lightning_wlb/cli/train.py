@@ -77,6 +77,13 @@ class WLBCLI(LightningCLI):
         """Add the section ``wlb``."""
         parser.add_class_arguments(WLBStrategy, "wlb", instantiate=False)
 
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: the configuration says what the model is.
+
+        LightningCLI would put the arguments that a checkpoint's file holds in the place of what is
+        configured, and import whatever classes they name.
+        """
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with the strategy that the section ``wlb`` describes."""
         strategy = self._get(self.config, "trainer.strategy")

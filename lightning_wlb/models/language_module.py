@@ -37,7 +37,7 @@ from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.models.decoder import Decoder, check_decoder
-from lightning_wlb.models.loading import load_folder, numbered
+from lightning_wlb.models.loading import NOTHING_IMPORTED, is_of_cli, load_stored, numbered
 from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
 from lightning_wlb.plan import StepPlan
 
@@ -336,21 +336,28 @@ class LanguageModule(L.LightningModule):
             map_location: for a folder a device; None means the CPU.
             hparams_file: for a file only.
             strict: whether all weights must be there, and no others; None: what the module says.
-            weights_only: for a file only: a folder is never read but as plain types and tensors.
+            weights_only: for a file only. None means True: plain types and tensors, as a folder is
+                always read, and no class is imported.
             options: arguments of the module in place of those that were saved.
 
         Raises:
             ValueError: a folder that is no checkpoint, is damaged, or was given with what is for
                 files only.
         """
-        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
-            if hparams_file is not None or weights_only is False:
-                raise ValueError(
-                    f"hparams_file={hparams_file!r}, weights_only={weights_only}: {checkpoint_path}"
-                    " is a folder, which holds plain types and its own hyperparameters. Leave both"
-                    " out, and give arguments that are to be others by name."
-                )
-            module = load_folder(cls, Path(checkpoint_path), strict, options)
+        local = isinstance(checkpoint_path, str | Path)
+        path = Path(checkpoint_path).expanduser() if local else None
+        folder = path is not None and path.is_dir()
+        if folder and (hparams_file is not None or weights_only is False):
+            raise ValueError(
+                f"hparams_file={hparams_file!r}, weights_only={weights_only}: {checkpoint_path} is"
+                " a folder, which holds plain types and its own hyperparameters. Leave both out,"
+                " and give arguments that are to be others by name."
+            )
+        if weights_only is not False:
+            # Lightning would choose False for an address.
+            weights_only, options = True, options | NOTHING_IMPORTED
+        if path is not None and (folder or (weights_only and is_of_cli(path, hparams_file))):
+            module = load_stored(cls, path, strict, options)
             return module if map_location is None else module.to(map_location)
         loaded: Self = super().load_from_checkpoint(
             checkpoint_path, map_location, hparams_file, strict, weights_only, **options

@@ -4,11 +4,17 @@ A folder of :class:`.WLBStrategy` becomes a module in one process; and optimizer
 by the names of parameters, as in the file that ``lightning-wlb consolidate`` writes of a folder, is
 numbered as Lightning restores it, in the order that the module's own optimizers have.
 
+A checkpoint of a run of LightningCLI says which class the module is of, and that LightningCLI is to
+make it, which imports and makes whatever other classes the arguments name. Here only a class is
+taken that is imported and a kind of the one that was asked for, and it gets the arguments as they
+are.
+
 Cost: the weights twice in memory, or the optimizer state twice, until the second is loaded.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,26 +33,51 @@ from lightning_wlb.checkpoints.stored import StoredCheckpoint
 
 _Module = TypeVar("_Module", bound=L.LightningModule)
 
+INSTANTIATOR = "_instantiator"
+"""Under which LightningCLI puts into hyperparameters that it is to make the module."""
+NOTHING_IMPORTED: dict[str, Any] = {INSTANTIATOR: None}
+"""An argument of Lightning's load_from_checkpoint: the class is called as it is."""
 
-def load_folder(
-    cls: type[_Module], folder: Path, strict: bool | None, arguments: Mapping[str, Any]
+
+def load_stored(
+    cls: type[_Module], path: Path, strict: bool | None, arguments: Mapping[str, Any]
 ) -> _Module:
-    """Make a module of the arguments in a checkpoint folder and give it the weights.
+    """Make a module of the arguments in a checkpoint and give it the weights.
 
     Args:
         cls: the module's class.
-        folder: that WLBStrategy wrote; it is verified.
+        path: the folder that WLBStrategy wrote, which is verified, or another strategy's file.
         strict: whether all weights must be there, and no others; None: what the module says.
-        arguments: in place of those that were saved.
+        arguments: in place of those that were saved; with those of :data:`NOTHING_IMPORTED`.
 
     Raises:
-        ValueError: the folder is no checkpoint, or is damaged.
+        ValueError: there is no checkpoint, or it is damaged.
     """
-    checkpoint = consolidated(StoredCheckpoint(folder), optimizers=False)
-    checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(arguments)
-    module = _load_state(cls, checkpoint, strict=strict, **arguments)
+    checkpoint = consolidated(StoredCheckpoint(path), optimizers=False)
+    given = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    made = _imported(cls, str(given.pop("_class_path", "")))
+    given.update(arguments)
+    module = _load_state(made, checkpoint, strict=strict, **arguments)
     assert isinstance(module, cls)
     return module
+
+
+def is_of_cli(path: Path, hparams_file: Any) -> bool:
+    """Whether there is a file whose arguments LightningCLI saved, and no other file has others.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if hparams_file is not None or not path.is_file():
+        return False
+    return INSTANTIATOR in StoredCheckpoint(path).hyper_parameters
+
+
+def _imported(cls: type[_Module], name: str) -> type[_Module]:
+    """The class of a name, if it is imported and a kind of ``cls``; else ``cls``."""
+    module, _, last = name.rpartition(".")
+    found = getattr(sys.modules.get(module), last, None)
+    return found if isinstance(found, type) and issubclass(found, cls) else cls
 
 
 def numbered(

@@ -218,7 +218,7 @@ def check_tasks() -> None:
 
 
 def local_path(path: str | Path) -> Path:
-    """The path of a checkpoint, if it is in a file system.
+    """The path of a checkpoint, if it is in a file system; ``~`` is the user's home.
 
     Raises:
         MisconfigurationException: for a remote path.
@@ -228,4 +228,4 @@ def local_path(path: str | Path) -> Path:
             f"WLBStrategy reads and writes checkpoints in a file system, but got {path}. Mount"
             " the storage and pass its path; every rank must see the same files."
         )
-    return Path(path)
+    return Path(path).expanduser()

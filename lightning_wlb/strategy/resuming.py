@@ -10,6 +10,8 @@
 * ``"hpc"`` means the same. So does None in a fit in a Slurm job where such an ``hpc_ckpt_N.ckpt``
   is; and where the job was requeued after a node died, before there was one, the newest that this
   job has saved itself. Lightning would take the newest ``hpc_ckpt_N.ckpt``, or begin anew.
+* None in an evaluation means the module's own weights, or the best without a module, in a Slurm job
+  too. Lightning would evaluate the newest ``hpc_ckpt_N.ckpt``, from before the end of training.
 
 Lightning chooses before there are process groups, each rank for itself. So what was asked for is
 noted when the Trainer hands a run to its launcher; rank 0's list of candidates counts.
@@ -18,7 +20,8 @@ noted when the Trainer hands a run to its launcher; rank 0's list of candidates 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,6 +89,30 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     return _usable(found, fitting)
 
 
+@contextmanager
+def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None]:
+    """In an evaluation: keep Lightning from reading an ``hpc_ckpt_N.ckpt`` that nobody asked for.
+
+    Args:
+        trainer: that evaluates.
+        arguments: of its method; changed where there is no module.
+    """
+    connector = trainer._checkpoint_connector
+    asked = arguments.get("ckpt_path") is not None or connector._user_managed
+    if asked or not SLURMEnvironment.detect() or connector._hpc_resume_path is None:
+        yield
+    elif arguments.get("model") is None:
+        arguments["ckpt_path"] = "best"
+        yield
+    else:
+        # As if the user had chosen to read none.
+        connector._ckpt_path, connector._user_managed = None, True
+        try:
+            yield
+        finally:
+            connector._user_managed = False
+
+
 def candidates_in(path: Path, fitting: bool) -> list[Path]:
     """The checkpoints in a folder, the newest first; the folder itself where it has none."""
     if is_checkpoint(path) or not path.is_dir():
@@ -140,4 +167,4 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
             found.append(each._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
         elif isinstance(each, OnExceptionCheckpoint):
             found.append(each.dirpath)
-    return [Path(each) for each in found if "://" not in str(each)]
+    return [Path(each).expanduser() for each in found if "://" not in str(each)]

@@ -8,7 +8,8 @@ copied (:mod:`lightning_wlb.checkpoints.background`). What ends with the run doe
 threads: a save outside of training, one on an exception, and Slurm's before a requeue block.
 
 What ModelCheckpoint removes goes when the save before it is on the disk. Where that fails it stays,
-since it may be the last good checkpoint, until a later save succeeds.
+since it may be the last good checkpoint, until a later save of the same kind succeeds: weights
+alone do not take the place of a checkpoint to resume from. Only checkpoints are removed.
 
 A save that fails fails on all ranks. In the background each rank finds out at another moment: so it
 tells the others in the exchange that ends a step (signals.py), and all act at the next step.
@@ -20,6 +21,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -37,7 +39,13 @@ from torch.optim import Optimizer
 from lightning_wlb.arguments import choice, flag
 from lightning_wlb.checkpoints import folders, sharded
 from lightning_wlb.checkpoints.background import COPIES, Background, Stager
-from lightning_wlb.checkpoints.newest import JOB, is_checkpoint, older_requeues, requeue_number
+from lightning_wlb.checkpoints.newest import (
+    JOB,
+    RESUMABLE,
+    can_resume,
+    older_requeues,
+    requeue_number,
+)
 from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.checkpoints.writing import Parts, write
 from lightning_wlb.strategy import resuming
@@ -88,9 +96,10 @@ class CheckpointStrategy(MeshStrategy):
         self._training = False
         self._jobs = Background()
         self._stager: Stager | None = None
-        # What is to be removed when a save has succeeded, and whether the last one has not.
+        # What is to be removed when a save has succeeded; and of which kind, those to resume from
+        # (True) and weights alone (False), the last save has failed.
         self._outdated: dict[Path, None] = {}
-        self._failing = False
+        self._failing: set[bool] = set()
         self._last_good: tuple[Path, float] | None = None
 
     # Set-up
@@ -113,7 +122,8 @@ class CheckpointStrategy(MeshStrategy):
         self._candidates = resuming.candidates(trainer, asked, fitting)
         if self._candidates:
             call.arguments["ckpt_path"] = str(self._candidates[0])
-        return launch(function, *call.args, trainer=trainer, **call.kwargs)
+        with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
+            return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
     def setup_environment(self) -> None:
         """As :class:`.MeshStrategy` does; what saves in the background need comes on top.
@@ -277,9 +287,10 @@ class CheckpointStrategy(MeshStrategy):
 
     def _write(self, path: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
         """Write a checkpoint, and remove what it has made superfluous."""
-        self._failing = True
+        kind = RESUMABLE in parts.rest
+        self._failing.add(kind)
         write(path, parts, group)
-        self._failing = False
+        self._failing.remove(kind)
         self._last_good = path, time.monotonic()
         if self.is_global_zero:
             self._outdated.pop(path, None)
@@ -288,19 +299,17 @@ class CheckpointStrategy(MeshStrategy):
 
     def _remove(self, path: Path) -> None:
         self._outdated[path] = None
-        if not self._failing:
-            self._prune()
+        self._prune()
 
     def _prune(self) -> None:
-        for path in self._outdated:
+        for path in list(self._outdated):
+            if can_resume(path) in self._failing:
+                continue
+            del self._outdated[path]
             try:
-                if is_checkpoint(path):
-                    folders.remove(path)
-                else:
-                    self.checkpoint_io.remove_checkpoint(path)
-            except OSError as error:
-                rank_zero_warn(f"{path} could not be removed: {error}. Training goes on.")
-        self._outdated.clear()
+                folders.remove(path)
+            except (OSError, ValueError) as error:
+                rank_zero_warn(f"{path} could not be removed: {error} Training goes on.")
 
     def _end_saves(self, copies: int = 0, seconds: float | None = None) -> None:
         """Wait for saves in the background until at most so many copies are left; report."""

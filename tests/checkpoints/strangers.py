@@ -24,9 +24,10 @@ class Hostile:
 
 def list_anew(folder: Path) -> None:
     """Give a changed folder a manifest that fits it, as whoever changed it can."""
+    save = manifest.read(folder).save
     (folder / manifest.NAME).unlink()
     files = manifest.synchronised(folder)
-    manifest.write(folder, manifest.CHECKPOINT, "stranger", 1, 0, files)
+    manifest.write(folder, manifest.CHECKPOINT, save, 1, 0, files)
 
 
 def list_wrongly(folder: Path) -> None:

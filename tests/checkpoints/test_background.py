@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread, current_thread
 
 import torch
 
@@ -30,6 +30,21 @@ def test_one_after_the_other_and_only_as_many_as_needed():
     assert jobs.settle() == []
     assert done == [1, 2, 3]
     assert not jobs.busy
+
+
+def test_threads_work_on_the_device_of_their_rank(monkeypatch):
+    devices: dict[Thread, int] = {current_thread(): 3}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_device_index", lambda: devices.get(current_thread(), 0)
+    )
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda at: devices.update({current_thread(): at})
+    )
+    jobs, used = Background(), []
+    jobs.submit(Path("one"), lambda: used.append(torch.accelerator.current_device_index()))
+    assert jobs.settle() == []
+    assert used == [3]
 
 
 def test_errors_are_reported_once_and_later_jobs_run():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_wlb.checkpoints.durable import BLOCK_BYTES, DurableFile, checksum
+from lightning_wlb.checkpoints.durable import BLOCK_BYTES, DurableFile, checksum, make_folder
 
 
 def test_size_and_checksum_are_known_when_the_file_is_closed(tmp_path):
@@ -22,6 +22,21 @@ def test_size_and_checksum_are_known_when_the_file_is_closed(tmp_path):
     assert file.crc32 == f"{zlib.crc32(whole):08x}" == checksum(tmp_path / "file")
     with pytest.raises(FileExistsError):
         DurableFile(tmp_path / "file")
+
+
+def test_a_parent_that_another_run_removes_is_made_again(tmp_path, monkeypatch):
+    """A save that ends removes its empty folder while another one begins."""
+    aside, made = tmp_path / ".partial" / "mine", Path.mkdir
+
+    def mkdir(folder: Path, **options: bool) -> None:
+        if folder == aside:
+            monkeypatch.undo()
+            aside.parent.rmdir()
+        made(folder, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    make_folder(aside)
+    assert aside.is_dir()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's full disk")

@@ -81,6 +81,14 @@ def test_without_verifying_sizes_are_compared_and_contents_are_not(saves, tmp_pa
         sharded.load(tmp_path / "run.ckpt", layers, [], {}, None, verify=False)
 
 
+def test_of_each_rank_meta_pt_is_of_the_save_that_rank_0_sees(saves, tmp_path):
+    """Another node may still see the file of the save before, and rank 0 alone compares it."""
+    path = Path(shutil.copytree(saves[0], tmp_path / "run.ckpt"))
+    shutil.copyfile(saves[1] / "meta.pt", path / "meta.pt")
+    with pytest.raises(manifest.Damaged, match=r"meta\.pt is of another save than manifest\.json"):
+        load(path, verify=False)
+
+
 def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(saves, tmp_path):
     path = tmp_path / "old.ckpt"
     shutil.copytree(saves[0], path)

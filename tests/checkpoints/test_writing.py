@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import folders, manifest, writing
 from tests.checkpoints.strangers import load, save
 from tests.ranks import run_ranks
 
@@ -115,6 +116,7 @@ def full_disk(rank: int, scratch: Path) -> tuple[int, str, list[str], float]:
         patch.setattr(io, "FileIO", full)
         with pytest.raises(OSError, match="No space left") as info:
             save(path, 2.0)
+    dist.barrier()
     left = sorted(each.name for each in scratch.iterdir())
     return info.value.errno, str(info.value), left, load(path)
 
@@ -129,6 +131,32 @@ def test_a_full_disk_leaves_nothing_and_all_ranks_say_where(tmp_path):
         assert "bytes free" in text
         assert left == ["run.ckpt"]
         assert value == 1.0
+
+
+def errors_of_rank_0(rank: int, scratch: Path) -> list[tuple[int, list[str], float]]:
+    """What only rank 0 does fails: the folder aside, meta.pt, the manifest, each name."""
+    path, found = scratch / "run.ckpt", []
+    save(path, 1.0)
+
+    def fails(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "somewhere")
+
+    places = (folders, "make_folder"), (writing, "_write_rest"), (manifest, "write")
+    for module, name in (*places, (folders, "_exchange"), (folders, "sync_folder")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(module, name, fails)
+            with pytest.raises(OSError, match=r"run\.ckpt was not saved .*: somewhere") as info:
+                save(path, 2.0)
+        dist.barrier()
+        left = sorted(each.name for each in scratch.iterdir())
+        found.append((info.value.errno, left, load(path)))
+    return found
+
+
+def test_what_fails_on_rank_0_alone_fails_on_all_and_leaves_nothing(tmp_path):
+    for found in run_ranks(errors_of_rank_0, 2, tmp_path):
+        assert found == [(errno.EACCES, ["run.ckpt"], 1.0)] * 5
 
 
 def not_shared(rank: int, scratch: Path) -> str:
@@ -163,7 +191,7 @@ def lost_file(rank: int, scratch: Path) -> str:
         patch.setattr(folders, "reached", lose)
         with pytest.raises(ValueError, match="is not there on") as info:
             save(scratch / "run.ckpt", 1.0)
-    assert list(scratch.iterdir()) == []
+    assert rank > 0 or list(scratch.iterdir()) == [], "rank 0 has made it, and removes it"
     return str(info.value)
 
 
@@ -171,6 +199,43 @@ def test_a_file_that_rank_0_does_not_see_is_named(tmp_path):
     for text in run_ranks(lost_file, 2, tmp_path):
         assert "__1_0.distcp of" in text
         assert "which rank 1 wrote" in text
+
+
+def left_by_a_rank(rank: int, scratch: Path) -> float:
+    """Rank 1 loses its connection while rank 0 is about to give the folder its name."""
+    path, given_up = scratch / "run.ckpt", scratch / "given up"
+    save(path, 1.0)
+    gather, reached, gathers = dist.all_gather_object, folders.reached, []
+
+    def note(point: str) -> None:
+        reached(point)
+        if point == "written":
+            gathers.append(0)
+        if point == "listed":
+            assert folders.wait_for(given_up)
+
+    def lose(found: list, mine: object, group: object = None) -> None:
+        if rank == 1 and gathers:
+            gathers.append(1)
+            if len(gathers) == 3:  # the second since: in which it waits for the name
+                raise RuntimeError("Connection closed by peer")
+        gather(found, mine, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "reached", note)
+        patch.setattr(dist, "all_gather_object", lose)
+        if rank == 0:
+            save(path, 2.0)
+        else:
+            with pytest.raises(RuntimeError, match="Connection closed"):
+                save(path, 2.0)
+            given_up.touch()
+            gather([None, None], (None, None))  # rank 0 waits there
+    return load(path)
+
+
+def test_a_rank_that_breaks_off_takes_nothing_from_what_rank_0_finishes(tmp_path):
+    assert run_ranks(left_by_a_rank, 2, tmp_path) == [2.0, 2.0]
 
 
 def test_state_that_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from functools import wraps
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 
 from lightning_wlb.cli.main import main, parser
 from lightning_wlb.cli.train import SUBCOMMANDS, WLBCLI
@@ -102,6 +106,23 @@ def test_a_mistake_is_said_without_a_traceback(capsys):
     said = capsys.readouterr().err
     assert "no_preset" in said
     assert "Traceback" not in said
+
+
+def test_the_configuration_and_no_checkpoint_says_what_the_model_is(tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text("class Ran: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    path, asked = tmp_path / "run.ckpt", []
+    torch.save({"hyper_parameters": {"_class_path": "stranger.Ran"}}, path)
+
+    @wraps(Trainer.validate)
+    def validate(*_: object, ckpt_path: object, **__: object) -> None:
+        asked.append(ckpt_path)
+
+    monkeypatch.setattr(Trainer, "validate", validate)
+    options = ["--model=lightning_wlb.LanguageModule", "--trainer.accelerator=cpu", *DATA, *QUIET]
+    assert main(["validate", *options, f"--ckpt_path={path}"]) == 0
+    assert asked == [str(path)]
+    assert "stranger" not in sys.modules
 
 
 def test_documents_must_be_named(capsys):

@@ -18,7 +18,7 @@ def strategy(monkeypatch) -> WLBStrategy:
     def fake(path: Path, parts: Parts, group: object) -> None:
         if "full" in path.name:
             raise OSError(28, "No space left on device")
-        write(path, 1, 1.0)
+        write(path, 1, 1.0, **parts.rest)
 
     monkeypatch.setattr(saving, "write", fake)
     return WLBStrategy()
@@ -41,6 +41,48 @@ def test_after_a_save_that_failed_nothing_goes_until_one_succeeds(strategy, tmp_
     assert names(tmp_path) == ["two.ckpt"]
     strategy._write(tmp_path / "three.ckpt", parts, None)
     assert names(tmp_path) == ["three.ckpt"]
+
+
+def test_weights_do_not_take_the_place_of_what_a_run_resumes_from(strategy, tmp_path):
+    """A full disk may have room for weights, and not for optimizer state."""
+    weights, state = Parts({}, {}), Parts({}, {"lr_schedulers": []})
+    strategy._write(tmp_path / "one.ckpt", state, None)
+    strategy._write(tmp_path / "weights-1", weights, None)
+    with pytest.raises(OSError, match="No space"):
+        strategy._write(tmp_path / "full.ckpt", state, None)
+    strategy.remove_checkpoint(tmp_path / "one.ckpt")
+    strategy._write(tmp_path / "weights-2", weights, None)
+    strategy.remove_checkpoint(tmp_path / "weights-1")
+    assert names(tmp_path) == ["one.ckpt", "weights-2"]
+    strategy._write(tmp_path / "two.ckpt", state, None)
+    assert names(tmp_path) == ["two.ckpt", "weights-2"]
+
+
+def test_paths_may_begin_at_home(strategy, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
+    strategy.remove_checkpoint("~/one.ckpt")
+    assert names(tmp_path) == []
+
+
+def test_only_checkpoints_are_removed(strategy, tmp_path):
+    """ModelCheckpoint takes a save that was refused for one that it may remove later."""
+    strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
+    for folder in ("one.ckpt", "mine"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "notes.txt").write_text("precious")
+        with pytest.warns(match=r"could not be removed: .* it holds .*notes\.txt.*, which would"):
+            strategy.remove_checkpoint(tmp_path / folder)
+        assert (tmp_path / folder / "notes.txt").is_file()
+    strategy._write(tmp_path / "two.ckpt", Parts({}, {}), None)
+    (tmp_path / "link.ckpt").symlink_to("two.ckpt")
+    strategy.remove_checkpoint(tmp_path / "link.ckpt")
+    assert names(tmp_path) == ["mine", "one.ckpt", "two.ckpt"]
+    # The paths that ModelCheckpoint removes come out of the checkpoint that was resumed from.
+    (tmp_path / "file").write_text("precious")
+    with pytest.warns(match="file is a file"):
+        strategy.remove_checkpoint(tmp_path / "mine" / ".." / "file")
+    assert (tmp_path / "file").is_file()
 
 
 def test_what_is_saved_again_stays(strategy, tmp_path):
@@ -74,6 +116,11 @@ def test_of_those_before_time_limits_the_last_stays(strategy, tmp_path):
     for name in ("hpc_ckpt_1.ckpt", "last.ckpt", "hpc_ckpt_2.ckpt"):
         strategy._write(tmp_path / name, parts, None)
     assert names(tmp_path) == ["hpc_ckpt_2.ckpt", "last.ckpt"]
+    # Another job, in the same folder.
+    parts = Parts({}, {"slurm_job_id": "7"})
+    for number in (3, 4):
+        strategy._write(tmp_path / f"hpc_ckpt_{number}.ckpt", parts, None)
+    assert names(tmp_path) == ["hpc_ckpt_2.ckpt", "hpc_ckpt_4.ckpt", "last.ckpt"]
 
 
 def test_what_cannot_be_removed_ends_nothing(strategy, tmp_path, monkeypatch):

@@ -108,6 +108,38 @@ def test_what_is_asked_for_is_noted_when_a_run_begins(places):
         assert bool(trainer.strategy._candidates) == (asked == "last")
 
 
+def test_an_evaluation_in_a_slurm_job_is_of_what_was_trained(places, monkeypatch):
+    """Not of what was saved before a time limit, which nobody has asked for."""
+    first, paths = places
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        strategy=WLBStrategy(),
+        plugins=Elsewhere(),
+        default_root_dir=first.default_root_dir,
+    )
+    trainer.state.fn = TrainerFn.VALIDATING
+    trainer.checkpoint_callback.best_model_path = "the best"
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    connector = trainer._checkpoint_connector
+
+    def evaluate(model: str | None, ckpt_path: str | None = None) -> str | None:
+        return connector._select_ckpt_path(trainer.state.fn, ckpt_path, model is not None, True)
+
+    launch = trainer.strategy.launcher.launch
+    given = str(paths["last.ckpt"])
+    for model, asked, taken in (
+        ("model", None, None),
+        (None, None, "the best"),
+        ("model", given, given),
+        ("model", "best", "the best"),
+    ):
+        assert launch(evaluate, model, asked, trainer=trainer) == taken
+    trainer.ckpt_path = given
+    assert launch(evaluate, "model", trainer=trainer) == given
+
+
 def test_the_first_that_is_not_damaged():
     def load(path: Path) -> str:
         if path.name != "good":

@@ -1,0 +1,87 @@
+"""Modules out of checkpoints: the class that was saved, and no class that a stranger names."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_wlb.checkpoints import sharded
+from lightning_wlb.cli.train import WLBCLI
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.models.transformer import TransformerConfig
+
+ARGUMENTS = [
+    *("--data.documents=stdlib", "--data.context_window=512", "--data.micro_batches=2"),
+    *("--trainer.logger=false", "--trainer.accelerator=cpu"),
+]
+SIZES = TransformerConfig(
+    dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=16, vocab_size=32, tied_embeddings=True
+)
+
+
+class Special(LanguageModule):
+    """A module of the user's own, as LightningCLI is told to make it."""
+
+    def __init__(self, extra: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.save_hyperparameters({"extra": extra})
+
+
+def written(kind: str, path: Path, module: LanguageModule, **changed: Any) -> Path:
+    """A checkpoint of either kind with the module's weights and arguments."""
+    module.configure_model()
+    given = dict(module.hparams) | changed
+    if kind == "folder":
+        sharded.save(path, module, [], {"hyper_parameters": given}, {})
+    else:
+        torch.save({"state_dict": module.state_dict(), "hyper_parameters": given}, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_lightning_cli_has_made_is_made_again(kind, tmp_path):
+    config = f"--model.config={json.dumps(vars(SIZES))}"
+    saved = WLBCLI(
+        run=False, args=[*ARGUMENTS, f"--model={__name__}.Special", "--model.seed=7", config]
+    ).model
+    assert saved.hparams["_instantiator"] == "lightning.pytorch.cli.instantiate_module"
+    path = written(kind, tmp_path / "run.ckpt", saved)
+    for cls in (LanguageModule, Special):
+        loaded = cls.load_from_checkpoint(path, learning_rate=0.5)
+        assert type(loaded) is Special
+        assert (loaded.config, loaded.seed, loaded.learning_rate) == (SIZES, 7, 0.5)
+        for name, value in saved.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("key", ["config", "extra", "_class_path"])
+def test_no_class_that_a_stranger_names_is_imported(kind, key, tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text("class Ran: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    named: Any = {"class_path": "stranger.Ran", "init_args": {}}
+    if key == "_class_path":
+        named = "stranger.Ran"
+    way = {"_instantiator": "lightning.pytorch.cli.instantiate_module", key: named}
+    path = written(kind, tmp_path / "run.ckpt", Special(config=SIZES), **way)
+    with pytest.raises(ValueError, match="no field") if key == "config" else nullcontext():
+        Special.load_from_checkpoint(path)
+    assert "stranger" not in sys.modules
+
+
+def test_an_address_is_read_as_plain_types(monkeypatch):
+    asked = []
+
+    def download(address: str, **options: Any) -> None:
+        asked.append(options["weights_only"])
+        raise ConnectionError
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
+    for given in (None, True, False):
+        with pytest.raises(ConnectionError):
+            LanguageModule.load_from_checkpoint("https://a/b.ckpt", weights_only=given)
+    assert asked == [True, True, False]
