@@ -89,7 +89,7 @@ def case(kind: str, source: Any, packing: str, held_out: int) -> dict[str, Any]:
     data = wlb.DataSettings(packing=packing, **SETTINGS)
 
     def ready() -> tuple[wlb.StepDataset, Any]:
-        kept = hold_out(store, held_out, 0)[0] if held_out else store
+        kept = hold_out(store, held_out, 0, "held_out")[0] if held_out else store
         dataset = wlb.StepDataset.for_model(kept, data, shape)
         return dataset, dataset.planner()
 

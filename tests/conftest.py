@@ -15,11 +15,16 @@ run on several ranks would run in both.)
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# xdist starts its workers by python -c, in which WLBStrategy starts no further ranks.
+if sys.argv[0] == "-c":
+    sys.argv[0] = "pytest"
 
 # By the CPU time that they take, most first.
 LONG = (

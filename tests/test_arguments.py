@@ -123,7 +123,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (data, {"validation_documents": -1}, "validation_documents=-1, but it must be at least 0"),
     (data, {"validation_documents": 0.1}, "validation_documents=0.1 is of type float"),
     (data, {"validation_documents": "wiki"}, "validation_documents='wiki': there is no"),
-    (data, {"test_documents": 5}, "test_documents of type int: .* Give a document store"),
+    (data, {"test_documents": 0.1}, "test_documents=0.1 is of type float"),
     (data, {"model_shape": (1, 2)}, r"model_shape=\(1, 2\) is of type tuple. Give a"),
     (data, {"pin_memory": 1}, "pin_memory=1 is of type int. Give True or False"),
     (WLBDataModule, {"documents": "wiki", "context_window": 8, "micro_batches": 1}, "'stdlib'"),

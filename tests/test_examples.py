@@ -111,8 +111,10 @@ def test_the_demo_runs_its_packings_in_turns(tmp_path):
         len(re.findall(r"^round +[12] \.{6}  original [\d.]+  best_fit ", done.stdout, re.M)) == 2
     )
     assert "| loss" in flat.replace("│", "|")
-    assert "available" not in done.stdout + done.stderr
-    assert "Trainer" not in done.stdout + done.stderr
+    # Lightning's advice where Slurm is installed is another matter.
+    said = re.sub(".*`srun`.*", "", done.stdout + done.stderr)
+    assert "available" not in said
+    assert "Trainer" not in said
 
 
 TURNS = """

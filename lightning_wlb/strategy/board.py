@@ -11,8 +11,8 @@ Rank 0 says to all ranks
 
 * ``together`` once every rank has an exception at the same place: they can still save together;
 * ``alone``, with the cause, as soon as that is impossible: a rank has died, ranks failed at
-  different places, or not all have come within ``PATIENCE`` seconds. No rank may wait for another
-  from then on;
+  different places, or not all have come within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. No rank
+  may wait for another from then on;
 * ``ended`` when its own run is over, after which nothing is watched any more.
 
 When no rank has got on for a while it names the one that is furthest behind, and asks for its
@@ -22,13 +22,15 @@ torch's TCPStore is not used for it: a request to a store whose process is stopp
 and one to a store that is gone prints a stack trace of C++ on every rank.
 
 Cost: a line of some hundred bytes from each rank every ``beat`` seconds, so long that rank 0 reads
-at most 100 of them a second, each in some 10 µs. A connection lasts as long as the run.
+at most 100 of them a second, each in some 10 µs. A connection lasts as long as the run, and takes
+one of rank 0's open files. Once all ranks are there nobody else can connect.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import resource
 import selectors
 import socket
 import threading
@@ -43,6 +45,9 @@ from lightning_wlb.strategy.whereabouts import RUNNING
 PATIENCE = 5.0
 """Seconds within which all ranks must come to the same place, to save there together."""
 
+AGREED_PATIENCE = 20.0
+"""The same where they have agreed to come, and a callback of one of them may take a while."""
+
 
 def beat(world_size: int) -> float:
     """Seconds between two signs of life of a rank."""
@@ -55,12 +60,18 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self._rest = b""
+        self._rest = b""  # of what has come
+        self._unsent = b""
+        self._lock = threading.Lock()  # the main thread sends, too
 
     def send(self, **message: Any) -> None:
         """Send, unless the other end is gone or has read nothing for long."""
-        with suppress(OSError):
-            self.connection.send(json.dumps(message).encode() + b"\n")
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock, suppress(OSError):
+            if len(self._unsent) < 1 << 16:
+                self._unsent += line
+            # Of a message that goes in part only the rest must follow, when the other end reads.
+            self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def receive(self) -> list[dict[str, Any]] | None:
         """What has come; None where the other end has closed, or is no rank."""
@@ -72,7 +83,7 @@ class Link:
             return [dict(json.loads(line)) for line in lines]
         except BlockingIOError:
             return []
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
 
@@ -106,6 +117,7 @@ class Board(threading.Thread):
         super().__init__(name="wlb-board", daemon=True)
         self._world_size, self._token, self._say = world_size, token, say
         self._still, self._timeout = still, timeout
+        _allow_files(1024 + world_size)
         both = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
             ("", 0),
@@ -119,7 +131,7 @@ class Board(threading.Thread):
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: dict[int, Peer] = {}
         self._first: Peer | None = None
-        self._first_at = 0.0
+        self._all_by = 0.0
         self._verdict = ""
         self._told: object = None
         self._over = False
@@ -171,19 +183,26 @@ class Board(threading.Thread):
     def _read(self, peer: Peer) -> None:
         messages = peer.link.receive()
         for message in messages or ():
-            if peer.rank < 0:
-                given = str(message.get("token")).encode()
-                if not hmac.compare_digest(given, self._token.encode()):
-                    messages = None
-                    break
-                peer.rank = int(message["rank"])
-                self._peers[peer.rank] = peer
+            if peer.rank < 0 and not self._admit(peer, message):
+                messages = None
+                break
             self._take(peer, message)
         if messages is None:
             self._selector.unregister(peer.link.connection)
             peer.link.connection.close()
             if self._peers.pop(peer.rank, None) is not None and not peer.ended:
                 self._gone(peer)
+
+    def _admit(self, peer: Peer, message: dict[str, Any]) -> bool:
+        """Whether it is a rank; the last one closes the door, since none ever comes again."""
+        if not hmac.compare_digest(ascii(message.get("token")), ascii(self._token)):
+            return False
+        peer.rank = int(message["rank"])
+        self._peers[peer.rank] = peer
+        if len(self._peers) == self._world_size:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+        return True
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.heard = time.monotonic()
@@ -193,7 +212,8 @@ class Board(threading.Thread):
         if "place" in message:
             peer.place, peer.text = message["place"], message["text"]
             if self._first is None:
-                self._first, self._first_at = peer, peer.heard
+                patience = AGREED_PATIENCE if message.get("agreed") else PATIENCE
+                self._first, self._all_by = peer, peer.heard + patience
         peer.ended = peer.ended or "ended" in message
 
     def _gone(self, peer: Peer) -> None:
@@ -227,7 +247,7 @@ class Board(threading.Thread):
         elif len(places) == self._world_size:
             self._verdict = "together"
             self._tell(together=True)
-        elif now - self._first_at > PATIENCE:
+        elif now > self._all_by:
             self._alone(self._cause())
 
     def _look(self, now: float, pause: float) -> None:
@@ -256,6 +276,16 @@ class Board(threading.Thread):
         )
         for peer in behind[:4]:
             peer.link.send(stack=True)
+
+
+def _allow_files(count: int) -> None:
+    """Let this process open so many files, if it may: 1,024 are the usual limit without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = count if hard == unlimited else min(count, hard)
+    if soft != unlimited and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _shown(peers: Iterable[Peer], now: float) -> str:

@@ -130,7 +130,7 @@ class Executor:
             fsdp.reshard(self.model)
         HERE.note(EXCHANGING, "the exchange that ends it")
         loss = self._total_loss(step.loss, batch, denominator)
-        HERE.note(REDUCING, "its reduction and the optimiser" if training else "its end")
+        HERE.note(REDUCING, "its reduction" if training else "its end")
         return loss
 
     def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:

@@ -8,7 +8,12 @@ data that all refuse - is theirs together, and they save. Else this rank takes p
 any more: nothing is saved, the last checkpoint stands, and the exception goes on to end the
 process, which closes its connections, so that the others come out too.
 
-Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds.
+An exception inside the optimizer's step leaves some parameters moved and others not. That is no
+state to go on from, so nothing is saved after it, by however many ranks, also by one alone; nor
+after :class:`.StateLost`.
+
+Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds, or
+``board.AGREED_PATIENCE`` where all ranks are to come.
 """
 
 from __future__ import annotations
@@ -31,17 +36,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_wlb.data.workers import live_on_without_parent
-from lightning_wlb.strategy.board import Board, Link
+from lightning_wlb.strategy.board import Board, Link, beat
 from lightning_wlb.strategy.process_groups import gather_from_all_ranks
+from lightning_wlb.strategy.signals import NOTICES
 from lightning_wlb.strategy.watchdog import Watchdog, say
-from lightning_wlb.strategy.whereabouts import CALLBACKS, HERE
+from lightning_wlb.strategy.whereabouts import AFTER, CALLBACKS, HERE, OPTIMISING, REDUCING
 
 EXIT_SECONDS = 30
 """How long a process may take to exit after an exception that it has alone."""
 
+TOLD = 2000
+"""Characters of an error that other ranks repeat: some have a whole compiler's output in them."""
+
 
 class StateLost(RuntimeError):
-    """An error of all ranks after which their state is not worth a checkpoint."""
+    """An error of all ranks after which their parameters are no state to go on from."""
 
 
 class Faults(pl.Callback):
@@ -56,16 +65,16 @@ class Faults(pl.Callback):
         self._rank = 0
         self._board: Board | None = None
         self._watchdog: Watchdog | None = None
+        self._held_back: list[ModelCheckpoint] = []  # that would save on an exception
 
     def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
         """Watch from now on; collective over all ranks."""
         self.end()
-        HERE.begin()
         self._rank, self.alone = rank, None
         if world_size == 1:
             return
         seconds = timeout.total_seconds()
-        still = min(60.0, seconds / 4)
+        still = max(min(60.0, seconds / 4), 3 * beat(world_size))
         address: list[Any] = [None, None]
         if rank == 0:
             token = secrets.token_hex(16)
@@ -75,8 +84,9 @@ class Faults(pl.Callback):
                 address = [self._board.port, token]
         dist.broadcast_object_list(address, 0)
         link = None
+        host = os.environ.get("MASTER_ADDR", "localhost")  # unset where the user has connected them
         with suppress(OSError):
-            link = Link(socket.create_connection((os.environ["MASTER_ADDR"], address[0]), 20.0))
+            link = Link(socket.create_connection((host, address[0]), 20.0))
         reached = gather_from_all_ranks(torch.tensor([link is not None], device=device)).flatten()
         if not all(reached.tolist()):
             missing = [rank for rank, there in enumerate(reached.tolist()) if not there]
@@ -98,10 +108,18 @@ class Faults(pl.Callback):
         if self._board is not None:
             self._board.stop()
         self._watchdog = self._board = None
+        for callback in self._held_back:
+            callback.save_on_exception = True
+        self._held_back.clear()
+        HERE.begin()
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """Note that callbacks are next."""
+        """Note that callbacks are next: the Trainer has counted the optimizer's step."""
         HERE.note(CALLBACKS, "its callbacks")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Let this rank be slower to end than its launcher, whose end would kill it before."""
+        live_on_without_parent()
 
     def on_save_checkpoint(self, *_: Any, **__: Any) -> None:
         """Note that a checkpoint is next."""
@@ -112,32 +130,34 @@ class Faults(pl.Callback):
     ) -> None:
         """Say what has happened, and whether the ranks can go on together."""
         live_on_without_parent()
-        if isinstance(exception, StateLost):
-            _save_nothing(trainer)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        lost = isinstance(exception, StateLost) or HERE.part == OPTIMISING
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and not lost):
             return
         error = f"{type(exception).__name__}: {exception}".strip()
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if not asked:
             say(self._rank, f"failed, {HERE}: {error}")
-        together, cause = asked, "the run is not watched"
+        # By all ranks at the end of a step or of an evaluated batch (signals.py).
+        agreed = asked and not NOTICES.mine and HERE.part in (REDUCING, AFTER)
+        together, cause = agreed, "the run is not watched"
         if self._watchdog is not None:
             place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
-            together, cause = self._watchdog.agree(place, f"{HERE}: {error}")
+            place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"
+            together, cause = self._watchdog.agree(place, f"{HERE}: {error}"[:TOLD], agreed)
         if together:
             return
+        if lost:
+            cause = f"the parameters are no state to go on from: {error}"
         self.alone = cause
         exception.add_note(f"WLBStrategy: {cause}")
         say(self._rank, f"nothing is saved, the last checkpoint stands, since {cause}")
-        _save_nothing(trainer)
-        if threading.current_thread() is threading.main_thread():
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+                callback.save_on_exception = False
+                self._held_back.append(callback)
+        others = dist.get_world_size() > 1
+        if others and threading.current_thread() is threading.main_thread():
             atexit.register(_exit_soon)
-
-
-def _save_nothing(trainer: pl.Trainer) -> None:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            callback.save_on_exception = False
 
 
 def _exit_soon() -> None:

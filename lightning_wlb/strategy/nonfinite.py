@@ -31,6 +31,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.strategy.executor import names_of_ranks
 from lightning_wlb.strategy.faults import StateLost
 from lightning_wlb.strategy.gradients import gradient_norm
+from lightning_wlb.strategy.whereabouts import HERE, OPTIMISING
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 
@@ -106,13 +107,13 @@ class StepGuard:
                 under ``"skip"`` in the last of :data:`MOST_SKIPPED` steps in a row.
             StateLost: where parameters are not finite.
         """
-        if self.on_nonfinite == "ignore":
-            return True
-        if self._finite is None:
+        ignores = self.on_nonfinite == "ignore"
+        if self._finite is None and not ignores:
             self._norm_of(parameters)
         ranks = [rank for rank, loss in enumerate(self._losses) if not math.isfinite(loss)]
-        if self._finite and not ranks:
+        if ignores or (self._finite and not ranks):
             self._in_a_row = 0
+            HERE.note(OPTIMISING, "its optimiser")
             return True
         report = self._report(ranks)
         if lost := self._anywhere(self._model.named_parameters()):

@@ -32,20 +32,17 @@ _SHOWN = 8
 
 
 @contextmanager
-def explained(
-    executor: Executor, batch: StepBatch, memory: Callable[[], MemoryModel]
-) -> Iterator[None]:
+def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
     """Put what ``note`` says on the error of a step in training that runs out of memory.
 
     Args:
-        executor: runs the step inside.
-        batch: this rank's part of the step.
+        executor: runs the step inside, of which the reduction and the optimizer are parts, too.
         memory: makes the model of memory on the mesh.
     """
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) and (batch := HERE.batch) is not None:
             error.add_note(note(HERE.action, batch, executor.pipeline, memory()))
         raise
 

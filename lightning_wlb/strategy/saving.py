@@ -54,6 +54,7 @@ from lightning_wlb.strategy.gradients import Tie
 from lightning_wlb.strategy.launch import MeshStrategy
 from lightning_wlb.strategy.mesh import Size
 from lightning_wlb.strategy.signals import NOTICES, SAVE_FAILED
+from lightning_wlb.strategy.watchdog import say
 
 END_SECONDS = 30.0
 """How long a run that ends by an exception waits for a save in the background."""
@@ -196,9 +197,10 @@ class CheckpointStrategy(MeshStrategy):
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        After an exception that not all ranks have together nothing is written, as has been said.
+        After an exception that not all ranks have together nothing is written, and that is said.
         """
         if not self.together:
+            say(self.global_rank, f"{filepath} is not saved, since {self._faults.alone}")
             return
         if storage_options is not None:
             raise TypeError(

@@ -59,7 +59,7 @@ class Notices:
         mine: bits that this rank has to tell the others.
         save_failed: whether a save in the background has failed on this rank.
         seen: bits that all ranks know of.
-        repeated: signals that this process has sent to itself, to end a wait.
+        repeated: interrupts that this process has sent to itself, to end a wait.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Notices:
             since = WAIT.since
             if since is not None and time.monotonic() - max(since, begin) > LOADER_SECONDS:
                 self._end_wait = True
-                self.repeated += 1
+                self.repeated += number == signal.SIGINT
                 assert main.ident is not None
                 signal.pthread_kill(main.ident, number)  # it also ends a system call
             time.sleep(LOADER_SECONDS / 5)

@@ -23,9 +23,10 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
-from lightning_wlb.strategy.board import PATIENCE, Link, beat
+from lightning_wlb.strategy.board import AGREED_PATIENCE, PATIENCE, Link, beat
 from lightning_wlb.strategy.signals import NOTICES, heeds_interrupts
 from lightning_wlb.strategy.whereabouts import HERE
 
@@ -55,7 +56,8 @@ class Watchdog(threading.Thread):
         self._connected = True  # to rank 0
         self._heard = time.monotonic()
         self._end_at = float("inf")
-        self._interrupts = 0
+        self._interrupts = NOTICES.repeated
+        self._interrupted_at = 0.0
         # Also woken by signals, at once, whatever the main thread waits for.
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -67,20 +69,21 @@ class Watchdog(threading.Thread):
             )
         link.send(rank=rank, token=token)
 
-    def agree(self, place: str, text: str) -> tuple[bool, str]:
+    def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         """Called by the main thread when it has an exception; answers within some seconds.
 
         Args:
             place: what is the same on every rank if all have the exception together.
             text: what has happened here, for the others.
+            agreed: whether all ranks have said that they will come here.
 
         Returns:
             Whether all ranks are at this place and may go on together; if not, the cause.
         """
         self._came_out, self._end_at = True, float("inf")
         if not self._verdict:
-            self._link.send(place=place, text=text)
-            self._answered.wait(PATIENCE + 3)
+            self._link.send(place=place, text=text, agreed=agreed)
+            self._answered.wait((AGREED_PATIENCE if agreed else PATIENCE) + 3)
         if not self._answered.is_set():
             self._alone("rank 0, which would know of the others, does not answer")
         return self._verdict == "together", self._cause
@@ -92,7 +95,8 @@ class Watchdog(threading.Thread):
             self._wakeup_before = None
         self._over = True
         self._link.send(ended=True)
-        self._waker.send(b"\0")
+        with suppress(OSError):
+            self._waker.send(b"\0")
         self.join(2.0)
         for end in (self._link.connection, self._woken, self._waker):
             end.close()
@@ -155,20 +159,26 @@ class Watchdog(threading.Thread):
         self._answered.set()
 
     def _count_interrupts(self) -> None:
-        self._interrupts += self._woken.recv(64).count(signal.SIGINT)
+        now = time.monotonic()
+        # A child that was forked since then tells of the same Ctrl-C, over the same descriptor.
+        if signal.SIGINT not in self._woken.recv(64) or now - self._interrupted_at < 0.25:
+            return
+        self._interrupts, self._interrupted_at = self._interrupts + 1, now
         if self._interrupts - NOTICES.repeated > 1 and heeds_interrupts():
             self._cause = self._cause or "it was interrupted twice"
             self._end_at = min(self._end_at, time.monotonic() + 2)
 
     def _end(self) -> NoReturn:
         say(self._rank, f"this process ends, since {self._cause}. It was at {HERE}.")
-        sys.stdout.flush()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
         os._exit(1)
 
 
 def say(rank: int, text: str) -> None:
-    """Print a line of a rank."""
-    print(f"[rank {rank}] WLBStrategy: {text}", file=sys.stderr, flush=True)
+    """Print a line of a rank, where somebody still reads them."""
+    with suppress(OSError, ValueError):
+        print(f"[rank {rank}] WLBStrategy: {text}", file=sys.stderr, flush=True)
 
 
 def _print_stack(rank: int) -> None:

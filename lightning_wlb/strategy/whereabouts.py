@@ -3,65 +3,94 @@
 A run that hangs shows nothing, so each rank notes what it is about to do, and the watchdog
 (:mod:`.watchdog`) tells those notes when no rank gets on.
 
-Cost: a few attribute writes for an action, below a microsecond; the text is made when it is asked
+Cost: one attribute write for an action, below a microsecond; the text is made when it is asked
 for.
 """
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.workers import WAIT
 from lightning_wlb.schedule.actions import Action
 
-BETWEEN, RUNNING, EXCHANGING, REDUCING, CALLBACKS, AFTER, LOADING = range(7)
+BETWEEN, RUNNING, EXCHANGING, REDUCING, OPTIMISING, CALLBACKS, AFTER, LOADING = range(8)
 """Parts of a step in the order in which every rank passes them."""
+
+
+class Position(NamedTuple):
+    """What the main thread does, and since when.
+
+    Attributes:
+        runs: steps and evaluated batches that have begun.
+        batch: the last one; None before the first.
+        part: of it.
+        doing: an action, or in words.
+        since: in seconds of ``time.monotonic``.
+    """
+
+    runs: int
+    batch: StepBatch | None
+    part: int
+    doing: str | Action
+    since: float
 
 
 class Whereabouts:
     """What the main thread does, and how far it is."""
 
     def __init__(self) -> None:
-        self._batch: StepBatch | None = None
-        self._doing: str | Action = ""
+        # Replaced as a whole: another thread must not see the batch of one step and the action of
+        # another.
+        self._now: Position
         self.begin()
 
     def begin_step(self, batch: StepBatch) -> None:
         """A step or an evaluation's batch is about to run on all ranks."""
-        self._runs += 1
-        self._batch = batch
-        self.note(RUNNING, "its beginning")
+        runs = self._now.runs + 1
+        self._now = Position(runs, batch, RUNNING, "its beginning", time.monotonic())
 
     def note(self, part: int, doing: str | Action) -> None:
         """The main thread goes on to ``doing``, in this part of its step."""
-        self._part, self._doing, self._since = part, doing, time.monotonic()
+        self._now = Position(self._now.runs, self._now.batch, part, doing, time.monotonic())
 
     def begin(self) -> None:
-        """A run begins; an earlier one's batch may be freed."""
-        self._batch, self._runs = None, 0
-        self.note(BETWEEN, "setting up")
+        """A run begins or has ended; its batch may be freed."""
+        self._now = Position(0, None, BETWEEN, "setting up", time.monotonic())
 
     @property
     def action(self) -> Action | None:
         """The action that runs, or that ran last where the step is not beyond it."""
-        return self._doing if isinstance(self._doing, Action) else None
+        doing = self._now.doing
+        return doing if isinstance(doing, Action) else None
+
+    @property
+    def batch(self) -> StepBatch | None:
+        """The step that it is in; None before one, between two and in what follows on one."""
+        return self._now.batch if RUNNING <= self.part <= OPTIMISING else None
+
+    @property
+    def part(self) -> int:
+        """Which part of its step it is in."""
+        return self._now.part if WAIT.since is None else LOADING
 
     def progress(self) -> tuple[int, int]:
         """Steps that have begun, and the part of the last one: less is behind."""
-        return self._runs, self._part if WAIT.since is None else LOADING
+        return self._now.runs, self.part
 
     def seconds(self) -> float:
         """How long it has been there."""
-        since = self._since if WAIT.since is None else max(self._since, WAIT.since)
+        waits = WAIT.since
+        since = self._now.since if waits is None else max(self._now.since, waits)
         return time.monotonic() - since
 
     def __str__(self) -> str:
-        batch = self._batch
+        _, batch, _, doing, _ = self._now
         step = "before the first step" if batch is None else f"step {batch.plan.step}"
         if WAIT.since is not None:
             return f"{step}, then waiting for the loader"
-        doing = self._doing
         if batch is None or not isinstance(doing, Action):
             return f"{step}, {doing}"
         replica = batch.units

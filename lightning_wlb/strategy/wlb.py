@@ -15,6 +15,7 @@ optimisation: both are refused at set-up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -262,13 +263,24 @@ class WLBStrategy(CheckpointStrategy):
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
-            with explained(self.executor, batch, self._memory_model):
-                self._loss = self.executor.run(batch, denominator)
+            self._loss = self.executor.run(batch, denominator)
             self.guard.ran(batch, self.executor.losses)
             return self._loss.clone()
         # Parameters gathered in inference mode could not train afterwards.
         with torch.inference_mode(False), torch.no_grad():
             return self.executor.run(batch, denominator)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a step, all of it; what runs out of memory is told which options take less."""
+        assert self.executor is not None
+        with explained(self.executor, self._memory_model):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _memory_model(self) -> MemoryModel:
         module, precision = self.lightning_module, self.precision_plugin

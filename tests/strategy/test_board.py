@@ -1,5 +1,6 @@
 """What rank 0 makes of what the ranks tell it."""
 
+import resource
 import socket
 import time
 
@@ -12,10 +13,12 @@ from lightning_wlb.strategy.board import Board, Link
 class Job:
     """A board and connections of ranks to it."""
 
-    def __init__(self, world_size: int, still: float = 60.0) -> None:
+    def __init__(self, world_size: int, still: float = 60.0, stranger: bytes = b"") -> None:
         self.said: list[str] = []
         self.board = Board(world_size, "secret", still, 600.0, self.said.append)
         self.board.start()
+        self.stranger = self.connect()
+        self.stranger.connection.send(stranger)
         self.links = [self.connect() for _ in range(world_size)]
         for rank, link in enumerate(self.links):
             link.send(rank=rank, token="secret")
@@ -68,6 +71,17 @@ def test_a_rank_that_fails_alone_is_named_after_a_while():
     begin = time.monotonic()
     assert job.answer(0) == {"alone": "rank 1 failed, it rained"}
     assert time.monotonic() - begin > 0.3
+    job.board.stop()
+
+
+def test_a_rank_that_has_agreed_to_come_may_be_late():
+    job = Job(2)
+    job.links[1].send(place="step 2", text="SIGTERM", agreed=True)
+    end = time.monotonic() + 2 * board.PATIENCE
+    while time.monotonic() < end:
+        assert "tick" in job.hear(1)
+    job.links[0].send(place="step 2", text="SIGTERM", agreed=True)
+    assert [job.answer(rank) for rank in range(2)] == [{"together": True}] * 2
     job.board.stop()
 
 
@@ -146,13 +160,56 @@ def test_nothing_is_said_where_all_do_the_same_between_steps():
     job.board.stop()
 
 
-def test_a_stranger_is_turned_away():
-    job = Job(2)
-    stranger = job.connect()
-    stranger.send(rank=1, token="guessed", place="step 2", text="it rained")
+@pytest.mark.parametrize(
+    "says",
+    [
+        b'{"rank": 1, "token": "guessed", "place": "step 2", "text": "it rained"}\n',
+        b'{"rank": 1, "token": "\\ud800"}\n',
+        b"[" * 50_000 + b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["guesses", "surrogate", "nests", "browser"],
+)
+def test_a_stranger_is_turned_away(says):
+    job = Job(2, stranger=says)
     end = time.monotonic() + 5
-    while stranger.receive() is not None and time.monotonic() < end:
+    while job.stranger.receive() is not None and time.monotonic() < end:
         time.sleep(0.01)
-    assert stranger.receive() is None, "its connection is closed"
+    assert job.stranger.receive() is None, "its connection is closed"
     assert "tick" in job.hear(0)
+    with pytest.raises(ConnectionRefusedError):
+        job.connect()  # all ranks are there
     job.board.stop()
+
+
+def test_what_was_sent_in_part_is_continued_when_the_other_end_reads_again():
+    """A rank that was stopped for long is not taken for a stranger, and dead, when it goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = Link(socket.create_connection(server.getsockname()))
+        receiver = Link(server.accept()[0])
+    for number in range(400):
+        sender.send(number=number, text="x" * 30_000)
+    came = []
+    for _ in range(1000):
+        messages = receiver.receive()
+        assert messages is not None, "what comes is no message"
+        came += [message["number"] for message in messages]
+        sender.send(number=400, text="")
+        if 400 in came:
+            break
+    assert came[-1] == 400
+    assert came == sorted(came)
+    for end in (sender, receiver):
+        end.connection.close()
+
+
+def test_rank_0_may_open_a_file_for_every_rank():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        large = Board(2000, "secret", 60.0, 600.0, print)
+        large.start()
+        large.stop()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3024, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,5 +1,6 @@
 """No hang: a rank that fails or dies ends the run on every rank, with the cause, soon."""
 
+import math
 import os
 import pickle
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_wlb.profiling.ranks import start_ranks
 from lightning_wlb.strategy import board
@@ -38,10 +39,16 @@ class Fails(L.Callback):
             os._exit(1)
         if trainer.global_step == 1 and self.hook == "optimizer raises":
             raise ZeroDivisionError(SAID)
+        if trainer.global_step == 1 and self.hook == "parameters have moved":
+            optimizer.register_step_post_hook(raises)
 
     def on_validation_batch_start(self, trainer, *_) -> None:
         if trainer.global_step == 2 and self.hook == "validation raises":
             raise ZeroDivisionError(SAID)
+
+
+def raises(*_: object) -> None:
+    raise ZeroDivisionError(SAID)
 
 
 def fit(rank: int, mesh: tuple[int, ...], victims: set[int], hook: str, folder: Path | None) -> int:
@@ -50,9 +57,11 @@ def fit(rank: int, mesh: tuple[int, ...], victims: set[int], hook: str, folder: 
     callbacks: list[L.Callback] = [Fails(hook)] if rank in victims else []
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, save_on_exception=True, save_top_k=0))
+        if hook == "parameters have moved":
+            callbacks.append(OnExceptionCheckpoint(folder, "another"))
     runner = trainer(
         WLBStrategy(*mesh),
-        2,
+        math.prod(mesh),
         max_steps=50,
         max_epochs=-1,
         callbacks=callbacks,
@@ -126,3 +135,16 @@ def test_what_all_ranks_raise_is_saved_together(tmp_path):
         assert result is not None
         assert f"ZeroDivisionError: {SAID}" in result[1].splitlines()[-1]
     assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_of_which_some_may_have_moved_are_not_saved(ranks, tmp_path):
+    hook = "parameters have moved"
+    results, _ = outcomes(fit, ranks, (ranks, 1, 1, 1), set(range(ranks)), hook, tmp_path)
+    for rank, result in enumerate(results):
+        assert result is not None
+        assert "the parameters are no state to go on from" in result[1].splitlines()[-1]
+        said = (tmp_path / f"{rank}.err").read_text()
+        assert "nothing is saved" in said
+        assert "another.ckpt is not saved, since the parameters are no state" in said
+    assert not list(tmp_path.glob("*.ckpt"))

@@ -109,25 +109,34 @@ def test_what_counts_as_out_of_memory(error: Exception, out: bool) -> None:
 
 
 def runs_out(rank: int) -> list[tuple[str, list[str]]]:
-    """Messages and notes of two fits whose second forward of the second step fails."""
-    return [failed(kind) for kind in (torch.OutOfMemoryError, ValueError)]
+    """Messages and notes of fits that fail in the second step: in a forward, in the optimizer."""
+    out = torch.OutOfMemoryError
+    return [failed(out), failed(ValueError), failed(out, in_optimizer=True)]
 
 
-def failed(kind: type[Exception]) -> tuple[str, list[str]]:
+def failed(kind: type[Exception], in_optimizer: bool = False) -> tuple[str, list[str]]:
     made = module(SMALL)
     calls = 0
 
     def fail(*_: object) -> None:
         nonlocal calls
         calls += 1
-        if calls == 5:
+        if calls == (2 if in_optimizer else 5):
             raise kind("Tried to allocate 2.00 GiB")
 
     def build():
         model = type(made).build_model(made)
-        model.register_forward_pre_hook(fail)
+        if not in_optimizer:
+            model.register_forward_pre_hook(fail)
         return model
 
+    def optimizers():
+        made_too = type(made).configure_optimizers(made)
+        if in_optimizer:
+            made_too.register_step_pre_hook(fail)
+        return made_too
+
+    made.configure_optimizers = optimizers
     made.build_model = build
     with pytest.raises(kind) as info:
         trainer("wlb", 1).fit(made, data(SMALL))
@@ -135,9 +144,11 @@ def failed(kind: type[Exception]) -> tuple[str, list[str]]:
 
 
 def test_the_error_of_a_step_keeps_its_type_and_gets_a_note() -> None:
-    (((message, notes), (_, others)),) = run_ranks(runs_out, 1, process_group=False)
+    ((forward, (_, others), (_, last)),) = run_ranks(runs_out, 1, process_group=False)
+    message, notes = forward
     assert message == "Tried to allocate 2.00 GiB"
     (text,) = notes
     assert text.startswith("WLBStrategy: out of memory in step 1, action 0F1: micro-batch 1 of ")
     assert "activation_checkpointing='full'" in text
     assert others == []
+    assert last[0].startswith("WLBStrategy: out of memory in step 1. By the memory model ")

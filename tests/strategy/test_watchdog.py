@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -74,3 +75,28 @@ def watched(rank: int) -> str:
 
 def test_nothing_is_left_of_a_watch_that_has_ended():
     assert run_ranks(watched, 2) == ["fine", "fine"]
+
+
+def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
+    """It inherits the descriptor through which signals are told, and a terminal signals both."""
+    monkeypatch.setattr(watchdog, "heeds_interrupts", lambda: True)
+    one, other = socket.socketpair()
+    thread = watchdog.Watchdog(0, 2, board.Link(one), "secret", 60.0)
+    signal.set_wakeup_fd(-1)
+    for pause in (0.0, 0.0, 0.3):
+        assert thread._end_at == float("inf")
+        time.sleep(pause)
+        thread._waker.send(bytes([signal.SIGINT]))
+        thread._count_interrupts()
+    assert thread._end_at < float("inf"), "the second one"
+    for end in (one, other, thread._woken, thread._waker):
+        end.close()
+
+
+def test_who_is_not_read_any_more_goes_on(monkeypatch):
+    class Closed:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    watchdog.say(0, "whatever")
