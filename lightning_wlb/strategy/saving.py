@@ -146,12 +146,21 @@ class CheckpointStrategy(MeshStrategy):
     def check_checkpoint_folders(self, trainer: pl.Trainer) -> None:
         """Refuse, before the first step, folders of checkpoints that are in no file system.
 
+        And one that a link would replace before it is known that what it leads to was saved.
+
         Raises:
             MisconfigurationException: naming the folder.
         """
+        unsure = self._async_save or self._on_save_failure == "warn"
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
-                local_path(each.dirpath)
+                last = local_path(each.dirpath) / f"{each.CHECKPOINT_NAME_LAST}.ckpt"
+                link = each.save_last == "link" and unsure
+                if link and last.is_dir() and not last.is_symlink():
+                    raise MisconfigurationException(
+                        f"ModelCheckpoint(save_last='link') would delete {last}, which is no link,"
+                        " before the next checkpoint is on the disk. Give it another name first."
+                    )
         if isinstance(self.cluster_environment, SLURMEnvironment):
             local_path(trainer.default_root_dir)  # where the last one before a requeue goes
 

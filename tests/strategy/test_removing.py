@@ -1,9 +1,13 @@
 """Checkpoints are removed when what follows them is on the disk, and no earlier."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints.writing import Parts
 from lightning_wlb.strategy import saving
@@ -132,3 +136,21 @@ def test_what_cannot_be_removed_ends_nothing(strategy, tmp_path, monkeypatch):
     monkeypatch.setattr(saving.folders, "remove", fails)
     with pytest.warns(match=r"one\.ckpt could not be removed: .*Training goes on\."):
         strategy.remove_checkpoint(tmp_path / "one.ckpt")
+
+
+@pytest.mark.parametrize("options", [{"async_save": True}, {"on_save_failure": "warn"}, {}])
+def test_no_link_replaces_a_checkpoint_before_the_next_is_saved(options, strategy, tmp_path):
+    """Lightning deletes the folder as soon as it has asked for a save."""
+    strategy._write(tmp_path / "last.ckpt", Parts({}, {}), None)
+    for link in ("link", True):
+        trainer = SimpleNamespace(
+            checkpoint_callbacks=[ModelCheckpoint(tmp_path, save_last=link)],
+            default_root_dir=tmp_path,
+        )
+        refused = options and link == "link"
+        with (
+            pytest.raises(MisconfigurationException, match=r"would delete .*last\.ckpt, which")
+            if refused
+            else nullcontext()
+        ):
+            WLBStrategy(**options).check_checkpoint_folders(trainer)
