@@ -46,7 +46,7 @@ EXIT_SECONDS = 30
 """How long a process may take to exit after an exception that it has alone."""
 
 TOLD = 2000
-"""Characters of an error that other ranks repeat: some have a whole compiler's output in them."""
+"""Most characters of an error that other ranks repeat."""
 
 
 class StateLost(RuntimeError):
@@ -143,11 +143,11 @@ class Faults(pl.Callback):
         if self._watchdog is not None:
             place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
             place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"
-            together, cause = self._watchdog.agree(place, f"{HERE}: {error}"[:TOLD], agreed)
+            together, cause = self._watchdog.agree(place, f"{HERE}: {_in_short(error)}", agreed)
         if together:
             return
         if lost:
-            cause = f"the parameters are no state to go on from: {error}"
+            cause = f"the parameters are no state to go on from: {_in_short(error)}"
         self.alone = cause
         exception.add_note(f"WLBStrategy: {cause}")
         say(self._rank, f"nothing is saved, the last checkpoint stands, since {cause}")
@@ -158,6 +158,13 @@ class Faults(pl.Callback):
         others = dist.get_world_size() > 1
         if others and threading.current_thread() is threading.main_thread():
             atexit.register(_exit_soon)
+
+
+def _in_short(error: str) -> str:
+    """The first line of an error, and the last: where a loader worker failed, that says of what."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    ends = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]
+    return " ".join(each[: TOLD // 2 - 5] for each in ends)
 
 
 def _exit_soon() -> None:

@@ -81,14 +81,17 @@ def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
     assert len(places) == 5
 
 
-def test_others_are_told_the_beginning_of_a_long_error(runner):
+def test_others_are_told_the_ends_of_a_long_error(runner):
     each = faults.Faults()
     each._watchdog = Asked()
     HERE.note(AFTER, "what follows")
+    traceback = "\n".join(f"  File {number}" for number in range(50))
+    each.on_exception(runner, None, RuntimeError(f"Caught KeyError.\n{traceback}\nKeyError: 3\n"))
     each.on_exception(runner, None, ValueError("x" * 100_000))
-    (text,) = each._watchdog.texts
-    assert text.startswith("before the first step, what follows: ValueError: xxx")
-    assert len(text) == faults.TOLD
+    short, long = (text.partition("what follows: ")[2] for text in each._watchdog.texts)
+    assert short == "RuntimeError: Caught KeyError. ... KeyError: 3"
+    assert long.startswith("ValueError: xxx")
+    assert len(long) <= faults.TOLD
 
 
 def test_ranks_in_the_step_of_their_optimizers_are_never_together(runner):

@@ -68,7 +68,8 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
 def skeleton(config: Any) -> Any:
     """The family's ``ForCausalLM``, whose parameters have no memory."""
     with parameters_without_memory():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        # Whatever the folder asks for: some values of it fetch code.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
     model.tie_weights()
     return model
 
