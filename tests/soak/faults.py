@@ -19,7 +19,8 @@ from lightning_wlb.checkpoints import folders
 from tests.soak import plants
 
 ALL = (0, 1, 2, 3)
-LAUNCHER: dict[str, Any] = {"ranks": (0,), "ends": "dies"}
+LAUNCHER: dict[str, Any] = {"ranks": (0,), "ends": "dies", "says": ""}
+"""All ranks are killed with their launcher, before they can say so."""
 STUCK: dict[str, Any] = {"timeout": 15.0, "says": r"(?i)timed out|time-?out|rank 3"}
 KILL = plants.sends(SIGKILL)
 DIED = r"(?i)connection (closed|reset)|terminated with code|broken pipe|rank [03]"
@@ -120,7 +121,6 @@ DIED_SILENTLY = (
         "start-up",
         KILL,
         step=0,
-        says="",
         interpreters=True,
         **LAUNCHER,
     ),
