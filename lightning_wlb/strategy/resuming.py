@@ -125,7 +125,7 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
 
     Args:
         paths: at least one. A single one is loaded or refused.
-        load: raises Damaged, or FileNotFoundError, on all ranks alike.
+        load: raises Damaged, or OSError where a disk does not give a file out, on all ranks alike.
 
     Raises:
         Damaged: all of them are. Of a single one, what ``load`` raises.
@@ -134,7 +134,7 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
     for path in paths:
         try:
             loaded = load(path)
-        except (Damaged, FileNotFoundError) as error:
+        except (Damaged, OSError) as error:
             if len(paths) == 1:
                 raise
             refused.append(str(error))

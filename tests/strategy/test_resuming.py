@@ -146,7 +146,14 @@ def test_the_first_that_is_not_damaged():
             raise Damaged(f"{path} is damaged: bits.")
         return "loaded"
 
+    def unreadable(path: Path) -> str:
+        if path.name == "bad":
+            raise IsADirectoryError(21, "Is a directory", "bad/manifest.json")
+        return load(path)
+
     bad, worse, good = Path("bad"), Path("worse"), Path("good")
+    with pytest.warns(match=r"Is a directory: 'bad/manifest.json' Going on from good,"):
+        assert resuming.load_first([bad, good], unreadable) == (good, "loaded")
     with pytest.warns(match=r"bad is damaged: bits\. worse is damaged: bits\. Going on from good,"):
         assert resuming.load_first([bad, worse, good], load) == (good, "loaded")
     with pytest.raises(Damaged, match=r"^bad is damaged: bits\.$"):
