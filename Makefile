@@ -34,7 +34,7 @@ test-slurm: $(VENV)/ready  ## run the tests that start a Slurm of two virtual no
 	@$(RUN) -m pytest -m slurm tests/slurm
 
 soak: $(VENV)/ready  ## break real runs from outside (an hour on two cores); PART=faults: one file
-	@$(RUN) -m pytest $(if $(PART),-m soak tests/soak/test_$(PART).py,-m 'soak or slurm' tests/soak tests/slurm)
+	@$(RUN) -m pytest $(if $(PART),-m soak tests/soak/test_$(PART).py,-m 'soak or slurm' tests/soak tests/slurm tests/launchers)
 
 lint: $(VENV)/ready  ## ruff: lint and format
 	@$(VENV)/bin/ruff check .

@@ -35,6 +35,7 @@ LONG = (
     "test_examples.py",
     "models/huggingface",
     "test_recipes.py",
+    "launchers",
     "strategy",
     "cli",
     "attention",

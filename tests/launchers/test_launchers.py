@@ -50,6 +50,7 @@ def unbroken(tmp_path_factory) -> list[str]:
     return losses(folder)
 
 
+@pytest.mark.soak  # tests/test_examples.py does it with less
 def test_lightning_starts_the_ranks(tmp_path, unbroken):
     start(SCRIPT, str(tmp_path))
     assert len(unbroken) == 6
