@@ -138,6 +138,14 @@ class Board(threading.Thread):
         self._woken, self._waker = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
 
+    def wait_for_ends(self) -> None:
+        """Let slower ranks end, which die with their launcher; ``AGREED_PATIENCE`` s at most."""
+        last = time.monotonic() + AGREED_PATIENCE
+        while self.is_alive() and time.monotonic() < last:
+            if all(peer.ended for peer in list(self._peers.values())):
+                return
+            time.sleep(0.02)
+
     def stop(self) -> None:
         """The run is over here: the others are told so, and no longer watched."""
         self._over = True

@@ -106,6 +106,8 @@ class Faults(pl.Callback):
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._board is not None:
+            if self.alone is None:
+                self._board.wait_for_ends()
             self._board.stop()
         self._watchdog = self._board = None
         for callback in self._held_back:

@@ -2,6 +2,7 @@
 
 import resource
 import socket
+import threading
 import time
 
 import pytest
@@ -62,6 +63,26 @@ def test_ranks_that_fail_at_the_same_place_are_together():
     for link in job.links:
         link.send(place="step 2", text="it rained")
     assert [job.answer(rank) for rank in range(3)] == [{"together": True}] * 3
+    job.board.stop()
+
+
+def test_ranks_that_end_later_are_waited_for(monkeypatch):
+    monkeypatch.setattr(board, "AGREED_PATIENCE", 5.0)
+    job = Job(2)
+    job.links[0].send(ended=True)
+    begin = time.monotonic()
+    threading.Timer(0.5, job.links[1].send, kwargs={"ended": True}).start()
+    job.board.wait_for_ends()
+    assert 0.4 < time.monotonic() - begin < 3
+    job.links[1].connection.close()
+    job.board.wait_for_ends()
+    job.board.stop()
+    # One that never says so is given up.
+    monkeypatch.setattr(board, "AGREED_PATIENCE", 0.3)
+    job = Job(2)
+    begin = time.monotonic()
+    job.board.wait_for_ends()
+    assert time.monotonic() - begin > 0.25
     job.board.stop()
 
 
