@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import active_children
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
@@ -250,7 +250,8 @@ def sends_all(number: signal.Signals) -> Callable[[Plant], None]:
     def act(plant: Plant) -> None:
         others = [pid for pid in session(os.getsid(0)) if pid != os.getpid()]
         for pid in [*others, os.getpid()]:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # a worker whose pass has ended meanwhile
+                os.kill(pid, number)
 
     return act
 
