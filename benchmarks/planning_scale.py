@@ -4,7 +4,7 @@ Nothing runs on these ranks. One process plans as every rank does, on lengths of
 work and by a device profile, and times what a loader worker does for a step: the plan (its parts
 apart: choosing and placing, its validation, its digest), the tensors of one rank but for reading
 tokens, and the predicted step that all of it must hide behind. Process groups are made on torch's
-``fake`` backend, which connects nobody: they are counted, and what the calls cost one rank is timed.
+``fake`` backend, which connects nobody: they are counted, and what the calls cost a rank is timed.
 
 Times are the process's own CPU time, which is the wall-clock time of a core that nothing else uses.
 Predicted steps are simulated from the analytic profile of an H100.
