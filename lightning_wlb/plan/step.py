@@ -109,10 +109,12 @@ class StepPlan:
                 if pass_name == "backward" and micro_batches == symmetric:
                     continue
                 for index, each in enumerate(micro_batches):
-                    shared = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
+                    notes = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
+                    if each.recompute != "none":
+                        notes += f", recompute {each.recompute}"
                     lines.append(
                         f"  replica {number} {pass_name} {index}: {replica.tokens_of(each)} tokens,"
-                        f" {each.sharding}, {each.rows} rows per rank{shared}:"
+                        f" {each.sharding}, {each.rows} rows per rank{notes}:"
                         f" {' '.join(map(str, replica.slices_of(each)))}"
                     )
         return "\n".join(lines)
@@ -126,6 +128,6 @@ def _as_fields(part: Any) -> dict[str, Any]:
 def _micro_batches(values: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
     """Micro-batches from JSON, whose lists become tuples."""
     return tuple(
-        MicroBatch(tuple(each["slices"]), each["sharding"], each["rows"], tuple(each["replicas"]))
+        MicroBatch(**each | {"slices": tuple(each["slices"]), "replicas": tuple(each["replicas"])})
         for each in values
     )
