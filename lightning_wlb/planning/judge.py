@@ -28,6 +28,7 @@ from lightning_wlb.plan import MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.totals import has_totals, step_totals
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
@@ -211,6 +212,8 @@ class PredictedJudge:
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes."""
+        if has_totals(self.predictor):
+            return Verdict(*step_totals(self.predictor, replicas))
         step = self.predictor.simulate(replicas)
         return Verdict(step.simulations[0].total_ns, step.peak_bytes)
 

@@ -32,12 +32,12 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import MemoryModel
+from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory, most_open
-from lightning_wlb.prediction.micro_batch import micro_batch_cost
+from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
 from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
@@ -175,16 +175,14 @@ class Predictor:
 
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
         """Forward and backward of one micro-batch on one stage."""
-        latency, parts, rows = self.latency, self.memory.parts[stage], cost.rows
+        parts = self.memory.parts[stage]
         forward, backward = (
-            sum(
+            rest
+            + sum(
                 count * of_kind[each]
                 for count, of_kind in zip(parts.layers, cost.layer_ns, strict=True)
             )
-            + latency.action_ns(rows, backward=each)
-            + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
-            + (latency.head_ns(rows, backward=each) if parts.head else 0)
-            for each in (False, True)
+            for each, rest in zip(PASSES, self._rest_ns(parts, cost.rows), strict=True)
         )
         return forward, backward
 
@@ -222,7 +220,7 @@ class Predictor:
         """The step of replicas that share micro-batches with each other only."""
         mesh, memory = self.latency.mesh, self.memory
         replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-        costs = [self._costs(replica) for replica in replicas]
+        costs = [self.costs(replica) for replica in replicas]
         durations = [self._durations(of_replica) for of_replica in costs]
         programs = [
             [
@@ -260,17 +258,52 @@ class Predictor:
         ]
         return SimulatedReplicas(costs, durations, programs, simulations, max(peaks, default=0))
 
+    def stage_durations(
+        self, costs: Sequence[MicroBatchCost]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Forwards, and backwards, of every micro-batch: for each stage those in forward order."""
+        layers = np.array([cost.layer_ns for cost in costs], dtype=np.int64)
+        layers = layers.reshape(len(costs), len(self.latency.shape.kinds), 2)
+        like: dict[StageParts, list[list[int]]] = {}
+        for parts in self.memory.parts:
+            if parts not in like:
+                rest = [self._rest_ns(parts, cost.rows) for cost in costs]
+                both = (layers * np.array(parts.layers)[:, None]).sum(axis=1)
+                like[parts] = (both + np.array(rest, np.int64).reshape(-1, 2)).T.tolist()
+        every = [like[parts] for parts in self.memory.parts]
+        return [forward for forward, _ in every], [backward for _, backward in every]
+
+    def _rest_ns(self, parts: StageParts, rows: int) -> tuple[int, int]:
+        """What a stage takes for so many rows beside its layers, forward and backward."""
+        key = parts.embedding, parts.head, rows
+        if key not in self._rests:
+            latency = self.latency
+            forward, backward = (
+                latency.action_ns(rows, backward=each)
+                + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
+                + (latency.head_ns(rows, backward=each) if parts.head else 0)
+                for each in PASSES
+            )
+            self._rests[key] = forward, backward
+        return self._rests[key]
+
+    @cached_property
+    def _rests(self) -> dict[tuple[bool, bool, int], tuple[int, int]]:
+        """By ends and rows: rows recur from plan to plan, there are thousands of them at most."""
+        return {}
+
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
         """How long each action of a replica computes, from the costs of its micro-batches."""
-        durations = {}
-        for stage in range(len(self.stages)):
-            for number, cost in enumerate(costs):
-                forward, backward = self.action_ns(stage, cost)
-                durations[Action(stage, FORWARD, number)] = forward
-                durations[Action(stage, BACKWARD, number)] = backward
-        return durations
+        forward, backward = self.stage_durations(costs)
+        return {
+            Action(stage, kind, number): duration
+            for kind, stages in ((FORWARD, forward), (BACKWARD, backward))
+            for stage, of_stage in enumerate(stages)
+            for number, duration in enumerate(of_stage)
+        }
 
-    def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+    def costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        """Of every micro-batch of a replica, as it is executed (``prediction.executed``)."""
         last = {  # micro-batch of each piece
             (part.document, part.origin): at
             for at, micro_batch in enumerate(replica.forward)
