@@ -25,7 +25,7 @@ import numpy as np
 
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.prediction.step import MicroBatchCost
+from lightning_wlb.prediction.step import MODES, MicroBatchCost
 from lightning_wlb.schedule.actions import BACKWARD, Action, target_of
 from lightning_wlb.schedule.packflow import backward_order
 from lightning_wlb.schedule.receipts import receipts
@@ -78,26 +78,26 @@ class StepMemory:
     def saved(self, stage: int, cost: MicroBatchCost) -> int:
         """What a forward opens on a stage until its backward has run."""
         parts = self.parts[stage]
-        kept = self.model.kept_keys_bytes(parts, cost.kept_rows)
-        return self.model.micro_batch_bytes(parts, cost.rows) + kept
+        kept = self.model.kept_keys_bytes(parts, cost.kept_rows, cost.recompute)
+        return self.model.micro_batch_bytes(parts, cost.rows, cost.recompute) + kept
 
     def saved_by_all(self, costs: Sequence[MicroBatchCost]) -> Integers:
         """:meth:`saved` of every micro-batch on every stage, int64 [micro-batches, stages]."""
         rows, kept = self._units(costs)
-        each, keys, _ = self._unit_bytes
+        each, keys = self._unit_bytes[:, [MODES.index(cost.recompute) for cost in costs]]
         saved: Integers = rows[:, None] * each + kept[:, None] * keys
         return saved
 
     def key_gradients_of_all(self, costs: Sequence[MicroBatchCost]) -> Integers:
         """Gradients of keys that later slices read, int64 [micro-batches, stages]."""
-        _, kept = self._units(costs)
-        gradients: Integers = kept[:, None] * self._unit_bytes[2]
+        unit = self.model.mesh.tensor
+        each = [self.model.key_gradient_bytes(parts, unit) for parts in self.parts]
+        gradients: Integers = self._units(costs)[1][:, None] * np.array(each)
         return gradients
 
     def boundaries(self, costs: Sequence[MicroBatchCost]) -> Integers:
         """What every micro-batch sends to a neighbour, int64 [micro-batches]."""
-        rows, _ = self._units(costs)
-        sent: Integers = rows * self.model.boundary_bytes(self.model.mesh.tensor)
+        sent: Integers = self._units(costs)[0] * self.model.boundary_bytes(self.model.mesh.tensor)
         return sent
 
     def _units(self, costs: Sequence[MicroBatchCost]) -> Integers:
@@ -107,19 +107,15 @@ class StepMemory:
 
     @cached_property
     def _unit_bytes(self) -> Integers:
-        """What a unit of rows saves, keeps and takes for key gradients, [3, stages].
+        """What a unit of rows saves, and keeps for later slices, [2, modes, stages].
 
-        Every such size is a multiple of the rows, which are a multiple of the unit.
+        Rows are multiples of the unit, in which all sizes are linear.
         """
-        unit, model = self.model.mesh.tensor, self.model
+        unit = self.model.mesh.tensor
         return np.array(
             [
-                [size(parts, unit) for parts in self.parts]
-                for size in (
-                    model.micro_batch_bytes,
-                    model.kept_keys_bytes,
-                    model.key_gradient_bytes,
-                )
+                [[size(parts, unit, mode) for parts in self.parts] for mode in MODES]
+                for size in (self.model.micro_batch_bytes, self.model.kept_keys_bytes)
             ],
             dtype=np.int64,
         )
@@ -173,7 +169,7 @@ class StepMemory:
         for action, bytes_held in zip(chain(*programs), chain(*held), strict=True):
             if action.kind == BACKWARD:
                 cost, parts = costs[action.micro_batch], self.parts[action.stage]
-                inside = self.model.transient_bytes(parts, cost.rows, cost.keys)
+                inside = self.model.transient_bytes(parts, cost.rows, cost.keys, cost.recompute)
                 most = max(most, bytes_held + inside)
         return most
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.memory import StepMemory, first_readers
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MicroBatchCost
@@ -37,16 +36,16 @@ def has_totals(predictor: Predictor) -> bool:
     return predictor.schedule == "1f1b" and predictor.latency.mesh.virtual_stages == 1
 
 
-def step_totals(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> StepTotals:
+def step_totals(
+    predictor: Predictor, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
+) -> StepTotals:
     """The totals of the step of replicas that share micro-batches with each other only.
 
     Args:
         predictor: see :func:`has_totals`.
-        replicas: shared micro-batches come first on all that share them.
+        replicas: as they are executed; shared micro-batches come first on all that share them.
+        costs: of each replica's micro-batches.
     """
-    mesh = predictor.latency.mesh
-    replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-    costs = [predictor.costs(replica) for replica in replicas]
     constant = predictor.memory.constant(costs)
     pipelines, peaks = [], [0]
     for replica, of_replica, (order, needs) in zip(
@@ -127,14 +126,15 @@ def _fullest(
 ) -> int:
     """Most of what a rank holds in a backward and of what lives only inside it."""
 
-    def inside(rows: int, keys: int) -> int:
-        return memory.model.transient_bytes(memory.parts[rank], rows, keys)
+    def inside(rows: int, keys: int, recompute: Recompute) -> int:
+        return memory.model.transient_bytes(memory.parts[rank], rows, keys, recompute)
 
-    bound = inside(max(cost.rows for cost in costs), max(cost.keys for cost in costs))
+    rows, keys = (max(getattr(cost, name) for cost in costs) for name in ("rows", "keys"))
+    bound = max(inside(rows, keys, mode) for mode in {cost.recompute for cost in costs})
     most = 0
     for at in np.argsort(-held, kind="stable").tolist():
-        bytes_held = int(held[at])
+        bytes_held, cost = int(held[at]), costs[at]
         if bytes_held + bound <= most:
             break
-        most = max(most, bytes_held + inside(costs[at].rows, costs[at].keys))
+        most = max(most, bytes_held + inside(cost.rows, cost.keys, cost.recompute))
     return most

@@ -14,6 +14,7 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
 from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
+from lightning_wlb.prediction.step import MODES
 from lightning_wlb.prediction.totals import has_totals, step_totals
 from tests.prediction.test_predictor import SHAPE, predictor
 
@@ -23,9 +24,9 @@ from tests.prediction.test_predictor import SHAPE, predictor
     lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=12),
     packs=st.integers(1, 9),
     sizes=st.tuples(*(st.sampled_from(each) for each in ((1, 2, 4), (1, 2, 3, 4), (1, 2), (1, 2)))),
-    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    modes=st.lists(st.sampled_from(MODES), min_size=1, max_size=5),
 )
-def test_totals_are_those_of_the_simulation(lengths, packs, sizes, checkpointing):
+def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
     mesh = Mesh(*sizes)
     work = Work.of(SHAPE).total
     pieces = [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
@@ -40,9 +41,22 @@ def test_totals_are_those_of_the_simulation(lengths, packs, sizes, checkpointing
         )
         for number, own in enumerate(merged.own)
     ]
-    model = predictor(mesh, activation_checkpointing=checkpointing)
-    step = model.simulate(replicas)
-    assert step_totals(model, replicas) == (step.simulations[0].total_ns, step.peak_bytes)
+    model = predictor(mesh)
+    prepared = model.prepare(replicas)
+    costs = [
+        [
+            cost._replace(recompute=modes[at % len(modes)] if at >= shared_here else "full")
+            for at, cost in enumerate(of_replica)
+        ]
+        for of_replica, shared_here in zip(
+            prepared.costs,
+            (sum(len(each.replicas) > 1 for each in replica.forward) for replica in replicas),
+            strict=True,
+        )
+    ]
+    step = model.run(prepared._replace(costs=costs))
+    totals = step_totals(model, prepared.executed, costs)
+    assert totals == (step.simulations[0].total_ns, step.peak_bytes)
 
 
 @pytest.mark.parametrize(
