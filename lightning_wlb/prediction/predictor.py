@@ -35,6 +35,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel, StageParts
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
+from lightning_wlb.prediction.estimate import estimated_costs
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
@@ -48,7 +49,7 @@ from lightning_wlb.schedule.programs import (
 )
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
-from lightning_wlb.sharding import layout
+from lightning_wlb.sharding import ADAPTIVE, layout
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -342,18 +343,28 @@ class Predictor:
         }
 
     def costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        """Of every micro-batch of a replica that is as it is executed."""
+        """Of every micro-batch of a replica that is as it is executed.
+
+        Where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``), they are
+        estimates for the whole replica (:mod:`~lightning_wlb.prediction.estimate`).
+        """
         last = {  # micro-batch of each piece
             (part.document, part.origin): at
             for at, micro_batch in enumerate(replica.forward)
             for part in replica.slices_of(micro_batch)
         }
+        kept = [
+            any(last[part.document, part.origin] > at for part in replica.slices_of(micro_batch))
+            for at, micro_batch in enumerate(replica.forward)
+        ]
+        if any(each.sharding == ADAPTIVE for each in replica.forward):
+            return estimated_costs(self.latency, replica, kept)
         return [
             self.micro_batch(
-                (slices := replica.slices_of(micro_batch)),
+                replica.slices_of(micro_batch),
                 micro_batch.sharding,
                 replicas=len(micro_batch.replicas),
-                kept=any(last[part.document, part.origin] > at for part in slices),
+                kept=keeps,
             )._replace(recompute=micro_batch.recompute)
-            for at, micro_batch in enumerate(replica.forward)
+            for micro_batch, keeps in zip(replica.forward, kept, strict=True)
         ]

@@ -110,10 +110,7 @@ def _peak(
             made[reader + 1] += size[owner]
             made[place[owner] + 1] -= size[owner]
         held += np.cumsum(made, axis=0)[:count]
-    return max(
-        _fullest(memory, rank, held[:, rank], [costs[each] for each in pipeline.order])
-        for rank in range(ranks)
-    )
+    return _fullest(memory, held, [costs[each] for each in pipeline.order])
 
 
 def _before(values: np.ndarray) -> np.ndarray:
@@ -121,20 +118,26 @@ def _before(values: np.ndarray) -> np.ndarray:
     return np.concatenate((np.zeros_like(values[:1]), np.cumsum(values, axis=0)))
 
 
-def _fullest(
-    memory: StepMemory, rank: int, held: np.ndarray, costs: Sequence[MicroBatchCost]
-) -> int:
+def _fullest(memory: StepMemory, held: np.ndarray, costs: Sequence[MicroBatchCost]) -> int:
     """Most of what a rank holds in a backward and of what lives only inside it."""
 
-    def inside(rows: int, keys: int, recompute: Recompute) -> int:
+    def inside(rank: int, rows: int, keys: int, recompute: Recompute) -> int:
         return memory.model.transient_bytes(memory.parts[rank], rows, keys, recompute)
 
     rows, keys = (max(getattr(cost, name) for cost in costs) for name in ("rows", "keys"))
-    bound = max(inside(rows, keys, mode) for mode in {cost.recompute for cost in costs})
+    modes = {cost.recompute for cost in costs}
+    bounds = {
+        parts: max(inside(memory.parts.index(parts), rows, keys, mode) for mode in modes)
+        for parts in set(memory.parts)
+    }
+    above = held + np.array([bounds[parts] for parts in memory.parts])
     most = 0
-    for at in np.argsort(-held, kind="stable").tolist():
-        bytes_held, cost = int(held[at]), costs[at]
-        if bytes_held + bound <= most:
+    for at in np.argsort(-above, axis=None, kind="stable").tolist():
+        place, rank = divmod(at, held.shape[1])
+        if above[place, rank] <= most:
             break
-        most = max(most, bytes_held + inside(cost.rows, cost.keys, cost.recompute))
+        cost = costs[place]
+        most = max(
+            most, int(held[place, rank]) + inside(rank, cost.rows, cost.keys, cost.recompute)
+        )
     return most
