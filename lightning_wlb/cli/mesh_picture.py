@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.artist import Artist
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lightning_wlb.callbacks.drawing import new_figure, save_png
@@ -29,7 +31,7 @@ def draw_meshes(path: Path, found: MeshChoice, reference: MeshRow, title: str) -
         title: above the picture.
     """
     rows = sorted(found.rows + found.others, key=lambda row: row.steps_ns)[:MOST_BARS]
-    figure = new_figure(11, 1.8 + 0.28 * len(rows))
+    figure = new_figure(11, 2 + 0.26 * len(rows))
     axes = figure.subplots()
     names = list(rows[0].shares)
     colours = dict(zip(names, PARTS, strict=False))
@@ -57,17 +59,16 @@ def draw_meshes(path: Path, found: MeshChoice, reference: MeshRow, title: str) -
     axes.axvline(line, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(rows)), map(_label, rows), fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(line, rows[-1].step_ms))
+    axes.set_xlim(0, 1.25 * max(line, rows[-1].step_ms))
     axes.set_xlabel(
         "a step (ms), on average over all pipeline ranks; pale: planned by work, not by profile"
     )
     axes.set_title(title, fontsize=9, loc="left")
-    handles = [Patch(color=ARITHMETIC, label="arithmetic")]
+    best_fit = f"best_fit on its own best mesh, {reference.sizes}"
+    handles: list[Artist] = [Patch(color=ARITHMETIC, label="arithmetic")]
     handles += [Patch(color=colours[name], label=name) for name in names]
-    handles += axes.plot(
-        [], [], "k--", linewidth=1, label=f"best_fit on its own best mesh, {reference.sizes}"
-    )
-    axes.legend(handles=handles, loc="lower right", fontsize=7)
+    handles += [Line2D([], [], color="black", linestyle="--", linewidth=1, label=best_fit)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     save_png(figure, path)

@@ -104,9 +104,9 @@ class MeshVerdict:
         if not self.worth_it:
             return [
                 title,
-                f"Balancing is not for you: these documents are too short for it to pay. On its"
-                f" best mesh {method} has {self.gain:.2f} times the tokens/s of {REFERENCE} on its"
-                f" own ({speeds}). {share}",
+                f"Balancing is not for you: on its best mesh {method} has {self.gain:.2f} times the"
+                f" tokens/s of {REFERENCE} on its own ({speeds}). {share} Documents as short as"
+                " these do not pay for it.",
                 f"Take packing {REFERENCE} on mesh {name_of(other.mesh)}, or documents that are"
                 " longer.",
             ]
@@ -133,7 +133,7 @@ def request_of(arguments: argparse.Namespace) -> MeshRequest:
             raise ValueError(f"--mesh {arguments.mesh} needs --{option.replace('_', '-')}: {why}.")
     if arguments.trace is not None:
         raise ValueError("--trace shows one mesh: give --mesh the sizes that this search finds.")
-    packings = names_of("--packing", arguments.packing or DataSettings.packing, list(PACKINGS))
+    packings = names_of("--packing", arguments.packing or str(DataSettings.packing), list(PACKINGS))
     shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
     for option, names in (("--packing", packings), ("--sharding", shardings)):
         if len(names) > 1:
