@@ -4,14 +4,14 @@ Of a sample of global batches it takes the tokens, the attention of all pieces (
 summed once for each tensor-parallel size) and the longest piece. On a mesh, with M micro-batches
 for each replica of equal tokens and equal work, a step takes
 
-    (M·V + P - 1) · a + 2·(P - 1) · message + gathering and reducing parameters
+    M · r + (P - 1) · a + 2·(P - 1) · message + gathering and reducing parameters
 
-where a is forward and backward of one micro-batch on the slowest of the V·P stages: matrix products
-at the profile's rate for so many rows, communication over tensor- and context-parallel ranks, an
-even share of the attention. A replica never takes less than its longest piece, unless the packing
-shares pieces between replicas. M is tried at 1, 2, 4 and 8 times the least number that the cap
-allows, and activation checkpointing is the least with which the micro-batches that are open at once
-fit, at the largest M the least hard.
+where r is forward and backward of one micro-batch on all stages of the busiest rank, and a on the
+slowest stage: matrix products at the profile's rate for so many rows, communication over tensor-
+and context-parallel ranks, an even share of the attention. A replica never takes less than its
+longest piece, unless the packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times
+the least number that the cap allows; activation checkpointing is the least with which as many
+micro-batches fit as are open at once.
 
 What it leaves out is what planning decides: how even micro-batches become. So among good meshes its
 order says next to nothing (rank correlation about 0), but what it finds slow is slow.
@@ -139,20 +139,16 @@ class ClosedForm:
     def _step_ns(self, predictor: Predictor, rows: int, count: int) -> int:
         latency, mesh = predictor.latency, predictor.latency.mesh
         cost = self._cost(predictor, rows, count)
-        kinds: dict[StageParts, int] = {
-            parts: stage for stage, parts in enumerate(predictor.memory.parts)
-        }
-        action = max(sum(predictor.action_ns(stage, cost)) for stage in kinds.values())
-        ranks, virtual = mesh.pipeline, mesh.virtual_stages
-        busy = count * virtual * action
-        if not (self._slices(mesh) and virtual == 1):
+        stages = _stage_ns(predictor, cost)
+        ranks, slices = mesh.pipeline, self._slices(mesh)
+        busy, slowest = count * _busiest(stages, ranks), max(stages)
+        if not (slices and mesh.virtual_stages == 1):
             # The longest piece runs on one replica, in one micro-batch where it is not sliced.
-            longest = self._longest_ns(predictor) * virtual
-            busy = max(busy, longest)
-            if not self._slices(mesh):
-                action = max(action, longest // virtual)
+            longest = _stage_ns(predictor, self._longest(predictor))
+            busy = max(busy, _busiest(longest, ranks))
+            slowest = slowest if slices else max(slowest, *longest)
         messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
-        return busy + (ranks - 1) * action + messages + predictor.synchronisation_ns
+        return busy + (ranks - 1) * slowest + messages + predictor.synchronisation_ns
 
     def _cost(self, predictor: Predictor, rows: int, count: int) -> MicroBatchCost:
         """A micro-batch with an even share of everything."""
@@ -173,8 +169,8 @@ class ClosedForm:
             layers.append((layer[0], layer[1]))
         return _cost_of(rows, tuple(layers))
 
-    def _longest_ns(self, predictor: Predictor) -> int:
-        """The longest piece alone, forward and backward, on the slowest stage."""
+    def _longest(self, predictor: Predictor) -> MicroBatchCost:
+        """The longest piece alone."""
         latency, longest = predictor.latency, self._all[-1:]
         ranks = latency.mesh.context
         rows = -(-int(longest[0]) // ranks)
@@ -186,8 +182,7 @@ class ClosedForm:
                 for backward in (False, True)
             ]
             layers.append((layer[0], layer[1]))
-        cost = _cost_of(rows, tuple(layers))
-        return sum(predictor.action_ns(len(predictor.stages) // 2, cost))
+        return _cost_of(rows, tuple(layers))
 
     @cached_property
     def _attention_ns(self) -> dict[tuple[int, str], list[tuple[int, int]]]:
@@ -206,6 +201,20 @@ class ClosedForm:
                 for kind in latency.kinds
             ]
         return self._attention_ns[key]
+
+
+def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
+    """Forward and backward of a micro-batch on each stage, virtual ones in order."""
+    of_parts: dict[StageParts, int] = {}
+    for stage, parts in enumerate(predictor.memory.parts):
+        if parts not in of_parts:
+            of_parts[parts] = sum(predictor.action_ns(stage, cost))
+    return [of_parts[parts] for parts in predictor.memory.parts]
+
+
+def _busiest(stage_ns: list[int], ranks: int) -> int:
+    """Of the busiest rank, which has every so-many-th stage."""
+    return max(sum(stage_ns[rank::ranks]) for rank in range(ranks))
 
 
 def _cost_of(rows: int, layer_ns: tuple[tuple[int, int], ...]) -> MicroBatchCost:
