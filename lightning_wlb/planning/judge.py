@@ -23,12 +23,12 @@ from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
 from lightning_wlb.cost.flops import Work, causal_pairs
-from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import MicroBatch, ReplicaPlan
+from lightning_wlb.plan import ActivationCheckpointing, MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import (
     backward_order,
@@ -227,22 +227,30 @@ class PredictedJudge:
 
     Args:
         predictor: of the model on the mesh.
+        activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits, for each
+            of them.
     """
 
     predictor: Predictor
+    activation_checkpointing: ActivationCheckpointing = "auto"
 
     sees_sharding: ClassVar[bool] = True
 
     @property
     def limit(self) -> int:
         """Bytes of a device that may be filled."""
-        return self.predictor.latency.profile.memory_bytes * USABLE_PERCENT // 100
+        return self.predictor.usable_bytes
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
-        """The step in ns, and bytes."""
-        step = self.predictor.simulate(replicas)
+        """The step in ns, and bytes, with the recomputation that it would be settled with."""
+        if self.activation_checkpointing == "auto":
+            step = self.predictor.run(least_recomputation(self.predictor, replicas))
+        else:
+            step = self.predictor.simulate(recomputing(replicas, self.activation_checkpointing))
         return Verdict(step.simulations[0].total_ns, step.peak_bytes)
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The replicas as they are."""
-        return list(replicas)
+        """The same replicas with the least recomputation that fits, or with the one of all."""
+        if self.activation_checkpointing == "auto":
+            return settled(self.predictor, replicas)
+        return recomputing(replicas, self.activation_checkpointing)
