@@ -27,14 +27,16 @@ from lightning_wlb.arguments import choice
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import Piece, Slice, StepPlan
+from lightning_wlb.plan import Piece, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
+from lightning_wlb.planning.laying_out import laid_out
 from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
+from lightning_wlb.planning.replicas import unsharded
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, choose, layout
+from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 Targets = Callable[[int, int, int], int]
 
@@ -86,7 +88,7 @@ class Planner:
         self._sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
         slices = SCHEDULES[choice("schedule", schedule, SCHEDULES)].slices
         self._kernel_cost = kernel_cost
-        self._place = Placement(mesh, self._sharded, judge, slices)
+        self._place = Placement(mesh, unsharded, judge, slices)
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -181,10 +183,11 @@ class Planner:
     def _plan(self, micro_batches: MicroBatches, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
         pieces = tuple(sorted(piece for packed in micro_batches for piece in packed))
+        replicas = self._packer.replicas(micro_batches, self._place)
         return StepPlan(
             step=self._step,
             epoch=self._arrivals.epoch,
-            replicas=tuple(self._packer.replicas(micro_batches, self._place)),
+            replicas=tuple(laid_out(replicas, self._mesh, self._sharding, self._kernel_cost)),
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
@@ -194,18 +197,6 @@ class Planner:
             nominal_tokens=self._data.nominal_tokens,
             drain=drain,
         )
-
-    def _sharded(self, slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
-        """The sharding of a micro-batch that replicas share, and its rows per context rank."""
-        mesh, sharding = self._mesh, self._sharding
-        lengths = [part.tokens for part in slices]
-        sizes = (mesh.context * replicas, mesh.tensor)
-        contexts = [part.context for part in slices]
-        if sharding == ADAPTIVE or (sharding == HEADS and (replicas > 1 or any(contexts))):
-            # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
-            name, chosen = choose(lengths, *sizes, self._kernel_cost, contexts=contexts)
-            return name, chosen.rows
-        return sharding, layout(sharding, lengths, *sizes).rows
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])
