@@ -5,9 +5,9 @@ batches and device profile (analytic) are fixed, and the mesh is free. *Exhausti
 data × pipeline × context × tensor mesh whose sizes are powers of two (data: what is left), with
 1, 2 and 4 stages per pipeline rank, is simulated with best-fit packing and with ``auto``. First
 ``auto`` plans by exact work, which is fast; meshes that are then within 30 % of the best are
-planned again by the profile, as in training. *Search* is :func:`lightning_wlb.meshes.search.choose_mesh`, which simulates few of
-them. *Regret* is what the mesh that a way chose takes over the best
-mesh of the exhaustive simulation, in percent.
+planned again by the profile, as in training. *Search* is
+:func:`lightning_wlb.meshes.search.choose_mesh`, which simulates few of them. *Regret* is what the
+mesh that it chose takes over the best mesh of the exhaustive simulation, in percent.
 
 A step's time is given with the gathering of parameters and the reduction of gradients, and
 ``compute`` without, which is what perfect overlap would leave.
@@ -120,6 +120,14 @@ SETTINGS = {
     "32B on 64, 128K GitHub": Setting("32B", 64, 128 * K, 512_000, GITHUB),
     "70B on 256, 64K CommonCrawl": Setting("70B", 256, 64 * K, 2_000_000, COMMON_CRAWL),
 }
+
+
+def powers(most: int) -> Iterator[int]:
+    """Powers of two up to ``most``."""
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
 
 
 class Row(TypedDict):
