@@ -95,17 +95,7 @@ class Planner:
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
         self._mixture = tuple(mixture)
-        stream = (
-            self._lengths,
-            data.nominal_tokens,
-            data.context_window,
-            data.packer.cuts_stream,
-            data.seed,
-            data.shuffle,
-        )
-        self._arrivals = (
-            MixedBatches(self._mixture, *stream) if self._mixture else GlobalBatches(*stream)
-        )
+        self._arrivals = arrivals_of(self._lengths, data, self._mixture)
         self._settings = self._fingerprint()
         self._step = 0  # steps planned
         self._tokens = 0  # tokens of these steps
@@ -247,6 +237,37 @@ class Planner:
             **({"mixture": [list(share) for share in self._mixture]} if self._mixture else {}),
             **data.packing_choice.options.fingerprint,
         }
+
+
+def arrivals_of(
+    lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[Share]
+) -> GlobalBatches:
+    """The global batches of a run.
+
+    Args:
+        lengths: tokens of each document of the store, after truncation.
+        data: the data settings.
+        mixture: as for :class:`Planner`.
+    """
+    stream = (
+        lengths,
+        data.nominal_tokens,
+        data.context_window,
+        data.packer.cuts_stream,
+        data.seed,
+        data.shuffle,
+    )
+    return MixedBatches(mixture, *stream) if mixture else GlobalBatches(*stream)
+
+
+def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
+    """The next ``steps`` plans of a run without ``max_tokens``; where an epoch ends one begins."""
+    plans: list[StepPlan] = []
+    while len(plans) < steps:
+        plan = planner.next_step()
+        if plan is not None:
+            plans.append(plan)
+    return plans
 
 
 def _check_lengths(lengths: NDArray[np.int64], data: DataSettings) -> None:
