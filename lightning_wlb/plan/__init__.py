@@ -19,6 +19,7 @@ Cost: validation is linear in the number of slices.
 from lightning_wlb.plan.parts import (
     MicroBatch,
     Piece,
+    Recompute,
     ReplicaPlan,
     Slice,
     piece_counts,
@@ -29,6 +30,7 @@ from lightning_wlb.plan.step import StepPlan
 __all__ = [
     "MicroBatch",
     "Piece",
+    "Recompute",
     "ReplicaPlan",
     "Slice",
     "StepPlan",

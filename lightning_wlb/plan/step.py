@@ -108,10 +108,12 @@ class StepPlan:
                 if pass_name == "backward" and micro_batches == symmetric:
                     continue
                 for index, each in enumerate(micro_batches):
-                    shared = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
+                    notes = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
+                    if each.recompute != "none":
+                        notes += f", recompute {each.recompute}"
                     lines.append(
                         f"  replica {number} {pass_name} {index}: {replica.tokens_of(each)} tokens,"
-                        f" {each.sharding}, {each.rows} rows per rank{shared}:"
+                        f" {each.sharding}, {each.rows} rows per rank{notes}:"
                         f" {' '.join(map(str, replica.slices_of(each)))}"
                     )
         return "\n".join(lines)
@@ -120,6 +122,6 @@ class StepPlan:
 def _micro_batches(values: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
     """Micro-batches from JSON, whose lists become tuples."""
     return tuple(
-        MicroBatch(tuple(each["slices"]), each["sharding"], each["rows"], tuple(each["replicas"]))
+        MicroBatch(**each | {"slices": tuple(each["slices"]), "replicas": tuple(each["replicas"])})
         for each in values
     )

@@ -66,6 +66,9 @@ class Judge(Protocol):
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step of all replicas, or of some that share no micro-batch with others."""
 
+    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
+        """The same replicas with the least recomputation that fits, as far as the judge can say."""
+
 
 @dataclass(frozen=True)
 class PipelineJudge:
@@ -119,6 +122,10 @@ class PipelineJudge:
             shared=meetings,
         )
         return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
+
+    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
+        """The replicas as they are: without a device no memory is known."""
+        return list(replicas)
 
     def _passes(self, replica: ReplicaPlan) -> _Passes:
         forward, backward, tokens = [], [], []
@@ -235,3 +242,7 @@ class PredictedJudge:
         """The step in ns, and bytes."""
         step = self.predictor.simulate(replicas)
         return Verdict(step.simulations[0].total_ns, step.peak_bytes)
+
+    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
+        """The replicas as they are."""
+        return list(replicas)
