@@ -6,6 +6,8 @@ layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -52,7 +54,11 @@ def rank_of(trainer: L.Trainer) -> Rank:
 def predictor_of(
     trainer: L.Trainer, profile: Profile | None, shape: ModelShape, mesh: Mesh
 ) -> Predictor | None:
-    """What the profile predicts of this model on this mesh; None without a profile."""
+    """What the profile predicts of this model on this mesh; None without a profile.
+
+    The strategy's own, if it has one, is that by which it has chosen the mesh.
+    """
+    profile = getattr(trainer.strategy, "profile", None) or profile
     if profile is None:
         return None
     mode: Checkpointing = getattr(trainer.lightning_module, "activation_checkpointing", "none")
@@ -60,4 +66,6 @@ def predictor_of(
     pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
     if pipeline is None:
         return Predictor(latency, (range(shape.layers),))
-    return Predictor(latency, pipeline.stages, pipeline.schedule)
+    precision: Any = trainer.precision_plugin  # the strategy's own
+    at_rest = str(precision.parameter_dtype).removeprefix("torch.")
+    return Predictor(latency, pipeline.stages, pipeline.schedule, at_rest)

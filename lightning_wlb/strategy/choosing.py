@@ -12,6 +12,7 @@ all sizes given plans by work alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy import searching
 from lightning_wlb.strategy.devices import profile_of
 from lightning_wlb.strategy.mesh import Size, is_settled
-from lightning_wlb.strategy.precision import name_of
+from lightning_wlb.strategy.precision import WLBPrecision, name_of
 from lightning_wlb.strategy.saving import CheckpointStrategy
 
 
@@ -45,7 +46,7 @@ class ChoosingStrategy(CheckpointStrategy):
 
     Attributes:
         schedule: of the run.
-        profile: by which the run's steps are planned where the data module has none; None: none.
+        profile: by which the run's steps are planned; None: by the data module's, if it has one.
 
     Raises:
         MisconfigurationException: for a size that is none.
@@ -83,7 +84,8 @@ class ChoosingStrategy(CheckpointStrategy):
     def _chosen(self, mesh: Mesh) -> Mesh:
         """The mesh, schedule and profile of this run."""
         module: Any = self.lightning_module
-        trainer = module.trainer
+        trainer, precision = module.trainer, self.precision_plugin
+        assert isinstance(precision, WLBPrecision)
         previous = getattr(getattr(module, "model", None), "parallelized_by", None)
         if previous is not None and previous._is_as_asked_by(self):
             self.schedule, self.profile = previous.schedule, previous.profile
@@ -91,20 +93,15 @@ class ChoosingStrategy(CheckpointStrategy):
         self.schedule, _ = _usual(*self._asked_schedule)
         settled = is_settled(self.world_size, self._asked)
         data = getattr(trainer, "datamodule", None)
-        given = getattr(data, "profile", None)
-        self.profile = None
-        if given is None and not (settled and self.root_device.type == "cpu"):
-            self.profile = profile_of(self.root_device)
-        profile = given or self.profile
-        if settled:
+        self.profile = self._profile(getattr(data, "profile", None), settled)
+        if settled or not isinstance(data, WLBDataModule) or not isinstance(module, LanguageModule):
+            # Without the two nothing can be trained, which is answered later.
             return super()._chosen(mesh)
-        if not isinstance(data, WLBDataModule) or not isinstance(module, LanguageModule):
-            # Both are needed to train, and their absence is answered later.
-            return super()._chosen(mesh)
-        if profile is None:
+        if self.profile is None:
             rank_zero_info(
-                f"WLBStrategy: no mesh is chosen, since no device profile of {self.root_device} is"
-                " known. Give WLBDataModule(profile=...), or the sizes."
+                "WLBStrategy: no mesh is chosen, since no device profile is known of"
+                f" {self.root_device.type} devices on {self.num_nodes} nodes. Give"
+                " WLBDataModule(profile=...), or the sizes."
             )
             return super()._chosen(mesh)
         asked = searching.Asked(
@@ -112,10 +109,20 @@ class ChoosingStrategy(CheckpointStrategy):
             *self._asked_schedule,
             self.world_size,
             self.num_processes,
-            name_of(self.precision_plugin.parameter_dtype),
+            name_of(precision.parameter_dtype),
         )
-        mesh, self.schedule = searching.choose(asked, trainer, data, module, profile)
+        mesh, self.schedule = searching.choose(asked, trainer, data, module, self.profile)
         return mesh
+
+    def _profile(self, given: Profile | None, settled: bool) -> Profile | None:
+        """By which a mesh is chosen and steps are planned; None: by the data module's, if any."""
+        on_cpu = self.root_device.type == "cpu"
+        if settled and (on_cpu or given is not None):
+            return None
+        profile = profile_of(self.root_device) if given is None else given
+        if profile is None or (self.num_nodes > 1 and "network" not in profile.links):
+            return None
+        return replace(profile, devices_per_node=self.num_processes)
 
     def _is_as_asked_by(self, other: ChoosingStrategy) -> bool:
         """Whether this strategy's mesh and schedule have what another one's arguments give."""

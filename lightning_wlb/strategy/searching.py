@@ -258,8 +258,6 @@ def _progress() -> Iterator[Progress | None]:
         task = bar.add_task("Choosing the mesh")
 
         def tell(what: str, done: int, whole: int) -> None:
-            bar.update(
-                task, description=f"Choosing the mesh: {what}", completed=done, total=whole
-            )
+            bar.update(task, description=f"Choosing the mesh: {what}", completed=done, total=whole)
 
         yield tell
