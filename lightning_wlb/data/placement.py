@@ -6,8 +6,6 @@ layers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -66,6 +64,6 @@ def predictor_of(
     pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
     if pipeline is None:
         return Predictor(latency, (range(shape.layers),))
-    precision: Any = trainer.precision_plugin  # the strategy's own
-    at_rest = str(precision.parameter_dtype).removeprefix("torch.")
+    precision = getattr(trainer.strategy, "precision_plugin", None)
+    at_rest = str(getattr(precision, "parameter_dtype", "float32")).removeprefix("torch.")
     return Predictor(latency, pipeline.stages, pipeline.schedule, at_rest)
