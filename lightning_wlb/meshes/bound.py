@@ -97,11 +97,17 @@ class ClosedForm:
 
     @cached_property
     def _all(self) -> NDArray[np.int64]:
-        return np.concatenate(self._pieces)
+        """Tokens of all these pieces, longest last."""
+        return np.sort(np.concatenate(self._pieces))
+
+    @cached_property
+    def _up_to(self) -> NDArray[np.int64]:
+        """Tokens of so many of the shortest pieces together."""
+        return np.concatenate(([0], np.cumsum(self._all)))
 
     @property
     def _step_tokens(self) -> int:
-        return int(self._all.sum()) // len(self._pieces)
+        return int(self._up_to[-1]) // len(self._pieces)
 
     def _counts(self, mesh: Mesh) -> Iterator[int]:
         """Numbers of micro-batches of a replica."""
@@ -153,8 +159,8 @@ class ClosedForm:
         latency, mesh = predictor.latency, predictor.latency.mesh
         shares = len(self._pieces) * mesh.data * count * mesh.context
         # Pieces longer than a rank's rows are on several ranks, which exchange their keys.
-        together = int(self._all[self._all > rows].sum())
-        travelling = (mesh.context - 1) * rows * together // int(self._all.sum())
+        alone, whole = self._up_to[np.searchsorted(self._all, rows, side="right")], self._up_to[-1]
+        travelling = (mesh.context - 1) * rows * int(whole - alone) // int(whole)
         layers = []
         for number, kind in enumerate(latency.kinds):
             layer = [
@@ -169,7 +175,7 @@ class ClosedForm:
 
     def _longest_ns(self, predictor: Predictor) -> int:
         """The longest piece alone, forward and backward, on the slowest stage."""
-        latency, longest = predictor.latency, self._all.max(keepdims=True)
+        latency, longest = predictor.latency, self._all[-1:]
         ranks = latency.mesh.context
         rows = -(-int(longest[0]) // ranks)
         layers = []

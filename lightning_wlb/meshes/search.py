@@ -2,8 +2,8 @@
 
 1. Every legal mesh is enumerated (:mod:`~lightning_wlb.meshes.legal`).
 2. Those whose state or activations do not fit are left out. Of the others the closed form
-   (:mod:`~lightning_wlb.meshes.bound`) keeps the best :data:`KEPT`, and of each size of each axis
-   the best, for it orders good meshes badly.
+   (:mod:`~lightning_wlb.meshes.bound`) keeps the best :data:`KEPT`, and of each size of an axis
+   the best that is not :data:`HOPELESS`, for it orders good meshes badly.
 3. The first steps of the run are planned on each by exact work, and predicted by the profile
    (:mod:`~lightning_wlb.meshes.evaluate`). Planning by work finds nearly the same best meshes as
    planning by profile, in a tenth of the time.
@@ -29,6 +29,9 @@ from lightning_wlb.meshes.request import MeshRequest
 KEPT = 16
 """Meshes that the closed form keeps."""
 
+HOPELESS = 2
+"""What the closed form finds so many times as slow as the best mesh is not simulated."""
+
 SHOWN = 5
 """Meshes that are planned by profile."""
 
@@ -50,39 +53,29 @@ def choose_mesh(request: MeshRequest, *, progress: Progress | None = None) -> Me
         ValueError: no mesh is legal, or none fits in memory; the message says why, and how many
             devices would do.
     """
-    found = _search(request, progress)
+    found = _search(request, progress or _silent)
     if found.rows:
         return found
     raise ValueError(_nothing(request, found))
 
 
-def _search(request: MeshRequest, progress: Progress | None) -> MeshChoice:
+def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     """As :func:`choose_mesh`, with no rows where no mesh fits."""
     reasons = Reasons()
-    tell = progress or (lambda what, done, whole: None)
-    kept = _pruned(request, legal_meshes(request, reasons), reasons, tell)
     by_work = []
+    kept = _pruned(request, legal_meshes(request, reasons), reasons, tell)
     for number, mesh in enumerate(kept):
         tell("simulating meshes", number, len(kept))
         by_work.append(evaluate(request, mesh, by_profile=False))
     by_work.sort(key=lambda each: each.order)
-    by_profile: list[Evaluation] = []
-    most = min(SHOWN, len(by_work))
-    for each in by_work:
-        fit = sum(every.fits for every in by_profile)
-        tell("planning by profile", fit, most)
-        # A mesh that does not fit as planned by work may fit as planned by profile.
-        if fit >= most or (fit and not each.fits):
-            break
-        by_profile.append(evaluate(request, each.row.mesh))
+    best = [each.row.mesh for each in _worth_planning(by_work)]
+    by_profile = []
+    for number, mesh in enumerate(best):
+        tell("planning by profile", number, len(best))
+        by_profile.append(evaluate(request, mesh))
     by_profile.sort(key=lambda each: each.order)
-    tell("planning by profile", most, most)
-    planned = {each.row.mesh for each in by_profile}
-    for each in by_profile:
-        if not each.fits:
-            reasons.add("simulated: more than the device's memory", each.row.mesh)
-    others = [each for each in by_work if each.row.mesh not in planned]
-    for each in others:
+    others = [each for each in by_work if each.row.mesh not in best]
+    for each in by_profile + others:
         if not each.fits:
             reasons.add("simulated: more than the device's memory", each.row.mesh)
     return MeshChoice(
@@ -91,6 +84,18 @@ def _search(request: MeshRequest, progress: Progress | None) -> MeshChoice:
         left_out=reasons.left_out,
         digest=request.digest,
     )
+
+
+def _worth_planning(by_work: list[Evaluation]) -> list[Evaluation]:
+    """Of meshes planned by work, in order, those to plan by profile, which knows the memory.
+
+    Those that fit as planned by work; and of those that do not, the fastest, for they may fit.
+    """
+    fit = [each for each in by_work if each.fits][:SHOWN]
+    too_large = [each for each in by_work if not each.fits]
+    if fit:
+        too_large = [each for each in too_large if each.row.steps_ns < fit[0].row.steps_ns]
+    return fit + too_large[:SHOWN]
 
 
 def _pruned(
@@ -112,10 +117,10 @@ def _pruned(
     fit.sort(key=lambda each: (each[0], each[1].shape, each[1].virtual_stages))
     ordered = [mesh for _, mesh in fit]
     kept = set(ordered[:KEPT])
-    for axis in (*AXES, "virtual_stages"):
+    for axis in ("pipeline", "context", "tensor", "virtual_stages"):
         seen: set[int] = set()
-        for mesh in ordered:
-            if (size := getattr(mesh, axis)) not in seen:
+        for step_ns, mesh in fit:
+            if step_ns <= HOPELESS * fit[0][0] and (size := getattr(mesh, axis)) not in seen:
                 seen.add(size)
                 kept.add(mesh)
     for mesh in ordered:
@@ -127,9 +132,7 @@ def _pruned(
 def _nothing(request: MeshRequest, found: MeshChoice) -> str:
     """Why nothing was found, and what would help."""
     why = "; ".join(f"{each.reason}: {each.count}, as {each.example}" for each in found.left_out)
-    smallest = None
-    if not set(request.fixed) >= set(AXES):
-        smallest = _smallest(request)
+    smallest = None if set(request.fixed) >= set(AXES) else _smallest(request)
     remedy = (
         f"With {smallest} devices there is one"
         if smallest
@@ -144,13 +147,19 @@ def _nothing(request: MeshRequest, found: MeshChoice) -> str:
 
 
 def _smallest(request: MeshRequest) -> int | None:
-    """The smallest number of devices that would do, in steps of 2."""
+    """The smallest number of devices on which a mesh fits, of twice, four times, ... as many."""
     devices = 2 * request.devices
     while devices <= LARGEST:
+        larger = replace(request, devices=devices)
         try:
-            if _search(replace(request, devices=devices), None).rows:
-                return devices
+            kept = _pruned(larger, legal_meshes(larger, reasons := Reasons()), reasons, _silent)
         except ValueError:  # The profile knows no link between so many.
             return None
+        if any(evaluate(larger, mesh).fits for mesh in kept[:SHOWN]):
+            return devices
         devices *= 2
     return None
+
+
+def _silent(what: str, done: int, whole: int) -> None:
+    """Progress that nobody asked for."""
