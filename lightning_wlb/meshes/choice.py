@@ -99,7 +99,7 @@ class MeshChoice:
 
     Args:
         rows: planned by the device profile, best first; at least one.
-        others: planned by exact work only, best first: which do not come among the first by it.
+        others: planned by exact work only, best first: those that are not among the best by it.
         left_out: not simulated, or too large for memory when simulated.
         digest: of the request, :attr:`.MeshRequest.digest`.
     """
@@ -113,6 +113,13 @@ class MeshChoice:
     def best(self) -> MeshRow:
         """The mesh to take."""
         return self.rows[0]
+
+    def best_by(self, axis: str) -> dict[int, MeshRow]:
+        """The best mesh with each size of an axis (``"virtual_stages"`` counts as one)."""
+        found: dict[int, MeshRow] = {}
+        for row in self.rows:
+            found.setdefault(getattr(row.mesh, axis), row)
+        return dict(sorted(found.items()))
 
     def to_json(self) -> str:
         """One line of JSON."""
