@@ -1,7 +1,7 @@
 """A step's parameters and gradients: gathered ahead of use, reduced behind the last backward.
 
-At rest a rank holds a shard of each parameter of its stages (:mod:`.fsdp`). A *unit* is what
-travels as a whole: a layer, an end, or what else the model has. In a step
+At rest a rank holds a shard of each parameter of its stages (:mod:`.fsdp`). A *unit*
+(:mod:`.units`) travels as a whole: a layer, an end, or what else the model has. In a step
 
 * all units are posted to be gathered, in the order in which the stages use them first; a forward
   waits for the unit that it enters, and for no other;
@@ -19,8 +19,8 @@ that tensor-parallel ranks hold alike is summed over them at the end.
 
 Cost: within a step this is ZeRO-1. From its first forward to its last backward a unit is held
 whole, 6 bytes per parameter in bf16. Not for models whose stages do not fit that way; use more
-pipeline or tensor parallelism. One more copy of a unit is made when it is gathered, and one of its gradients
-where a backend reduces in place. On one rank with one dtype nothing is copied or sent.
+pipeline or tensor parallelism. One more copy of a unit is made when it is gathered, and of its
+gradients where a backend reduces in place. On one rank with one dtype nothing is copied or sent.
 
 The group belongs to this traffic alone: NCCL runs it on a stream of its own, gloo in threads.
 """
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, cast
@@ -37,63 +36,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_wlb.schedule.actions import BACKWARD, Action
+from lightning_wlb.strategy.units import Share, Unit, parts_of
 
 # torch 2.13 has new names for them and deprecates the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-@dataclass(frozen=True)
-class Share:
-    """How the ranks share one parameter.
-
-    Attributes:
-        places: the modules that have it, and its name there.
-        shape: of the whole parameter, or of this rank's tensor-parallel part of it.
-        dim: which the ranks share.
-        rows: of that dim, on each rank but the last ones, which may have fewer.
-        is_part: whether the gradient is a part of a sum over the tensor-parallel ranks.
-    """
-
-    places: tuple[tuple[nn.Module, str], ...]
-    shape: tuple[int, ...]
-    dim: int
-    rows: int
-    is_part: bool
-
-    @property
-    def at_rest(self) -> DTensor:
-        """The parameter, outside of a step."""
-        module, name = self.places[0]
-        return cast(DTensor, module._parameters[name])
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        """The shape of a rank's part, padded to as many rows as that of others."""
-        return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Let the modules read ``parameter``."""
-        for module, name in self.places:
-            module._parameters[name] = parameter
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that travel together.
-
-    Args:
-        modules: whose forwards wait for them.
-        stages: whose actions use them.
-        shares: the parameters.
-    """
-
-    modules: tuple[nn.Module, ...]
-    stages: frozenset[int]
-    shares: tuple[Share, ...]
 
 
 class Gathering:
@@ -301,7 +251,7 @@ class _InStep:
         if self._sums is None:
             self._make_sums(gradient.device)
         share = self.unit.shares[number]
-        for part, place in _parts(gradient, self._places[number], share.dim):
+        for part, place in parts_of(gradient, self._places[number], share.dim):
             if number in self._added:
                 place.add_(part)
             else:
@@ -371,45 +321,6 @@ class _InStep:
         for number, share, part in zip(self._trained, shares, parts, strict=True):
             rows = self._rest[number].to_local().shape[share.dim]
             yield share, part.view(share.chunk).narrow(share.dim, 0, rows)
-
-
-def unit(modules: Sequence[nn.Module], stages: Sequence[int], inside: Sequence[nn.Module]) -> Unit:
-    """A unit of parameters at rest.
-
-    Args:
-        modules: whose forwards wait for the unit.
-        stages: whose actions use it.
-        inside: modules whose own parameters, not those of their children, are in it.
-    """
-    places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
-    for module in inside:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(cast(DTensor, parameter), []).append((module, name))
-    shares = tuple(_share(parameter, tuple(at)) for parameter, at in places.items())
-    return Unit(tuple(modules), frozenset(stages), shares)
-
-
-def _share(parameter: DTensor, places: tuple[tuple[nn.Module, str], ...]) -> Share:
-    over_ranks, *over_tensor = parameter.placements
-    shape = list(parameter.shape)
-    for place in over_tensor:
-        if isinstance(place, Shard):
-            shape[place.dim] //= parameter.device_mesh.size(1)
-    dim = cast(Shard, over_ranks).dim
-    ranks = parameter.device_mesh.size(0)
-    is_part = any(place.is_replicate() for place in over_tensor)
-    return Share(places, tuple(shape), dim, -(-shape[dim] // ranks), is_part)
-
-
-def _parts(gradient: Tensor, place: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a gradient, and where each goes in ``place`` [ranks, *chunk]."""
-    rows = place.shape[1 + dim]
-    full, rest = divmod(gradient.shape[dim], rows)
-    even = gradient.narrow(dim, 0, full * rows)
-    yield even.unflatten(dim, (full, rows)).movedim(dim, 0), place[:full]
-    if rest:
-        yield gradient.narrow(dim, full * rows, rest), place[full].narrow(dim, 0, rest)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.strategy import fsdp
-from lightning_wlb.strategy.gathering import Gathering, Unit, unit
+from lightning_wlb.strategy.gathering import Gathering
 from lightning_wlb.strategy.gradients import Tie, find_ties
 from lightning_wlb.strategy.mesh import data_context
+from lightning_wlb.strategy.units import Unit, unit
 
 
 def parallelize(
