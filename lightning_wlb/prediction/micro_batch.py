@@ -140,10 +140,9 @@ def by_mode(
         exchange: forward and backward of putting keys together on each rank.
         refetches: whether a backward that recomputes no attention repeats the forward's exchange.
     """
-    parallel = kind.tensor_parallel_ns(rows)
-    forward, backward = (kind.linear_ns(rows, backward=each) + parallel for each in PASSES)
+    forward, backward, again = kind.rows_ns(rows)
 
-    def times(mode: Recompute) -> PassTimes:
+    def times(mode: Recompute, added: int) -> PassTimes:
         full = mode == "full"
         fetches = full or refetches
         kernel = (
@@ -160,10 +159,10 @@ def by_mode(
         return PassTimes(
             (max(kernel[0]), max(kernel[1])),
             (sum(kernel[0]) / len(kernel[0]), sum(kernel[1]) / len(kernel[1])),
-            ((layer[0] + forward, layer[1] + backward + kind.again_ns(rows, mode)),),
+            ((layer[0] + forward, layer[1] + backward + added),),
         )
 
-    return list(map(times, MODES))
+    return list(map(times, MODES, again))
 
 
 def over_layers(
