@@ -78,4 +78,5 @@ def _label(row: MeshRow) -> str:
     names = zip(("DP", "PP", "CP", "TP"), row.mesh.shape, strict=True)
     sizes = " ".join(f"{name} {size}" for name, size in names)
     virtual = f" ×{row.mesh.virtual_stages} stages" if row.mesh.virtual_stages > 1 else ""
-    return f"{sizes}{virtual}, {row.recompute}"
+    again = f", {row.recomputed:.0%} recomputed" if row.recomputed else ""
+    return f"{sizes}{virtual}{again}"

@@ -154,7 +154,7 @@ def request_of(arguments: argparse.Namespace) -> MeshRequest:
         fixed=_fixed(arguments.mesh),
         schedule=arguments.schedule,
         virtual_stages=arguments.virtual_stages,
-        recompute=arguments.activation_checkpointing,
+        activation_checkpointing=arguments.activation_checkpointing,
         rest_dtype=rest,
         sharding=sharding,
         steps=steps,
@@ -222,7 +222,7 @@ def trainer_lines(row: MeshRow, request: MeshRequest, packing: str) -> list[str]
     count = f"devices={devices}" + (f", num_nodes={nodes}" if nodes > 1 and not rest else "")
     return [
         f"Trainer({count}, strategy=WLBStrategy({sizes}{pipeline}))",
-        f'LanguageModule(..., activation_checkpointing="{row.recompute}")',
+        f'LanguageModule(..., activation_checkpointing="{row.activation_checkpointing}")',
         f"WLBDataModule(..., context_window={request.data.context_window},"
         f' micro_batches={request.data.micro_batches}, packing="{packing}",'
         f' profile="{request.profile.name}")',
@@ -234,7 +234,7 @@ def again(arguments: argparse.Namespace, verdict: MeshVerdict) -> str:
     row = verdict.advised
     options = [
         f"--mesh {row.sizes} --schedule {row.schedule} --virtual-stages {row.mesh.virtual_stages}",
-        f"--activation-checkpointing {row.recompute} --steps {row.steps}",
+        f"--activation-checkpointing {row.activation_checkpointing} --steps {row.steps}",
         f"--packing {verdict.packing} --devices-per-node",
     ]
     return " ".join([*options, str(verdict.request.profile.devices_per_node)])
@@ -272,16 +272,22 @@ def _best(verdict: MeshVerdict) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    for heading in (*AXES, "virtual\nstages", "check-\npointing"):
-        table.add_column(heading.replace("data", "data "), justify="right")
-    for heading in ("step\n(ms)", "tokens/s", "memory\n(GB)", "bubble"):
+    for heading in (
+        *AXES,
+        "virtual\nstages",
+        "recom-\nputed",
+        "step\n(ms)",
+        "tokens/s",
+        "memory\n(GB)",
+        "bubble",
+    ):
         table.add_column(heading, justify="right")
     table.add_column("beside arithmetic, most time goes to")
     for row in found.rows[:SHOWN]:
         table.add_row(
             *map(str, row.mesh.shape),
             str(row.mesh.virtual_stages),
-            row.recompute,
+            f"{row.recomputed:.0%}",
             f"{row.step_ms:,.1f}",
             f"{row.tokens_per_second:,.0f}",
             f"{row.peak_bytes / 1e9:.1f}",

@@ -21,9 +21,9 @@ class MeshRow:
     Args:
         mesh: with its virtual stages.
         schedule: of the pipeline.
-        recompute: activation checkpointing: a name, or ``"auto"`` where each micro-batch has its
-            own.
-        recomputed: share of the tokens that run with any activation checkpointing.
+        activation_checkpointing: as it was asked for: a name, or ``"auto"``, with which each
+            micro-batch has its own.
+        recomputed: share of the tokens whose micro-batches compute anything again.
         by_profile: whether plans were chosen by the device profile; else by exact work.
         steps_ns: time of all simulated steps.
         steps: how many these are.
@@ -36,7 +36,7 @@ class MeshRow:
 
     mesh: Mesh
     schedule: str
-    recompute: str
+    activation_checkpointing: str
     recomputed: float
     by_profile: bool
     steps_ns: int

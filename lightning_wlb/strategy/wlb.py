@@ -285,8 +285,7 @@ class WLBStrategy(ChoosingStrategy):
         assert isinstance(module, LanguageModule)
         dtype, rest = name_of(precision.compute_dtype), name_of(precision.parameter_dtype)
         fused = self.root_device.type != "cpu"
-        mode = module.activation_checkpointing
-        return MemoryModel(module.model_shape, self.mesh, mode, dtype, rest, fused_norm=fused)
+        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused_norm=fused)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
