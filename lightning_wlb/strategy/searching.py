@@ -45,6 +45,7 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.meshes.choice import MeshChoice, MeshRow
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress, choose_mesh
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.mesh import Size
 
@@ -125,9 +126,12 @@ def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
 def _request(
     asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
 ) -> MeshRequest:
-    store = data.store
+    store, model = data.store, module.model
+    if model is None:
+        with torch.device("meta"):
+            model = module.build_model()
     fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if n != "auto"}
-    if "tensor" not in fixed and not _can_split(module):
+    if "tensor" not in fixed and not _can_split(model):
         fixed["tensor"] = 1
     return MeshRequest(
         lengths=np.asarray(store.lengths),
@@ -139,17 +143,15 @@ def _request(
         fixed=fixed,
         schedule=None if asked.schedule == "auto" else asked.schedule,
         virtual_stages=asked.virtual_stages,
-        recompute=module.activation_checkpointing,
+        activation_checkpointing=module.checkpointing_with(model),
         rest_dtype=asked.rest_dtype,
         sharding=data.sharding,
         mixture=store.shares if isinstance(store, MixedDocuments) else (),
     )
 
 
-def _can_split(module: LanguageModule) -> bool:
+def _can_split(model: Decoder) -> bool:
     """Whether the model has a plan by which tensor-parallel ranks share its weights."""
-    with torch.device("meta"):
-        model = module.model or module.build_model()
     try:
         model.tensor_parallel_plan(2)
     except ValueError:
@@ -170,7 +172,7 @@ def _facts(request: MeshRequest) -> dict[str, str]:
         f" ({_digest(repr(profile).encode())})",
         "a mesh": f"{request.devices} devices, {request.devices_per_node} to a node,"
         f" {request.fixed}, {request.schedule}, {request.virtual_stages} virtual stages,"
-        f" activation checkpointing {request.recompute}, sharding {request.sharding}"
+        f" activation checkpointing {request.activation_checkpointing}, sharding {request.sharding}"
         f" ({request.digest[:12]})",
     }
 
@@ -204,7 +206,7 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
     rank_zero_info(
         f"WLBStrategy: runner-up {_shown(others[0])}."
         if others
-        else "WLBStrategy: no other mesh is possible that fits in memory."
+        else "WLBStrategy: no other mesh was simulated that fits in memory."
     )
     rank_zero_info(
         f"WLBStrategy: beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
@@ -219,8 +221,8 @@ def _shown(row: MeshRow) -> str:
     stages = row.mesh.virtual_stages
     schedule = row.schedule + (f" with {stages} stages per rank" if stages > 1 else "")
     return (
-        f"mesh {row.mesh}, {schedule}, activation checkpointing {row.recompute}"
-        f" ({row.recomputed:.0%} of tokens), {row.step_ms:,.1f} ms a step,"
+        f"mesh {row.mesh}, {schedule}, {row.recomputed:.0%} of the tokens recomputed,"
+        f" {row.step_ms:,.1f} ms a step,"
         f" {row.tokens_per_second:,.0f} tokens/s"
     )
 
