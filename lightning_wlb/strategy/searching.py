@@ -21,7 +21,6 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +33,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.cost.profile import Profile
@@ -235,8 +237,8 @@ def _recalled(request: MeshRequest) -> MeshChoice:
     made: list[MeshChoice] = []
 
     def search(folder: Path) -> None:
-        with _progress() as progress:
-            made.append(choose_mesh(request, progress=progress))
+        with progress_bar() as tell:
+            made.append(choose_mesh(request, progress=tell))
         (folder / _ANSWER).write_text(made[0].to_json())
 
     try:
@@ -248,18 +250,19 @@ def _recalled(request: MeshRequest) -> MeshChoice:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on the terminal, where there is one."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Choosing the mesh")
+def progress_bar() -> Iterator[Progress]:
+    """A bar that a search moves, where there is a terminal to show it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
 
         def tell(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=f"Choosing the mesh: {what}", completed=done, total=whole)
+            bar.update(task, description=what, completed=done, total=whole)
 
         yield tell
