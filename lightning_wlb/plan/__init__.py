@@ -17,6 +17,7 @@ Cost: validation is linear in the number of slices.
 """
 
 from lightning_wlb.plan.parts import (
+    ActivationCheckpointing,
     MicroBatch,
     Piece,
     Recompute,
@@ -28,6 +29,7 @@ from lightning_wlb.plan.parts import (
 from lightning_wlb.plan.step import StepPlan
 
 __all__ = [
+    "ActivationCheckpointing",
     "MicroBatch",
     "Piece",
     "Recompute",

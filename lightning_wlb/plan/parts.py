@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 Recompute = Literal["none", "selective", "full"]
 """What backward computes again of a layer: nothing, its feed-forward half, or all of it."""
 
+ActivationCheckpointing = Literal["auto", Recompute]
+"""``"auto"``: the plan decides for each micro-batch; else what all of them compute again."""
+
 _AT_ONCE = 1 << 18
 """Documents that are looked at together, so that millions of them need no further memory."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from lightning_wlb.arguments import choice
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import Piece, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.laying_out import laid_out
@@ -35,6 +35,7 @@ from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
 from lightning_wlb.planning.replicas import unsharded
 from lightning_wlb.planning.settings import DataSettings
+from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, NAMES
 
@@ -59,13 +60,16 @@ class Planner:
             sharding is chosen.
         judge: what methods that try several plans of a step choose by, such as
             ``planning.judge.PredictedJudge``; None: simulations of ``work``.
+        activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: what
+            the judge settles on, else nothing.
         mixture: where documents are those of several stores, one store's after another's: what is
             taken of each. A document's number then grows by the number of all documents with
             each pass (:mod:`lightning_wlb.planning.mixture`).
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``, or an unknown sharding or schedule.
+            ``long_documents="error"``, or an unknown sharding, schedule or activation
+            checkpointing.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Planner:
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         judge: Judge | None = None,
+        activation_checkpointing: ActivationCheckpointing = "auto",
         mixture: Sequence[Share] = (),
     ) -> None:
         self._data = data
@@ -88,6 +93,10 @@ class Planner:
         self._sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
         slices = SCHEDULES[choice("schedule", schedule, SCHEDULES)].slices
         self._kernel_cost = kernel_cost
+        choice(
+            "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
+        )
+        self._checkpointing = activation_checkpointing
         self._place = Placement(mesh, unsharded, judge, slices)
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
@@ -187,7 +196,9 @@ class Planner:
         return StepPlan(
             step=self._step,
             epoch=self._arrivals.epoch,
-            replicas=tuple(laid_out(replicas, self._mesh, self._sharding, self._kernel_cost)),
+            replicas=tuple(
+                self._settled(laid_out(replicas, self._mesh, self._sharding, self._kernel_cost))
+            ),
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
@@ -197,6 +208,13 @@ class Planner:
             nominal_tokens=self._data.nominal_tokens,
             drain=drain,
         )
+
+    def _settled(self, replicas: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
+        """The same replicas, with what their micro-batches compute again in backward."""
+        if self._checkpointing != "auto":
+            return recomputing(replicas, self._checkpointing)
+        judge = self._place.judge
+        return replicas if judge is None else judge.settled(replicas)
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])
