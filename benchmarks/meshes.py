@@ -136,14 +136,14 @@ def powers(most: int) -> Iterator[int]:
 class Row(TypedDict):
     """A simulated mesh; ``step_ms`` is 0 where the model cannot be split so.
 
-    ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
+    ``recomputed`` is the share of tokens with activation checkpointing, ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
     and reducing, ``cpu`` seconds of a core.
     """
 
     step_ms: float
     by_work_ms: float
     compute_ms: float
-    recompute: str
+    recomputed: float
     gigabytes: float
     fits: bool
     by_profile: bool
@@ -156,14 +156,14 @@ def simulated(request: MeshRequest, mesh: Mesh, by_profile: bool) -> Row:
     try:
         made = evaluate(request, mesh, by_profile=by_profile)
     except ValueError:
-        return Row(step_ms=0, by_work_ms=0, compute_ms=0, recompute="", gigabytes=0, fits=False,
+        return Row(step_ms=0, by_work_ms=0, compute_ms=0, recomputed=0, gigabytes=0, fits=False,
             by_profile=by_profile, cpu=0)  # fmt: skip
     links = sum(step.simulations[0].synchronisation_ns for step in made.steps) / 1e6
     return Row(
         step_ms=round(made.row.step_ms, 2),
         by_work_ms=round(made.row.step_ms, 2),
         compute_ms=round(made.row.step_ms - links / len(made.steps), 2),
-        recompute=made.row.recompute,
+        recomputed=round(made.row.recomputed, 3),
         gigabytes=round(made.row.peak_bytes / 1e9, 1),
         fits=made.fits,
         by_profile=by_profile,
@@ -179,7 +179,7 @@ def searched(request: MeshRequest) -> dict[str, Any]:
     return {
         "mesh": name_of(row.mesh),
         "step_ms": round(row.step_ms, 2),
-        "recompute": row.recompute,
+        "recomputed": round(row.recomputed, 3),
         "bound_by": row.bound_by,
         "simulated": len(choice.rows) + len(choice.others),
         "cpu": round(time.process_time() - begin, 2),

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
 from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.plan import Slice, piece_counts
+from lightning_wlb.plan import Recompute, Slice, piece_counts
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import choose
 
@@ -119,18 +119,17 @@ def proposed_meshes(request: MeshRequest) -> list[Mesh]:
     intervals = sorted(set(held.tolist()))
     times, most = [], []
     for mesh in meshes:
-        predictors = [request.predictor(mesh, mode) for mode in request.modes]
-        longest = [each.longest_micro_batch(mesh.pipeline) for each in predictors]
+        predictor = request.predictor(mesh)
+        longest = [predictor.longest_micro_batch(mesh.pipeline, mode) for mode in request.modes]
         of_scheme = []
         for interval in intervals:
             own = held == interval
-            tokens = int((pieces[own] * weights[own]).sum())
-            number = int(weights[own].sum())
-            top = int(pieces[own].max())
-            fit = [each for each, limit in zip(predictors, longest, strict=True) if limit >= top]
+            tokens, number = int((pieces[own] * weights[own]).sum()), int(weights[own].sum())
+            top = pieces[own].max()
+            fit = [m for m, limit in zip(request.modes, longest, strict=True) if limit >= top]
             if not fit:
                 break
-            time = _time(fit[0], tokens // number) * number
+            time = _time(predictor, tokens // number, fit[0]) * number
             of_scheme.append(time * mesh.devices / mesh.data)
         most.append(len(of_scheme))
         times.append(of_scheme + [np.inf] * (len(intervals) - len(of_scheme)))
@@ -148,11 +147,12 @@ def _edges(window: int) -> NDArray[np.int64]:
     return np.array(edges, np.int64)
 
 
-def _time(predictor: Predictor, tokens: int) -> float:
+def _time(predictor: Predictor, tokens: int, mode: Recompute) -> float:
     """Forward and backward of a document on one stage, in ns; short ones share a micro-batch."""
     mesh = predictor.latency.mesh
     copies = max(UTILISED * mesh.context // tokens, 1)
     name, _ = choose([tokens] * copies, mesh.context, mesh.tensor, predictor.latency.segment_cost)
-    cost = predictor.micro_batch([Slice(n, 0, 0, tokens) for n in range(copies)], name)
-    kinds = {parts: stage for stage, parts in enumerate(predictor.memory.parts)}
-    return max(sum(predictor.action_ns(stage, cost)) for stage in kinds.values()) / copies
+    slices = [Slice(number, 0, 0, tokens) for number in range(copies)]
+    cost = predictor.micro_batch(slices, name)._replace(recompute=mode)
+    stages = {parts: stage for stage, parts in enumerate(predictor.memory.parts)}.values()
+    return max(sum(predictor.action_ns(stage, cost)) for stage in stages) / copies
