@@ -136,8 +136,9 @@ def powers(most: int) -> Iterator[int]:
 class Row(TypedDict):
     """A simulated mesh; ``step_ms`` is 0 where the model cannot be split so.
 
-    ``recomputed`` is the share of tokens with activation checkpointing, ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
-    and reducing, ``cpu`` seconds of a core.
+    ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
+    and reducing, ``recomputed`` the share of tokens with activation checkpointing, ``cpu`` seconds
+    of a core.
     """
 
     step_ms: float
