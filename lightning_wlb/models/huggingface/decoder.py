@@ -285,7 +285,7 @@ class HuggingFaceDecoder(Decoder):
         self.recomputes_layers = activation_checkpointing == "full"
         for layer in self.layers.values():
             if activation_checkpointing == "full":
-                # Inside the layer's call, so that FSDP's hooks around it run once.
+                # Inside the layer's call, so that hooks around it run once.
                 layer.forward = recomputed(layer.forward)
             if activation_checkpointing == "selective":
                 for part in layer.children():
