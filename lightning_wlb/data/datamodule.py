@@ -26,7 +26,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore, name_of
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
-from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
+from lightning_wlb.data.placement import checkpointing_of, predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.data.trainer_options import (
     refuse_fractions,
@@ -232,6 +232,11 @@ class WLBDataModule(L.LightningDataModule):
         return self._loader(self._dataset(store, settings), lambda: None)
 
     @property
+    def store(self) -> DocumentStore:
+        """The documents to train on, opened; those that are held out are not among them."""
+        return self._stores()[0]
+
+    @property
     def mean_context(self) -> int:
         """Tokens that a token attends to, its own included, on average over the documents.
 
@@ -316,7 +321,14 @@ class WLBDataModule(L.LightningDataModule):
         predictor = predictor_of(trainer, self.profile, shape, rank.mesh)
         schedule = getattr(trainer.strategy, "schedule", "1f1b")
         dataset = StepDataset.for_model(
-            store, settings, shape, rank, self.sharding, schedule, predictor
+            store,
+            settings,
+            shape,
+            rank,
+            self.sharding,
+            schedule,
+            predictor,
+            checkpointing_of(trainer),
         )
         # A shape that was given may leave the vocabulary out, or have another than the model.
         own = getattr(trainer.lightning_module, "model_shape", None)

@@ -176,11 +176,12 @@ def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], li
     orders = [backward_order(replica) for replica in replicas]
     planned = [planned_warm_up(needs) for _, needs in orders]
     aligned = []
-    for replica, (backward, _), own in zip(replicas, orders, planned, strict=True):
+    for replica, order, own in zip(replicas, orders, planned, strict=True):
         needs = [
             min(max(planned[other][place] for other in each.replicas), len(replica.forward))
             for place, each in enumerate(replica.backward)
             if len(each.replicas) > 1
         ]
-        aligned.append((backward, needs + own[len(needs) :]))
+        # A replica that shares nothing keeps its order: rounds of virtual stages plan otherwise.
+        aligned.append((order[0], needs + own[len(needs) :]) if needs else order)
     return aligned

@@ -51,6 +51,11 @@ _DTYPES = {
 }
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """As the cost model calls it, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class WLBPrecision(Precision):
     """Lightning's precision plugin for :class:`.WLBStrategy`.
 
