@@ -167,8 +167,7 @@ class HuggingFaceDecoder(Decoder):
             if self.head is not None and span.stop == self.stages.count:
                 hidden = self.head(made, micro_batch.labels, groups.tensor)
             else:
-                # Not a view of a batch of one: FSDP's hooks would be lost on it.
-                hidden = made.clone()
+                hidden = made
         if missing := sorted(set(span) - run.attended):
             raise ValueError(
                 f"model type {self.config.model_type!r}: layers {missing} did not call attention."
