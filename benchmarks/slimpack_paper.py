@@ -30,7 +30,6 @@ from rich.progress import track
 
 from benchmarks import report
 from benchmarks.paper_speedups import without_communication
-from lightning_wlb.cli.forecast import plan_steps
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
@@ -40,6 +39,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Recompute, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
 K = 1024

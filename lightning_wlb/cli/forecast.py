@@ -25,6 +25,7 @@ from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import Recompute, StepPlan
 from lightning_wlb.planning import Planner
 from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
@@ -242,16 +243,6 @@ def _fits(request: Request, mesh: Mesh, cap: int) -> bool:
         return False
     count = -(-request.micro_batches // mesh.data)
     return predictor.longest_micro_batch(count, "full") >= cap
-
-
-def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
-    """The next ``steps`` plans of a run; a new epoch begins where one ends."""
-    plans: list[StepPlan] = []
-    while len(plans) < steps:
-        plan = planner.next_step()
-        if plan is not None:
-            plans.append(plan)
-    return plans
 
 
 def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:

@@ -27,15 +27,16 @@ from lightning_wlb.arguments import choice
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
+from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
 from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, choose, layout
+from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 Targets = Callable[[int, int, int], int]
 
@@ -95,7 +96,7 @@ class Planner:
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         self._checkpointing = activation_checkpointing
-        self._place = Placement(mesh, self._sharded, judge, slices)
+        self._place = Placement(mesh, to_be_laid_out(self._sharding), judge, slices)
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -104,17 +105,7 @@ class Planner:
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
         self._mixture = tuple(mixture)
-        stream = (
-            self._lengths,
-            data.nominal_tokens,
-            data.context_window,
-            data.packer.cuts_stream,
-            data.seed,
-            data.shuffle,
-        )
-        self._arrivals = (
-            MixedBatches(self._mixture, *stream) if self._mixture else GlobalBatches(*stream)
-        )
+        self._arrivals = arrivals_of(self._lengths, data, self._mixture)
         self._settings = self._fingerprint()
         self._step = 0  # steps planned
         self._tokens = 0  # tokens of these steps
@@ -200,10 +191,16 @@ class Planner:
     def _plan(self, micro_batches: MicroBatches, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
         pieces = tuple(sorted(piece for packed in micro_batches for piece in packed))
+        replicas = laid_out(
+            self._packer.replicas(micro_batches, self._place),
+            self._mesh,
+            self._sharding,
+            self._kernel_cost,
+        )
         return StepPlan(
             step=self._step,
             epoch=self._arrivals.epoch,
-            replicas=tuple(self._settled(self._packer.replicas(micro_batches, self._place))),
+            replicas=tuple(self._settled(replicas)),
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
@@ -220,18 +217,6 @@ class Planner:
             return recomputing(replicas, self._checkpointing)
         judge = self._place.judge
         return replicas if judge is None else judge.settled(replicas)
-
-    def _sharded(self, slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
-        """The sharding of a micro-batch that replicas share, and its rows per context rank."""
-        mesh, sharding = self._mesh, self._sharding
-        lengths = [part.tokens for part in slices]
-        sizes = (mesh.context * replicas, mesh.tensor)
-        contexts = [part.context for part in slices]
-        if sharding == ADAPTIVE or (sharding == HEADS and (replicas > 1 or any(contexts))):
-            # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
-            name, chosen = choose(lengths, *sizes, self._kernel_cost, contexts=contexts)
-            return name, chosen.rows
-        return sharding, layout(sharding, lengths, *sizes).rows
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])
@@ -263,6 +248,37 @@ class Planner:
             **({"mixture": [list(share) for share in self._mixture]} if self._mixture else {}),
             **data.packing_choice.options.fingerprint,
         }
+
+
+def arrivals_of(
+    lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[Share]
+) -> GlobalBatches:
+    """The global batches of a run.
+
+    Args:
+        lengths: tokens of each document of the store, after truncation.
+        data: the data settings.
+        mixture: as for :class:`Planner`.
+    """
+    stream = (
+        lengths,
+        data.nominal_tokens,
+        data.context_window,
+        data.packer.cuts_stream,
+        data.seed,
+        data.shuffle,
+    )
+    return MixedBatches(mixture, *stream) if mixture else GlobalBatches(*stream)
+
+
+def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
+    """The next ``steps`` plans of a run without ``max_tokens``; where an epoch ends one begins."""
+    plans: list[StepPlan] = []
+    while len(plans) < steps:
+        plan = planner.next_step()
+        if plan is not None:
+            plans.append(plan)
+    return plans
 
 
 def _check_lengths(lengths: NDArray[np.int64], data: DataSettings) -> None:

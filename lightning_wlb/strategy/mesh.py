@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -79,6 +80,12 @@ def resolve_mesh(
     return mesh
 
 
+def is_settled(world_size: int, asked: Sequence[Size]) -> bool:
+    """Whether only one mesh has the sizes asked for, so that there is nothing to choose."""
+    fixed = math.prod(size for size in asked if size != "auto")
+    return fixed >= world_size or asked.count("auto") <= 1
+
+
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
     """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks.
 
@@ -93,7 +100,7 @@ def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) 
 
 
 def data_context(mesh: DeviceMesh) -> DeviceMesh:
-    """The data and context axes as one, over which FSDP shards: gradients are summed over both.
+    """The data and context axes as one, which share the parameters: gradients are summed over both.
 
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """

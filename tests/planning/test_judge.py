@@ -17,6 +17,7 @@ from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
+from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulate import simulate
 
 WORK = Work(PassWork(2, 2), PassWork(4, 4))
@@ -104,6 +105,29 @@ def test_the_recurrence_is_what_the_simulator_finds(lengths, packs, ranks, taper
         opened_bytes=lambda action: sum(part.tokens for part in made[action.micro_batch]),
     )
     assert judge([replica]) == (step.total_ns, max(step.peak_bytes))
+
+
+def test_interleaved_slices_are_judged_by_the_program_that_runs():
+    """A late chain raises the warm-up of one stage; rounds of virtual stages plan their own."""
+    parts = [
+        [Slice(0, 0, 0, 60)],
+        [Slice(1, 0, 0, 70)],
+        [Slice(2, 0, 0, 40)],
+        [Slice(2, 0, 40, 80)],
+    ]
+    replica = replica_plan(parts, 0, unsharded)
+    judge = judge_of(2, 2, overhead=3)
+    programs = [program_of("interleaved", rank, 2, 2, [replica], 0) for rank in range(2)]
+
+    def duration(action):
+        (part,) = replica.slices_of(replica.forward[action.micro_batch])
+        first, both = (
+            work(part.stop) - (work(part.start) if part.start else 0) for work in (forward, total)
+        )
+        return (first if action.kind == FORWARD else both - first) // 2 + 3
+
+    step = simulate(programs, duration)
+    assert judge([replica]).time == step.total_ns
 
 
 def test_nothing_takes_no_time():
