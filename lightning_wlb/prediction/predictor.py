@@ -255,22 +255,30 @@ class Predictor:
 
     def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
         """All that :meth:`run` simulates, of replicas that share with each other only."""
+        executed, costs = self.executed(replicas)
+        return PreparedReplicas(executed, costs, *self.programs(executed, costs))
+
+    def programs(
+        self,
+        executed: Sequence[ReplicaPlan],
+        costs: Sequence[Sequence[MicroBatchCost]],
+    ) -> tuple[list[list[list[Action]]], list[Mapping[Action, int]]]:
+        """``programs`` and ``freed`` of :class:`.PreparedReplicas`."""
         mesh = self.latency.mesh
-        replicas, costs = self.executed(replicas)
         programs = [
             [
                 program_of(
-                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number
+                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, executed, number
                 )
                 for rank in range(mesh.pipeline)
             ]
-            for number in range(len(replicas))
+            for number in range(len(executed))
         ]
         freed = [
             self.memory.freed(of_replica, replica, each)
-            for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
+            for of_replica, replica, each in zip(programs, executed, costs, strict=True)
         ]
-        return PreparedReplicas(replicas, costs, programs, freed)
+        return programs, freed
 
     def run(self, prepared: PreparedReplicas) -> SimulatedReplicas:
         """Simulate what :meth:`prepare` has made; its costs may have other recomputation by now."""
