@@ -36,9 +36,9 @@ from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel, StageParts
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.estimate import estimated_costs
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.executed import layout_of, units
 from lightning_wlb.prediction.memory import StepMemory, most_open
-from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
+from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost, most_keys
 from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
@@ -49,7 +49,7 @@ from lightning_wlb.schedule.programs import (
 )
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
-from lightning_wlb.sharding import ADAPTIVE, layout
+from lightning_wlb.sharding import ADAPTIVE, HEADS, layout
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -378,3 +378,22 @@ class Predictor:
             )._replace(recompute=micro_batch.recompute)
             for micro_batch, keeps in zip(replica.forward, kept, strict=True)
         ]
+
+    def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        """:meth:`costs` of a replica that is laid out, with its sizes, but estimated times."""
+        if any(each.sharding == HEADS for each in replica.forward):
+            return self.costs(replica)
+        mesh, costs = self.latency.mesh, self.costs(replica, estimated=True)
+        result = []
+        for micro_batch, cost in zip(replica.forward, costs, strict=True):
+            placed = layout_of(replica, micro_batch, mesh.context, mesh.tensor)
+            keys = most_keys(self.latency, replica.slices_of(micro_batch), placed)
+            result.append(
+                cost._replace(
+                    rows=placed.rows,
+                    keys=keys,
+                    indexed=keys if placed.ranks > 1 else 0,
+                    kept_rows=placed.rows if cost.kept_rows else 0,
+                )
+            )
+        return result

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.plan import Recompute, ReplicaPlan
+from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES, MicroBatchCost
 from lightning_wlb.prediction.totals import (
@@ -73,12 +74,14 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
         replicas: those that share micro-batches share them with each other only; what they
             recompute so far does not matter.
     """
-    executed, costs = predictor.executed(replicas)
+    mesh = predictor.latency.mesh
+    executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
+    costs = list(map(predictor.sizes, executed))
     found = least_recomputation(predictor, replicas, executed, costs)
     result = []
-    for replica, units, of_replica in zip(replicas, executed, found, strict=True):
+    for replica, as_executed, of_replica in zip(replicas, executed, found, strict=True):
         modes: dict[int, Recompute] = {}
-        for unit, cost in zip(units.forward, of_replica, strict=True):
+        for unit, cost in zip(as_executed.forward, of_replica, strict=True):
             modes.update(dict.fromkeys(unit.slices, cost.recompute))
         forward, backward = (
             tuple(
