@@ -46,24 +46,33 @@ def step_totals(
         replicas: as they are executed; shared micro-batches come first on all that share them.
         costs: of each replica's micro-batches.
     """
-    constant = predictor.memory.constant(costs)
+    constant, traffic = predictor.memory.constant(costs), predictor.traffic
     pipelines, peaks = [], [0]
     for replica, of_replica, (order, needs) in zip(
         replicas, costs, backward_orders(replicas), strict=True
     ):
+        forward, backward = predictor.stage_durations(of_replica)
         pipeline = Pipeline(
-            *predictor.stage_durations(of_replica),
+            forward,
+            backward,
             _travel(predictor, of_replica),
             order,
             planned_warm_up(needs),
             members_of(replica),
+            [traffic.begins(rank, each[0]) for rank, each in enumerate(forward)] if order else (),
         )
         pipelines.append(pipeline)
         if order:
             peaks.append(_peak(predictor.memory, pipeline, replica, of_replica, constant))
-    return StepTotals(
-        max(step_ends(pipelines), default=0) + predictor.synchronisation_ns, max(peaks)
-    )
+    ends = step_ends(pipelines)
+    last: dict[int, list[tuple[int, int]]] = {}
+    for pipeline, of_ranks in zip(pipelines, ends, strict=True):
+        if pipeline.order:
+            for rank, end in enumerate(of_ranks):
+                took = pipeline.backward[rank][pipeline.order[-1]]
+                last.setdefault(rank, []).append((end, took))
+    end = max(max(map(max, ends), default=0), traffic.ends(last))
+    return StepTotals(end + traffic.optimise, max(peaks))
 
 
 def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
