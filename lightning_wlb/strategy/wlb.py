@@ -33,7 +33,6 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
-from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.checks import (
     check_precision,
     check_trainer,
@@ -63,7 +62,7 @@ class WLBStrategy(ChoosingStrategy):
     order of the arguments, takes the devices that the other sizes leave, and any further one is 1.
 
     Args:
-        data_parallel_size: replicas that train on different documents. FSDP2 shards over them.
+        data_parallel_size: replicas that train on different documents, and share the parameters.
         pipeline_parallel_size: stages that the layers are split into, by cost.
         context_parallel_size: ranks that share the tokens of each micro-batch.
         tensor_parallel_size: ranks that share each weight, with sequence parallelism.
@@ -219,14 +218,15 @@ class WLBStrategy(ChoosingStrategy):
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         stages = model_stages(shape, mesh.stages, attended)
         precision = self.precision_plugin
-        self._ties = parallelize(
+        self._ties, gathering = parallelize(
             model,
             self.mesh_groups.mesh,
             stages,
             initialise=module.init_weights,
             device=self.root_device,
             dtype=precision.parameter_dtype,
-            policy=precision.policy,
+            compute_dtype=precision.compute_dtype,
+            sum_dtype=precision.sum_dtype,
         )
         self.executor = Executor(
             model,
@@ -240,6 +240,7 @@ class WLBStrategy(ChoosingStrategy):
                 device=self.root_device,
             ),
             self.mesh_groups,
+            gathering,
         )
         model.parallelized_by = self  # type: ignore[assignment]
 
@@ -290,7 +291,7 @@ class WLBStrategy(ChoosingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Reduce the gradients that the step has accumulated and set ``.grad``."""
+        """Wait for the step's gradients, which travel since its backwards, and set ``.grad``."""
         ran, self._loss = self._loss, None
         if closure_loss.requires_grad or ran is None or not _same(closure_loss, ran):
             raise MisconfigurationException(
@@ -303,7 +304,7 @@ class WLBStrategy(ChoosingStrategy):
         module = self.lightning_module
         assert module is not None
         self.precision_plugin.pre_backward(closure_loss, module)
-        fsdp.finish_step(self.executor.model)
+        self.executor.gathering.finish()
         add_tied_gradients(
             self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
         )
