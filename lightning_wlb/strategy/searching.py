@@ -49,7 +49,6 @@ from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress, choose_mesh
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.strategy.mesh import Size
 
 PREPARING = timedelta(days=100)
 """How long ranks wait for a node's first one to prepare documents; tokenising may take hours."""
@@ -69,7 +68,7 @@ class Asked(NamedTuple):
         rest_dtype: of parameters and optimizer state at rest.
     """
 
-    sizes: Sequence[Size]
+    sizes: Sequence[int | str]
     schedule: str
     virtual_stages: int | None
     devices: int
@@ -87,7 +86,7 @@ def unknown(trainer: pl.Trainer, module: object, profile: Profile | None) -> str
     return "there is no device profile of these devices" if profile is None else None
 
 
-def choose(
+def agreed_mesh(
     asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
 ) -> tuple[Mesh, str]:
     """The mesh and its schedule; collective over all ranks.
@@ -132,7 +131,7 @@ def _request(
     if model is None:
         with torch.device("meta"):
             model = module.build_model()
-    fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if n != "auto"}
+    fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if isinstance(n, int)}
     if "tensor" not in fixed and not _can_split(model):
         fixed["tensor"] = 1
     return MeshRequest(
