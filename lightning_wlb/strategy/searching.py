@@ -5,7 +5,8 @@ the ranks before it prepares data and builds the model, so they are asked for ea
 are connected and the process groups of a mesh are not made yet:
 
 1. The first rank of each node prepares the documents while the others wait, as long as it takes,
-   as Lightning lets them wait for ``prepare_data``. Then every rank opens them.
+   as Lightning lets them wait for ``prepare_data``. Then every rank opens them. (Lightning calls
+   ``prepare_data`` again later, which finds everything made.)
 2. Every rank says what it would choose a mesh for. Where one says other than rank 0, all end in an
    error that names the ranks and what differs.
 3. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
@@ -74,16 +75,6 @@ class Asked(NamedTuple):
     devices: int
     devices_per_node: int
     rest_dtype: str
-
-
-def unknown(trainer: pl.Trainer, module: object, profile: Profile | None) -> str | None:
-    """What is missing to choose a mesh by, in words; None where nothing is."""
-    data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, WLBDataModule):
-        return "the documents are not in a WLBDataModule"
-    if not isinstance(module, LanguageModule):
-        return "the model is in no LanguageModule"
-    return "there is no device profile of these devices" if profile is None else None
 
 
 def agreed_mesh(
