@@ -28,6 +28,7 @@ from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
+from lightning_wlb.prediction.totals import has_totals, step_totals
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
@@ -214,10 +215,21 @@ class PredictedJudge:
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes, with the recomputation that it would be settled with."""
-        if self.activation_checkpointing == "auto":
-            step = self.predictor.run(least_recomputation(self.predictor, replicas))
+        predictor = self.predictor
+        if self.activation_checkpointing != "auto":
+            replicas = recomputing(replicas, self.activation_checkpointing)
+            if has_totals(predictor):
+                return Verdict(*step_totals(predictor, *predictor.executed(replicas)))
+            step = predictor.simulate(replicas)
+        elif has_totals(predictor):
+            executed, costs = predictor.executed(recomputing(replicas, "none"))
+            totals = step_totals(predictor, executed, costs)
+            if totals.peak_bytes > self.limit:
+                prepared = least_recomputation(predictor, replicas)
+                totals = step_totals(predictor, prepared.executed, prepared.costs)
+            return Verdict(*totals)
         else:
-            step = self.predictor.simulate(recomputing(replicas, self.activation_checkpointing))
+            step = predictor.run(least_recomputation(predictor, replicas))
         return Verdict(step.simulations[0].total_ns, step.peak_bytes)
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
