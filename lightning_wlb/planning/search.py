@@ -24,15 +24,16 @@ from typing import Literal, NamedTuple
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
+from lightning_wlb.planning.apart import cut_apart
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.longest_first import deal_capped
 from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 from lightning_wlb.planning.slicing import slice_pieces
 
-HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M over half of the nominal number
+HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # M over half of the nominal number
 START = HALVES.index(12)
 
-Kind = Literal["whole", "equal", "tapered"]
+Kind = Literal["whole", "equal", "tapered", "apart"]
 
 Packs = list[list[Slice]]
 """The slices of each micro-batch, in forward order; none where the pieces cannot be packed so."""
@@ -51,14 +52,14 @@ FEWEST = Way("whole", 0)
 class Score(NamedTuple):
     """How good a plan is; less is better."""
 
-    overflows: bool  # whether a rank holds more than the judge's limit
+    excess: int  # what a rank holds above the judge's limit
     time: int  # of the step
 
 
 def score_of(replicas: Sequence[ReplicaPlan], judge: Judge) -> Score:
     """The score of a step, or of replicas that share no micro-batch with others."""
     verdict = judge(replicas)
-    return Score(verdict.peak > judge.limit, verdict.time)
+    return Score(max(verdict.peak - judge.limit, 0), verdict.time)
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Candidates:
             self._scores[way] = (
                 score_of([replica_plan(self.packs(way), 0, self.shard)], self.judge)
                 if self.packs(way)
-                else Score(True, sys.maxsize)
+                else Score(sys.maxsize, sys.maxsize)
             )
         return self._scores[way]
 
@@ -112,8 +113,10 @@ class Candidates:
             return min((fewest, Way("whole", HALVES[self._walk("whole")])), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
         kind: Kind = "tapered" if self.mesh.virtual_stages == 1 else "equal"
+        if self.score(Way(kind, HALVES[START])).excess:
+            kind = "apart"
         halves = HALVES[self._walk(kind)]
-        ways = [fewest, Way("equal", halves), Way("tapered", halves)]
+        ways = [fewest, Way("apart", halves), Way("equal", halves), Way("tapered", halves)]
         loads = [self.work(piece.tokens) for piece in self.pieces]
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
@@ -143,5 +146,6 @@ class Candidates:
                 if not left:
                     return [list(map(whole, pieces)) for pieces in dealt if pieces]
             return []
-        taper = self.mesh.pipeline - 1 if way.kind == "tapered" else 0
-        return slice_pieces(self.pieces, count or least, self.cap, self.work, taper=taper)
+        taper = self.mesh.pipeline - 1 if way.kind != "equal" else 0
+        cut = cut_apart if way.kind == "apart" else slice_pieces
+        return cut(self.pieces, count or least, self.cap, self.work, taper=taper)

@@ -110,7 +110,7 @@ class AutoPacker(Packer):
         loads = own_work(merged, work)
         nominal = share_packs(loads, count, sum(merged.loads))
         result: list[Packs] = [[] for _ in loads]
-        way, latest = FEWEST, Score(False, 0)
+        way, latest = FEWEST, Score(0, 0)
         for number in sorted(range(len(loads)), key=lambda number: -loads[number]):
             if not (own := merged.own[number]):
                 continue
