@@ -113,27 +113,25 @@ class Candidates:
             return min((fewest, Way("whole", HALVES[self._walk("whole")])), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
         kind: Kind = "tapered" if self.mesh.virtual_stages == 1 else "equal"
-        if self.score(Way(kind, HALVES[START])).excess:
-            kind = "apart"
-        halves = HALVES[self._walk(kind)]
+        at = self._walk(kind)
+        if any(score.excess for way, score in self._scores.items() if way.kind == kind):
+            at = self._walk("apart", at)
+        halves = HALVES[at]
         ways = [fewest, Way("apart", halves), Way("equal", halves), Way("tapered", halves)]
         loads = [self.work(piece.tokens) for piece in self.pieces]
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             ways.insert(1, Way("whole", halves))
-        return min(ways, key=self.score)
+        return min((*ways, *self._scores), key=self.score)
 
-    def _walk(self, kind: Kind) -> int:
-        """From :data:`START` up while the score improves, or else down; an index of ``HALVES``."""
-        at = START
-        for stride in (1, -1):
-            while 0 <= at + stride < len(HALVES):
-                if self.score(Way(kind, HALVES[at + stride])) >= self.score(Way(kind, HALVES[at])):
-                    break
-                at += stride
-            if at != START:
-                break
-        return at
+    def _walk(self, kind: Kind, at: int = START) -> int:
+        """To the neighbour with the best score while there is a better one; an index of HALVES."""
+        while True:
+            near = [each for each in (at, at + 1, at - 1) if 0 <= each < len(HALVES)]
+            best = min(near, key=lambda each: self.score(Way(kind, HALVES[each])))
+            if best == at:
+                return at
+            at = best
 
     def _make(self, way: Way) -> Packs:
         least = -(-sum(piece.tokens for piece in self.pieces) // self.cap)
