@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, stdlib_lengths
-from lightning_wlb.cli.forecast import plan_steps
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.sharding import choose, predicted_latency
 from lightning_wlb.sharding.choice import CANDIDATES
 

@@ -196,8 +196,7 @@ def _attention_ms(predictor: Predictor, lengths: list[int]) -> tuple[float, floa
     for sharding in (name, HEADS):
         cost = predictor.micro_batch(pieces, sharding)
         others = sum(
-            latency.linear_ns(cost.rows, backward=backward)
-            + latency.tensor_parallel_ns(cost.rows, backward=backward)
+            latency.linear_ns(cost.rows, backward=backward) + latency.tensor_parallel_ns(cost.rows)
             for backward in (False, True)
         )
         times.append((sum(cost.layer_ns[0]) - others) / 1e6)

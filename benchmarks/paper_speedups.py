@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.workloads import documents_for, generator_a, window_pieces
-from lightning_wlb.cli.forecast import Forecast, plan_steps
+from lightning_wlb.cli.forecast import Forecast
 from lightning_wlb.cost.flops import PassWork, Work, causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Link, Profile
@@ -37,6 +37,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from lightning_wlb.sharding import ADAPTIVE
 
@@ -172,7 +173,7 @@ def paper_work(latency: LatencyModel, window: int) -> Work:
         attention = latency.attention_ns(length, length, backward=backward) // ranks
         others = (
             latency.linear_ns(rows, backward=backward)
-            + latency.tensor_parallel_ns(rows, backward=backward)
+            + latency.tensor_parallel_ns(rows)
             + latency.context_parallel_ns((ranks - 1) * rows, rows, backward=backward)
         )
         return PassWork((others << 24) // window, (attention << 24) // causal_pairs(window))

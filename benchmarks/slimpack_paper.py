@@ -30,16 +30,16 @@ from rich.progress import track
 
 from benchmarks import report
 from benchmarks.paper_speedups import without_communication
-from lightning_wlb.cli.forecast import plan_steps
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.latency import Checkpointing, LatencyModel
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.plan import Recompute, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
 K = 1024
@@ -122,19 +122,19 @@ class Case:
         stages = tuple(model_stages(shape, mesh.stages, mean_context_of(lengths, self.window)))
         schedule = "1f1b" if per_rank == 1 else "interleaved"
 
-        def predictor(profile: Profile, mode: Checkpointing) -> Predictor:
-            return Predictor(LatencyModel(profile, shape, mesh, mode), stages, schedule)
+        def predictor(profile: Profile) -> Predictor:
+            return Predictor(LatencyModel(profile, shape, mesh), stages, schedule)
 
-        modes: Sequence[Checkpointing] = get_args(Checkpointing)
+        model = predictor(self.profile)
+        modes: Sequence[Recompute] = get_args(Recompute)
         usable = self.profile.memory_bytes * USABLE_PERCENT // 100
-        plain: list[StepPlan] = self._plans("best_fit", count, lengths, steps, mesh, None)
         for mode in modes:
-            model = predictor(self.profile, mode)
+            plain = self._plans("best_fit", count, lengths, steps, mesh, None, mode)
             made = [model.predict(plan) for plan in plain]
             if max(each.peak_bytes for each in made) <= usable:
                 break
-        plans = self._plans("auto", count, lengths, steps, mesh, model)
-        unlinked = predictor(without_communication(self.profile), mode)
+        plans = self._plans("auto", count, lengths, steps, mesh, model, mode)
+        unlinked = predictor(without_communication(self.profile))
         result: dict[str, Any] = {
             "N": count,
             "activation_checkpointing": mode,
@@ -153,13 +153,15 @@ class Case:
         steps: int,
         mesh: Mesh,
         model: Predictor | None,
+        mode: Recompute,
     ) -> list[StepPlan]:
         planner = Planner(
             lengths,
             DataSettings(self.window, count, packing=packing, cap=self.window, shuffle=False),
             Work.of(SHAPES[self.model]),
             mesh,
-            judge=None if model is None else PredictedJudge(model),
+            judge=None if model is None else PredictedJudge(model, mode),
+            activation_checkpointing=mode,
         )
         return plan_steps(planner, steps)
 

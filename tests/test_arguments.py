@@ -142,7 +142,11 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (model, {"warmup_tokens": 5, "decay_tokens": 5}, "Give 0 <= warmup_tokens < decay_tokens"),
     (model, {"min_learning_rate_ratio": 2}, "min_learning_rate_ratio=2 .* from 0 to 1"),
     (model, {"loss_normalisation": "mean"}, "loss_normalisation='mean' is not one of step"),
-    (model, {"activation_checkpointing": "some"}, "'some' is not one of none, selective, full"),
+    (
+        model,
+        {"activation_checkpointing": "some"},
+        "'some' is not one of auto, none, selective, full",
+    ),
     (model, {"activation_checkpointing": True}, "activation_checkpointing=True is not one of"),
     (model, {"attention_backend": "flex"}, "attention_backend='flex' is not one of auto, cpu"),
     (model, {"seed": -1}, "seed=-1, but it must be at least 0"),

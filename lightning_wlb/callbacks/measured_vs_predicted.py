@@ -32,7 +32,7 @@ def run_predictor(
 
     Args:
         profile: of the device that trains.
-        module: for the model's shape and its activation checkpointing.
+        module: for the model's shape.
         mesh: that trains.
         pipeline: for the layers of each stage, the schedule, and the device and dtype of the run.
 
@@ -41,8 +41,7 @@ def run_predictor(
     """
     dtype = str(pipeline.dtype).removeprefix("torch.")
     profile.check(device_type=pipeline.device.type, dtype=dtype)
-    checkpointing = module.activation_checkpointing
-    latency = LatencyModel(profile, module.model_shape, mesh, checkpointing)
+    latency = LatencyModel(profile, module.model_shape, mesh)
     return Predictor(latency, pipeline.stages, pipeline.schedule)
 
 

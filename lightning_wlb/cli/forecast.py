@@ -3,8 +3,8 @@
 Figures over steps are given as mean, 99th percentile and *aggregate*. The aggregate is the quotient
 of the sums over all steps: steps differ in tokens, so a mean of quotients misleads.
 
-Cost: that of planning every step of every candidate, and of predicting it once for each kind of
-activation checkpointing that is tried. `auto` plans slowest, as it simulates several plans a step.
+Cost: that of planning every step of every candidate, and of predicting it once. `auto` plans
+slowest, as it simulates several plans a step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
 from lightning_wlb.cli.request import Request
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.plan import Recompute, StepPlan
 from lightning_wlb.planning import Planner
 from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
@@ -70,6 +70,17 @@ class Forecast:
         """Of the fullest rank in the fullest step."""
         return max(step.peak_bytes for step in self.steps)
 
+    def recomputed(self, *modes: Recompute) -> float:
+        """The share of tokens whose micro-batches recompute in one of these ways."""
+        tokens = sum(
+            replica.tokens_of(each) / len(each.replicas)
+            for step in self.steps
+            for replica in step.plan.replicas
+            for each in replica.forward
+            if each.recompute in modes
+        )
+        return tokens / self.tokens
+
     @property
     def typical_step(self) -> StepPrediction:
         """The step nearest to the mean in both its time and its work."""
@@ -108,6 +119,9 @@ class Forecast:
             "tokens_per_second": self.tokens * 1e9 / self.total_ns,
             "model_flop_utilisation": self.flops * 1e9 / possible_flops,
             "peak_gigabytes": self.peak_bytes / 1e9,
+            "recomputed_selective": self.recomputed("selective"),
+            "recomputed_full": self.recomputed("full"),
+            "recomputed": self.recomputed("selective", "full"),
             "speedup_per_token": (baseline.total_ns / baseline.tokens)
             / (self.total_ns / self.tokens),
             "speedup_per_flop": (baseline.total_ns / baseline.flops) / (self.total_ns / self.flops),
@@ -116,17 +130,15 @@ class Forecast:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The candidates of a request under one kind of activation checkpointing.
+    """The candidates of a request.
 
     Args:
         request: that was carried out.
-        checkpointing: the least with which all candidates fit in memory that fit with any.
         forecasts: of the candidates that fit, the baseline first if it does.
         too_large: of those that do not.
     """
 
     request: Request
-    checkpointing: Checkpointing
     forecasts: Sequence[Forecast]
     too_large: Sequence[Forecast]
 
@@ -138,7 +150,7 @@ class Comparison:
     @property
     def longest_micro_batch(self) -> int:
         """Tokens of a micro-batch that fits in memory if all are as long."""
-        return self.request.longest_micro_batch(self.request.predictor(self.checkpointing))
+        return self.request.longest_micro_batch(self.request.predictor())
 
 
 def compare(request: Request) -> Comparison:
@@ -148,36 +160,28 @@ def compare(request: Request) -> Comparison:
         ValueError: nothing fits in memory; the message says what would.
     """
     _check_state(request)
-    plans = _plans(request)
-    best: Comparison | None = None
-    for checkpointing in request.checkpointing:
-        predictor = request.predictor(checkpointing)
-        made = [Forecast.of(*key, steps, predictor) for key, steps in plans.items()]
-        fit = [forecast for forecast in made if forecast.peak_bytes <= request.usable_bytes]
-        if best is None or len(fit) > len(best.forecasts):
-            rest = [forecast for forecast in made if forecast not in fit]
-            best = Comparison(request, checkpointing, fit, rest)
-        if not best.too_large:
-            break
-    assert best is not None
-    if best.forecasts:
-        return best
+    predictor = request.predictor()
+    made = [Forecast.of(*key, steps, predictor) for key, steps in _plans(request).items()]
+    fit = [forecast for forecast in made if forecast.peak_bytes <= request.usable_bytes]
+    if fit:
+        return Comparison(request, fit, [forecast for forecast in made if forecast not in fit])
     least = min(made, key=lambda forecast: forecast.peak_bytes)
     tokens = request.longest_micro_batch(predictor)
+    decided = request.checkpointing == "auto"
+    other = "" if decided else "; or --activation-checkpointing auto may"
     raise ValueError(
         f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
-        f" {checkpointing!r}, packing {least.packing!r} with sharding {least.sharding!r} would fill"
-        f" {least.peak_bytes / 1e9:.1f} GB of a device, of which {request.usable_bytes / 1e9:.1f}"
-        f" GB ({USABLE_PERCENT} % of {request.profile.device}) may be filled. Micro-batches of up"
-        f" to {tokens} tokens would fit here, all as long"
-        f"{'' if len(request.checkpointing) > 1 else '; or --activation-checkpointing auto may'}."
-        f" {_what_fits(request)}"
+        f" {request.checkpointing!r}, packing {least.packing!r} with sharding {least.sharding!r}"
+        f" would fill {least.peak_bytes / 1e9:.1f} GB of a device, of which"
+        f" {request.usable_bytes / 1e9:.1f} GB ({USABLE_PERCENT} % of {request.profile.device})"
+        f" may be filled. Micro-batches of up to {tokens} tokens would fit here, all as"
+        f" long{other}. {_what_fits(request)}"
     )
 
 
 def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
     """The steps of each packing and sharding."""
-    judge = PredictedJudge(request.predictor(request.checkpointing[0]))
+    judge = PredictedJudge(request.predictor(), request.checkpointing)
     return {
         (packing, sharding): plan_steps(
             Planner(
@@ -189,6 +193,7 @@ def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
                 schedule=request.schedule,
                 kernel_cost=judge.predictor.latency.segment_cost,
                 judge=judge,
+                activation_checkpointing=request.checkpointing,
             ),
             request.steps,
         )
@@ -197,7 +202,7 @@ def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
 
 
 def _check_state(request: Request) -> None:
-    state = max(request.predictor(request.checkpointing[-1]).memory.state_bytes)
+    state = max(request.predictor().memory.state_bytes)
     if state > request.usable_bytes:
         raise ValueError(
             f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
@@ -233,20 +238,11 @@ def _what_fits(request: Request) -> str:
 def _fits(request: Request, mesh: Mesh, cap: int) -> bool:
     try:
         check_tensor_parallel(request.shape, mesh.tensor)
-        predictor = request.predictor("full", mesh)
+        predictor = request.predictor(mesh)
     except ValueError:
         return False
-    return request.longest_micro_batch(predictor) >= cap
-
-
-def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
-    """The next ``steps`` plans of a run; a new epoch begins where one ends."""
-    plans: list[StepPlan] = []
-    while len(plans) < steps:
-        plan = planner.next_step()
-        if plan is not None:
-            plans.append(plan)
-    return plans
+    count = -(-request.micro_batches // mesh.data)
+    return predictor.longest_micro_batch(count, "full") >= cap
 
 
 def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:

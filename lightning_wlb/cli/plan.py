@@ -29,8 +29,8 @@ from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
 from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE, SHARDING_NAMES, Request
 from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.cli.verdict import Verdict, judged
-from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.profile import shipped_profiles
+from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
@@ -54,6 +54,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens_per_second": ("tokens/s", "{:,.0f}".format),
     "model_flop_utilisation": ("MFU", "{:.1%}".format),
     "peak_gigabytes": ("memory\n(GB)", "{:.1f}".format),
+    "recomputed": ("recom-\nputed", "{:.0%}".format),
     "speedup_per_token": ("speed-up\ntokens", "{:.3f}".format),
     "speedup_per_flop": ("\nFLOPs", "{:.3f}".format),
 }
@@ -119,9 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--activation-checkpointing",
-        choices=("auto", *get_args(Checkpointing)),
+        choices=get_args(ActivationCheckpointing),
         default="auto",
-        help="auto (default): the least with which every compared packing fits in memory",
+        help="auto (default): each plan says it of each micro-batch, with as little as fits in"
+        " memory",
     )
 
     how = parser.add_argument_group("what to compare")
@@ -221,8 +223,9 @@ def _table(comparison: Comparison) -> Table:
         caption=(
             f"{request.profile.provenance}{_extrapolated(request)}.{_caution(request)}\n"
             f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
-            f" checkpointing: {comparison.checkpointing}; micro-batches of up to"
-            f" {comparison.longest_micro_batch:,} tokens fit in memory if all are as long."
+            f" checkpointing: {request.checkpointing}; micro-batches of up to"
+            f" {comparison.longest_micro_batch:,} tokens fit in memory if all are as"
+            f" long{' and recompute all' if request.checkpointing == 'auto' else ''}."
             " Imbalance degrees are aggregates, 1 is balanced. Speed-up over"
             f" {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model FLOP (cutting"
             " a document saves attention, so packings that cut differently differ here)."
@@ -270,7 +273,7 @@ def _report(
         "micro_batches": request.micro_batches,
         "schedule": request.schedule,
         "virtual_stages": request.mesh.virtual_stages,
-        "activation_checkpointing": comparison.checkpointing,
+        "activation_checkpointing": request.checkpointing,
         "longest_micro_batch": comparison.longest_micro_batch,
         "seed": arguments.seed,
         "rows": comparison.rows,

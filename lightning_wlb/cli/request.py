@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from lightning_wlb.arguments import whole
 from lightning_wlb.cli.arguments import mesh_of, model_shape, names_of, packing_options
 from lightning_wlb.cli.lengths import Lengths, load_lengths
-from lightning_wlb.cost.latency import Checkpointing, LatencyModel
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
+from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
@@ -46,7 +47,7 @@ class Request:
     rest_dtype: str  # of parameters and optimizer state at rest
     schedule: str
     steps: int  # to plan with each packing
-    checkpointing: Sequence[Checkpointing]  # activation checkpointing that is tried, least first
+    checkpointing: ActivationCheckpointing
     settings: Mapping[str, DataSettings]  # by packing, those of the baseline among them
     candidates: Sequence[tuple[str, str]]  # packing and sharding of each row, the baseline first
 
@@ -87,7 +88,6 @@ class Request:
         )
         _check_window(lengths, arguments)
         virtual = arguments.virtual_stages or (2 if arguments.schedule == "interleaved" else 1)
-        asked = arguments.activation_checkpointing
         rows = [
             (BASELINE, shardings[0]),
             (REFERENCE, shardings[0]),
@@ -101,7 +101,7 @@ class Request:
             rest_dtype=rest,
             schedule=arguments.schedule,
             steps=arguments.steps,
-            checkpointing=get_args(Checkpointing) if asked == "auto" else (asked,),
+            checkpointing=arguments.activation_checkpointing,
             settings=settings,
             candidates=list(dict.fromkeys(rows)),
         )
@@ -116,8 +116,8 @@ class Request:
         """Bytes of a device that may be filled."""
         return self.profile.memory_bytes * USABLE_PERCENT // 100
 
-    def predictor(self, checkpointing: Checkpointing, mesh: Mesh | None = None) -> Predictor:
-        """The predictor with one kind of activation checkpointing, on this or another mesh.
+    def predictor(self, mesh: Mesh | None = None) -> Predictor:
+        """The predictor on this or another mesh.
 
         Raises:
             ValueError: a mesh that the model or the schedule cannot run on.
@@ -125,15 +125,20 @@ class Request:
         mesh = mesh or self.mesh
         context = mean_context_of(self.lengths, self.settings[BASELINE].context_window)
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh, checkpointing),
+            LatencyModel(self.profile, self.shape, mesh),
             tuple(model_stages(self.shape, mesh.stages, context)),
             self.schedule,
             self.rest_dtype,
         )
 
     def longest_micro_batch(self, predictor: Predictor) -> int:
-        """L_max, tokens, if the replicas run equally many micro-batches and all are as long."""
-        return predictor.longest_micro_batch(-(-self.micro_batches // predictor.latency.mesh.data))
+        """L_max, tokens, if the replicas run equally many micro-batches and all are as long.
+
+        They recompute everything, unless what they recompute is given.
+        """
+        recompute = "full" if self.checkpointing == "auto" else self.checkpointing
+        count = -(-self.micro_batches // predictor.latency.mesh.data)
+        return predictor.longest_micro_batch(count, recompute)
 
 
 def _settings(

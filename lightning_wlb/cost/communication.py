@@ -125,5 +125,7 @@ class Communication:
 
     def _together(self, *axes: str) -> int:
         """Fewest ranks that a group has in a node, over its nodes and all groups."""
-        node = self.mesh.groups(*axes) // self.profile.devices_per_node
-        return min(int(np.unique(row, return_counts=True)[1].min()) for row in node)
+        node = np.sort(self.mesh.groups(*axes) // self.profile.devices_per_node, axis=1)
+        # All groups in one row: where the node changes, or a group ends, a run of ranks ends.
+        ends = np.append(node[:, :-1] != node[:, 1:], np.ones((len(node), 1), bool), axis=1)
+        return int(np.diff(np.flatnonzero(ends), prepend=-1).min())

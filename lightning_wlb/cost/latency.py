@@ -7,8 +7,10 @@ Every time is that of one rank, forward and backward apart:
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
-* communication of all axes (communication.py), which overlaps with nothing;
-* activation checkpointing adds to a layer's backward the forward that it recomputes.
+* communication of all axes (communication.py), which overlaps with nothing.
+
+What a backward computes again (activation checkpointing) is a matter of the micro-batch, not of the
+model: :mod:`lightning_wlb.prediction.micro_batch` adds it.
 
 Where layers differ, each kind of layer has a model of its own (:attr:`LatencyModel.kinds`), and
 methods of one layer are asked of those. What decoders of other families do beside matrix products
@@ -28,19 +30,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import Literal, get_args
 
 import numpy as np
 
-from lightning_wlb.arguments import choice
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
 from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
 from lightning_wlb.cost.rates import Integers, inverse_rate, inverse_rate_of_rows
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-
-Checkpointing = Literal["none", "selective", "full"]
+from lightning_wlb.plan import Recompute
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -55,19 +54,16 @@ class LatencyModel:
         profile: of the device.
         shape: of the whole model.
         mesh: ranks along each axis.
-        activation_checkpointing: what a layer recomputes in backward: nothing (``"none"``), its
-            feed-forward half (``"selective"``), or everything (``"full"``).
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
-            nodes under a profile without network, a tensor-parallel size that does not divide the
-            model, or an unknown ``activation_checkpointing``.
+            nodes under a profile without network, or a tensor-parallel size that does not divide
+            the model.
     """
 
     profile: Profile
     shape: ModelShape
     mesh: Mesh = ONE_DEVICE
-    activation_checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
         if self.profile.dtype not in DTYPE_BYTES:
@@ -75,7 +71,6 @@ class LatencyModel:
                 f"The device profile {self.profile.name!r} is for dtype {self.profile.dtype!r};"
                 f" known are {', '.join(DTYPE_BYTES)}."
             )
-        choice("activation_checkpointing", self.activation_checkpointing, get_args(Checkpointing))
         size = self.mesh.tensor
         for name, value in self.shape.split_sizes:
             if value % size:
@@ -110,16 +105,13 @@ class LatencyModel:
         Args:
             queries: int64 [segments], queries of each.
             keys: int64 [segments], keys of each, at least its queries.
-            backward: the backward pass, recomputation included; else the forward pass.
+            backward: the backward pass; else the forward pass.
             head_split: context-parallel ranks that split the heads.
         """
         if len(queries) == 0:
             return 0
         segments = self._segments_ps(queries, keys, backward=backward)
-        result = int(segments.sum()) // (1000 * head_split) + round(self._table.call_ns[backward])
-        if backward and self._recomputes:
-            result += self.attention_ns(queries, keys, backward=False, head_split=head_split)
-        return result
+        return int(segments.sum()) // (1000 * head_split) + round(self._table.call_ns[backward])
 
     def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
         """Forward + backward time of each segment in ps: what a sharding is chosen by.
@@ -140,10 +132,8 @@ class LatencyModel:
     def _segment_cost(self, queries: Integers, keys: Integers) -> Integers:
         forward = self._segments_ps(queries, keys, backward=False)
         result = forward + self._segments_ps(queries, keys, backward=True)
-        # Backward gathers the keys anew, whether or not it recomputes the whole layer.
+        # Backward gathers the keys anew.
         copies = 2 * self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
-        if self._recomputes:
-            result += forward
         if self.mesh.context > 1:
             result += keys * round(copies * _PICOSECONDS / self.profile.element_bytes_per_second)
         return result
@@ -151,18 +141,24 @@ class LatencyModel:
     def linear_ns(self, rows: int, *, backward: bool) -> int:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
         flops = layer_linear_flops(self._layer, rows) // self.mesh.tensor
-        result = self._product_ns(
+        return self._product_ns(
             self.profile.layer, rows, (2 if backward else 1) * flops, backward
         ) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
-        if not backward or self.activation_checkpointing == "none":
-            return result
+
+    def again_ns(self, rows: int, recompute: Recompute) -> int:
+        """What recomputation adds to the backward of one layer, attention and its keys left out.
+
+        The forward's matrix products with their communication: of the whole layer, or of its
+        feed-forward half.
+        """
+        if recompute == "none":
+            return 0
         forward = self.linear_ns(rows, backward=False)
-        if self._recomputes:
-            return result + forward
-        feed_forward = 2 * self._layer.feed_forward_parameters  # FLOPs per row
-        return (
-            result + forward * (1000 * feed_forward // layer_linear_flops(self._layer, 1)) // 1000
-        )
+        if recompute == "full":
+            return forward + self.tensor_parallel_ns(rows)
+        flops = 2 * self._layer.feed_forward_parameters  # per row
+        share = 1000 * flops // layer_linear_flops(self._layer, 1)
+        return forward * share // 1000 + self.tensor_parallel_ns(rows) // 2
 
     # Compute, the ends of the model
 
@@ -187,15 +183,17 @@ class LatencyModel:
 
     # Communication
 
-    def tensor_parallel_ns(self, rows: int, *, backward: bool) -> int:
-        """Two gathers and two reduce-scatters of [rows, dim] of one layer; sums travel wide."""
+    def tensor_parallel_ns(self, rows: int) -> int:
+        """Two gathers and two reduce-scatters of [rows, dim] of one layer; sums travel wide.
+
+        Backward has as much; either half of a layer has half of it.
+        """
         elements = rows * self.shape.dim
         gather, scatter = (
             self.communication.collective_ns("tensor", self.mesh.tensor, elements * width)
             for width in (self._width, self._wide)
         )
-        recomputed = {"none": 0, "selective": 1, "full": 2}[self.activation_checkpointing]
-        return (2 + (recomputed if backward else 0)) * (gather + scatter)
+        return 2 * (gather + scatter)
 
     def context_parallel_ns(
         self, rows: int, keys: int, *, backward: bool, replicas: int = 1
@@ -205,7 +203,7 @@ class LatencyModel:
         Args:
             rows: of other ranks' keys, as many as the busiest rank receives, or sends.
             keys: those that this rank's segments read, put in their order after they have arrived.
-            backward: sums travel wide, and recomputation fetches the keys a second time.
+            backward: sums travel wide.
             replicas: how many replicas' context-parallel groups act as one (DP-Merge).
         """
         ranks = self.mesh.context * replicas
@@ -214,17 +212,12 @@ class LatencyModel:
         axis = "context" if replicas == 1 else "data"
         size = rows * self._key_elements * (self._wide if backward else self._width)
         result = self.communication.exchange_ns(axis, ranks, size)
-        result += self._traffic_ns(keys * self._copied_bytes(backward=backward))
-        if backward and self._recomputes:
-            result += self.context_parallel_ns(rows, keys, backward=False, replicas=replicas)
-        return result
+        return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
-    def head_parallel_ns(self, rows: int, *, backward: bool) -> int:
+    def head_parallel_ns(self, rows: int) -> int:
         """Two all-to-alls of one layer: queries, keys and values there, outputs back.
 
-        Args:
-            rows: number of each rank's.
-            backward: the same two with gradients; recomputation adds those of the forward.
+        Backward has the same two, of gradients. ``rows`` is the number of each rank's.
         """
         ranks = self.mesh.context
         width = self._width * self._layer.head_width
@@ -236,7 +229,7 @@ class LatencyModel:
             # What is sent is written once and read once, and so is what arrives.
             result += self.communication.all_to_all_ns(size * (ranks - 1) // ranks)
             result += self._traffic_ns(4 * size)
-        return result * (2 if backward and self._recomputes else 1)
+        return result
 
     def slice_keys_ns(self, keys: int, *, backward: bool) -> int:
         """Keys and values that slices read, without context parallelism, of one layer.
@@ -244,10 +237,7 @@ class LatencyModel:
         Forward copies the ``keys`` keys, of earlier slices and own ones, in the order of the
         segments. Backward adds their gradients, wide, to those of the slices that own them.
         """
-        result = self._traffic_ns(keys * self._copied_bytes(backward=backward))
-        if backward and self._recomputes:
-            result += self.slice_keys_ns(keys, backward=False)
-        return result
+        return self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
     def pipeline_ns(self, rows: int, source: int) -> int:
         """A boundary tensor of a micro-batch between stages ``source`` and ``source + 1``."""
@@ -297,11 +287,6 @@ class LatencyModel:
     def _wide(self) -> int:
         """Bytes of an element of a sum, at least float32."""
         return max(self._width, 4)
-
-    @property
-    def _recomputes(self) -> bool:
-        """Whether backward runs the whole forward of a layer."""
-        return self.activation_checkpointing == "full"
 
     @cached_property
     def _table(self) -> AttentionTable:

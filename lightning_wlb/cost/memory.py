@@ -5,8 +5,8 @@ tensor-parallel share of the parameters in the compute dtype and of their gradie
 float32, and its data × context shard of the parameters at rest, of AdamW's two moments and, at the
 step's end, of the gradients.
 
-Activations are the tensors that autograd saves of the reference decoder, tensor by tensor, under
-each activation checkpointing, from a micro-batch's forward on a stage to its backward. Keys and
+Activations are the tensors that autograd saves of the reference decoder, tensor by tensor, from a
+micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
 values of other ranks or of earlier slices are not among them, because backward refetches them.
 What lives only inside one pass (the gradients of one layer, its recomputation, keys that were
 fetched, the logits of one chunk) is counted once, at the largest.
@@ -28,9 +28,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_wlb.cost.latency import DTYPE_BYTES, Checkpointing
+from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
+from lightning_wlb.plan import Recompute
 
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill."""
@@ -56,12 +57,11 @@ class StageParts:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes on one rank.
+    """Bytes on one rank. ``recompute`` is what backward computes again of a micro-batch's layers.
 
     Args:
         shape: of the whole model.
         mesh: ranks along each axis.
-        activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
         dtype: what the model computes in.
         rest_dtype: of parameters and optimizer state at rest; float32 for ``bf16-mixed``.
         fused_norm: whether RMSNorm is one kernel, which saves its input and one number per row.
@@ -70,7 +70,6 @@ class MemoryModel:
 
     shape: ModelShape
     mesh: Mesh = ONE_DEVICE
-    activation_checkpointing: Checkpointing = "none"
     dtype: str = "bfloat16"
     rest_dtype: str = "float32"
     fused_norm: bool = True
@@ -103,27 +102,28 @@ class MemoryModel:
         at_rest = 3 * DTYPE_BYTES[self.rest_dtype] + self._wide
         return count * (self._width + self._wide) + shard * at_rest
 
-    def layer_bytes(self, layer: LayerShape, rows: int) -> int:
+    def layer_bytes(self, layer: LayerShape, rows: int, recompute: Recompute = "none") -> int:
         """Saved by one layer of a micro-batch that has ``rows`` rows on the rank, with padding."""
         residual = self.boundary_bytes(rows)
-        if self.activation_checkpointing == "full":
+        if recompute == "full":
             return residual
-        if self.activation_checkpointing == "selective":
+        if recompute == "selective":
             return self._attention_half(layer, rows) + residual
         return self._attention_half(layer, rows) + self._feed_forward_half(layer, rows)
 
-    def micro_batch_bytes(self, parts: StageParts, rows: int) -> int:
+    def micro_batch_bytes(self, parts: StageParts, rows: int, recompute: Recompute = "none") -> int:
         """What a micro-batch holds on one stage, from its forward to its backward.
 
         Args:
             parts: layers and ends of that *stage*.
             rows: of the rank, padding included.
+            recompute: of the micro-batch.
         """
         if rows == 0:
             return 0
         # The first term is the rotary embedding's frequencies.
         result = rows * 4 * self.shape.head_dim
-        result += self._of_layers(parts, lambda layer: self.layer_bytes(layer, rows))
+        result += self._of_layers(parts, lambda layer: self.layer_bytes(layer, rows, recompute))
         if parts.head:
             result += self._norm(rows) + rows * (self.shape.dim * self._width + 4)
         else:
@@ -144,12 +144,12 @@ class MemoryModel:
         """What a micro-batch of ``rows`` rows on the rank sends to a neighbouring stage."""
         return rows // self.mesh.tensor * self.shape.dim * self._width
 
-    def kept_keys_bytes(self, parts: StageParts, rows: int) -> int:
+    def kept_keys_bytes(self, parts: StageParts, rows: int, recompute: Recompute) -> int:
         """Keys and values that later slices read, as far as :meth:`micro_batch_bytes` lacks them.
 
-        That is 0 unless every layer is recomputed, because autograd saves them anyway.
+        That is 0 unless whole layers are recomputed, because autograd saves them anyway.
         """
-        if self.activation_checkpointing != "full":
+        if recompute != "full":
             return 0
         return self._of_layers(parts, lambda layer: self._key_bytes(layer, rows, self._width))
 
@@ -160,19 +160,25 @@ class MemoryModel:
         """
         return self._of_layers(parts, lambda layer: self._key_bytes(layer, rows, self._wide))
 
-    def transient_bytes(self, parts: StageParts, rows: int, keys: int) -> int:
+    def transient_bytes(
+        self, parts: StageParts, rows: int, keys: int, recompute: Recompute = "none"
+    ) -> int:
         """Most that lives only inside one pass of such a micro-batch, which reads ``keys`` keys."""
         kinds = zip(self.shape.kinds, parts.layers, strict=True)
-        inside = [self._transient_bytes(layer, rows, keys) for layer, count in kinds if count]
+        inside = [
+            self._transient_bytes(layer, rows, keys, recompute) for layer, count in kinds if count
+        ]
         return max([*inside, _CHUNK_LOGITS_BYTES if parts.head else 0])
 
-    def _transient_bytes(self, layer: LayerShape, rows: int, keys: int) -> int:
+    def _transient_bytes(
+        self, layer: LayerShape, rows: int, keys: int, recompute: Recompute
+    ) -> int:
         width, size = self._width, self.mesh.tensor
         recomputed = {
             "none": 0,
             "selective": self._feed_forward_half(layer, rows),
             "full": self._attention_half(layer, rows) + self._feed_forward_half(layer, rows),
-        }[self.activation_checkpointing]
+        }[recompute]
         feed_forward = 3 * rows * layer.gated_width(self.shape.dim) // size * width
         fetched = keys if self.mesh.context > 1 or keys > rows else 0
         queries = 2 * (layer.heads // size) * rows * layer.head_width * width
@@ -219,7 +225,12 @@ class MemoryModel:
         return max(self._width, 4)
 
     def rank_bytes(
-        self, parts: StageParts, open_micro_batches: int, rows: int, micro_batches: int
+        self,
+        parts: StageParts,
+        open_micro_batches: int,
+        rows: int,
+        micro_batches: int,
+        recompute: Recompute = "none",
     ) -> int:
         """What a rank holds where all micro-batches of a step are equally long.
 
@@ -228,6 +239,7 @@ class MemoryModel:
             open_micro_batches: most stage passes whose activations the schedule holds at once.
             rows: of each micro-batch on the rank, padding included.
             micro_batches: how many the step has; the inputs of all of them are in memory.
+            recompute: of each.
         """
         keys = self.most_keys(rows)
         index = keys if self.mesh.context > 1 else 0
@@ -235,14 +247,19 @@ class MemoryModel:
         sent = 0 if parts.embedding else 2 * self.boundary_bytes(rows)
         return (
             self.state_bytes(parts)
-            + open_micro_batches * self.micro_batch_bytes(parts, rows)
+            + open_micro_batches * self.micro_batch_bytes(parts, rows, recompute)
             + micro_batches * self.input_bytes(parts, rows, index)
-            + self.transient_bytes(parts, rows, keys)
+            + self.transient_bytes(parts, rows, keys, recompute)
             + sent
         )
 
     def longest_micro_batch(
-        self, parts: StageParts, open_micro_batches: int, memory_bytes: int, micro_batches: int
+        self,
+        parts: StageParts,
+        open_micro_batches: int,
+        memory_bytes: int,
+        micro_batches: int,
+        recompute: Recompute = "none",
     ) -> int:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 
@@ -254,6 +271,7 @@ class MemoryModel:
             open_micro_batches: most stage passes whose activations the schedule holds at once.
             memory_bytes: of the device, of which :data:`USABLE_PERCENT` are filled.
             micro_batches: how many the step has.
+            recompute: of each.
 
         Returns:
             0 where not even the state fits.
@@ -265,7 +283,7 @@ class MemoryModel:
             range(1, most + 1),
             usable,
             key=lambda units: self.rank_bytes(
-                parts, open_micro_batches, units * size, micro_batches
+                parts, open_micro_batches, units * size, micro_batches, recompute
             ),
         )
         return units * size * self.mesh.context

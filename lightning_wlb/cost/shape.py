@@ -150,6 +150,32 @@ class ModelShape:
         plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []
         return [*heads, *plain, ("vocab_size", self.vocab_size)]
 
+    def check_tensor_parallel(self, size: int) -> None:
+        """Whether the model can be split over ``size`` tensor-parallel ranks.
+
+        Raises:
+            ValueError: naming the size that does not divide, and what would.
+        """
+        for name, value in self.split_sizes:
+            if value % size:
+                remedy = (
+                    f"Pad the vocabulary to vocab_size={-(-value // size) * size}; with pretrained"
+                    " weights, which fix it, choose a tensor_parallel_size that divides it"
+                    if name == "vocab_size"
+                    else f"Choose a tensor_parallel_size that divides {value}"
+                )
+                raise ValueError(
+                    f"tensor_parallel_size={size} does not divide the model's {name}={value}."
+                    f" {remedy}."
+                )
+        for kv_heads in (layer.kv_heads for layer in self.kinds):
+            if kv_heads % size and size % kv_heads:
+                raise ValueError(
+                    f"tensor_parallel_size={size} and the model's kv_heads={kv_heads} do not divide"
+                    " each other, so key/value heads can be neither split nor shared evenly. Choose"
+                    f" a tensor_parallel_size that divides {kv_heads} or is a multiple of it."
+                )
+
     @property
     def _plain_layer(self) -> LayerShape:
         return LayerShape(

@@ -87,17 +87,16 @@ def make_step_batch(
         place = mesh.context * micro_batch.replicas.index(rank.data) + rank.context
         parts = sliced.indices(number, place) if sliced.is_sliced(slices) else None
         indices, attention = _attention(number, layout, place, parts, sliding_window)
-        micro_batches.append(
-            _tensors(
-                slices,
-                indices,
-                indices.offset if parts is None else parts.positions,
-                replace(attention, replicas=len(micro_batch.replicas)),
-                store,
-                rank,
-                vocab_size,
-            )
+        tensors = _tensors(
+            slices,
+            indices,
+            indices.offset if parts is None else parts.positions,
+            replace(attention, replicas=len(micro_batch.replicas)),
+            store,
+            rank,
+            vocab_size,
         )
+        micro_batches.append(replace(tensors, recompute=micro_batch.recompute))
     return StepBatch(plan, rank.data, executed, micro_batches, state, next_digest, last)
 
 

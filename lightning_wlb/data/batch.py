@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.data.sample import Sample
-from lightning_wlb.plan import ReplicaPlan, StepPlan
+from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
@@ -38,6 +38,7 @@ class MicroBatchTensors:
         positions: int64 [P], from the piece's origin; 0 in padding rows.
         attention: which rows attend to which keys.
         rows: P, rows of this rank, padding at the end included.
+        recompute: what backward computes again of every layer, see ``MicroBatch.recompute``.
     """
 
     tokens: Tensor | None
@@ -45,6 +46,7 @@ class MicroBatchTensors:
     positions: Tensor
     attention: AttentionMetadata
     rows: int
+    recompute: Recompute = "none"
 
     def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
         """What the model is given: slices read earlier keys from the step's cache, and add own."""

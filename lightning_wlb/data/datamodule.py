@@ -26,7 +26,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore, name_of
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
-from lightning_wlb.data.placement import predictor_of, rank_of, shape_of
+from lightning_wlb.data.placement import checkpointing_of, predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.data.trainer_options import (
     refuse_fractions,
@@ -316,7 +316,14 @@ class WLBDataModule(L.LightningDataModule):
         predictor = predictor_of(trainer, self.profile, shape, rank.mesh)
         schedule = getattr(trainer.strategy, "schedule", "1f1b")
         dataset = StepDataset.for_model(
-            store, settings, shape, rank, self.sharding, schedule, predictor
+            store,
+            settings,
+            shape,
+            rank,
+            self.sharding,
+            schedule,
+            predictor,
+            checkpointing_of(trainer),
         )
         # A shape that was given may leave the vocabulary out, or have another than the model.
         own = getattr(trainer.lightning_module, "model_shape", None)

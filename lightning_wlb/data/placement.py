@@ -9,10 +9,11 @@ from __future__ import annotations
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cost.latency import Checkpointing, LatencyModel
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.prediction.predictor import Predictor
 
 
@@ -55,9 +56,16 @@ def predictor_of(
     """What the profile predicts of this model on this mesh; None without a profile."""
     if profile is None:
         return None
-    mode: Checkpointing = getattr(trainer.lightning_module, "activation_checkpointing", "none")
-    latency = LatencyModel(profile, shape, mesh, mode)
+    latency = LatencyModel(profile, shape, mesh)
     pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
     if pipeline is None:
         return Predictor(latency, (range(shape.layers),))
     return Predictor(latency, pipeline.stages, pipeline.schedule)
+
+
+def checkpointing_of(trainer: L.Trainer) -> ActivationCheckpointing:
+    """The activation checkpointing of plans; a module without a word of it recomputes nothing."""
+    asked: ActivationCheckpointing = getattr(
+        trainer.lightning_module, "planned_checkpointing", "none"
+    )
+    return asked

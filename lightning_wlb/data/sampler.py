@@ -50,6 +50,7 @@ from lightning_wlb.data.opening import Documents
 from lightning_wlb.data.reading import count_targets
 from lightning_wlb.data.sample import samples_of
 from lightning_wlb.mesh import Rank
+from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor
@@ -82,6 +83,8 @@ class StepDataset(IterableDataset[StepBatch]):
             plans of a step choose; None: by the reference kernel cost and by work alone.
         vocab_size: of the model: no step is made of a token outside ``[0, vocab_size)``; None: any
             token from 0 on.
+        activation_checkpointing: of every micro-batch; ``"auto"``: by a predictor the least that
+            fits in memory, for each of them, else none.
     """
 
     store: DocumentStore
@@ -93,6 +96,7 @@ class StepDataset(IterableDataset[StepBatch]):
     state: dict[str, Any] | None = None
     predictor: Predictor | None = None
     vocab_size: int | None = None
+    activation_checkpointing: ActivationCheckpointing = "auto"
 
     @classmethod
     def for_model(
@@ -104,6 +108,7 @@ class StepDataset(IterableDataset[StepBatch]):
         sharding: str = ADAPTIVE,
         schedule: str = "1f1b",
         predictor: Predictor | None = None,
+        activation_checkpointing: ActivationCheckpointing = "auto",
     ) -> Self:
         """The steps of a model of this shape: documents weigh what it computes on them.
 
@@ -115,6 +120,7 @@ class StepDataset(IterableDataset[StepBatch]):
             sharding: as for the class.
             schedule: as for the class.
             predictor: as for the class.
+            activation_checkpointing: as for the class.
 
         Raises:
             MisconfigurationException: documents that are no store, or a vocabulary smaller than
@@ -143,6 +149,7 @@ class StepDataset(IterableDataset[StepBatch]):
             schedule,
             predictor=predictor,
             vocab_size=shape.vocab_size or store.vocab_size,
+            activation_checkpointing=activation_checkpointing,
         )
 
     def planner(self) -> Planner:
@@ -161,7 +168,12 @@ class StepDataset(IterableDataset[StepBatch]):
                 if predictor is None
                 else predictor.latency.segment_cost
             ),
-            judge=None if predictor is None else PredictedJudge(predictor),
+            judge=(
+                None
+                if predictor is None
+                else PredictedJudge(predictor, self.activation_checkpointing)
+            ),
+            activation_checkpointing=self.activation_checkpointing,
             mixture=self.store.shares if isinstance(self.store, MixedDocuments) else (),
         )
         if self.state is not None:

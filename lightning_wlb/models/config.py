@@ -146,21 +146,4 @@ def check_tensor_parallel(config: TransformerConfig | ModelShape, size: int) -> 
         ValueError: naming the size that does not divide, and what would.
     """
     shape = config if isinstance(config, ModelShape) else config.shape
-    for name, value in shape.split_sizes:
-        if value % size:
-            remedy = (
-                f"Pad the vocabulary to vocab_size={-(-value // size) * size}; with pretrained"
-                " weights, which fix it, choose a tensor_parallel_size that divides it"
-                if name == "vocab_size"
-                else f"Choose a tensor_parallel_size that divides {value}"
-            )
-            raise ValueError(
-                f"tensor_parallel_size={size} does not divide the model's {name}={value}. {remedy}."
-            )
-    for kv_heads in (layer.kv_heads for layer in shape.kinds):
-        if kv_heads % size and size % kv_heads:
-            raise ValueError(
-                f"tensor_parallel_size={size} and the model's kv_heads={kv_heads} do not divide"
-                " each other, so key/value heads can be neither split nor shared evenly. Choose a"
-                f" tensor_parallel_size that divides {kv_heads} or is a multiple of it."
-            )
+    shape.check_tensor_parallel(size)

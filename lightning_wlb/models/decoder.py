@@ -16,6 +16,7 @@ from lightning_wlb.attention.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.initialise import initialise
+from lightning_wlb.plan import ActivationCheckpointing, Recompute
 
 
 class Decoder(nn.Module):
@@ -32,15 +33,16 @@ class Decoder(nn.Module):
         head: the final norm and output projection; None on a stage that another one follows.
         attention_kernel: the kernel that the layers' attention calls; a strategy that measures
             attention sets its ``timer``.
-        activation_checkpointing: what the layers compute again in backward, ``"none"`` unless the
-            model says otherwise.
+        activation_checkpointing: what the layers compute again in backward: ``"auto"`` if that is
+            what ``micro_batch.recompute`` says, each time; else the one thing that they always do,
+            ``"none"`` unless the model says otherwise.
     """
 
     embed: nn.Module | None
     layers: nn.ModuleDict
     head: nn.Module | None
     attention_kernel: VarlenAttention
-    activation_checkpointing: str = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
 
     def forward(
         self,
@@ -104,25 +106,20 @@ class Decoder(nn.Module):
         return 0.02
 
 
-def check_decoder(model: Decoder, activation_checkpointing: str) -> None:
+def check_decoder(model: Decoder, activation_checkpointing: ActivationCheckpointing) -> None:
     """Refuse a model that does not do what was asked for, or cannot be trained exactly.
 
     Args:
         model: the whole one.
-        activation_checkpointing: that was asked for.
+        activation_checkpointing: that was asked for; with ``"auto"`` plans ask for what the model
+            does.
 
     Raises:
         ValueError: the model recomputes something else, or has dropout, with the remedy.
     """
     name = type(model).__name__
-    if model.activation_checkpointing != activation_checkpointing:
-        raise ValueError(
-            f"activation_checkpointing={activation_checkpointing!r}, but the {name} that"
-            f" build_model returned has {model.activation_checkpointing!r}. Give"
-            " a Transformer activation_checkpointing=self.activation_checkpointing in"
-            " build_model; a Decoder of your own must recompute in its layers, and say so by its"
-            " attribute activation_checkpointing."
-        )
+    if activation_checkpointing != "auto":
+        check_recomputation(model, activation_checkpointing)
     for place, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             raise ValueError(
@@ -130,3 +127,23 @@ def check_decoder(model: Decoder, activation_checkpointing: str) -> None:
                 " numbers would be others on every mesh and after a resume, so a run could not be"
                 " repeated or resumed exactly. Set p=0."
             )
+
+
+def check_recomputation(model: Decoder, asked: Recompute) -> None:
+    """Refuse a model that would compute something else again in backward.
+
+    Args:
+        model: the whole one, or a stage.
+        asked: what it shall compute again of a micro-batch.
+
+    Raises:
+        ValueError: it always computes something else again, with the remedy.
+    """
+    if model.activation_checkpointing not in ("auto", asked):
+        raise ValueError(
+            f"activation checkpointing {asked!r} is asked for, but {type(model).__name__} has"
+            f" activation_checkpointing={model.activation_checkpointing!r}. Give"
+            f" activation_checkpointing={model.activation_checkpointing!r} or 'auto'; or let the"
+            " model's layers recompute what micro_batch.recompute says, and say so by its attribute"
+            " activation_checkpointing='auto' (docs/guide.md, 'A model of your own')."
+        )

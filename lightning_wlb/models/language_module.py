@@ -36,10 +36,10 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, preset_names
-from lightning_wlb.models.decoder import Decoder, check_decoder
+from lightning_wlb.models.decoder import Decoder, check_decoder, check_recomputation
 from lightning_wlb.models.loading import NOTHING_IMPORTED, is_of_cli, load_stored, numbered
-from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 
 LossNormalisation = Literal["step", "nominal"]
 
@@ -61,7 +61,10 @@ class LanguageModule(L.LightningModule):
         loss_normalisation: divide a step's loss by its own target tokens (``"step"``), or by the
             configured tokens of a global batch (``"nominal"``), which weighs every token of the
             run alike.
-        activation_checkpointing: ``"none"``, ``"selective"`` (feed-forward halves) or ``"full"``.
+        activation_checkpointing: what backward computes again, in place of holding it: ``"none"``,
+            ``"selective"`` (feed-forward halves) or ``"full"`` (layers) of all micro-batches; or
+            ``"auto"``: where a device profile says what fits in memory, each plan says it for each
+            micro-batch, with as little as fits; else ``"none"``.
         attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
         seed: of the initial weights; that of ``seed_everything`` if None, or else 0.
 
@@ -89,7 +92,7 @@ class LanguageModule(L.LightningModule):
         decay_tokens: int | None = None,
         min_learning_rate_ratio: float = 0.1,
         loss_normalisation: LossNormalisation = "step",
-        activation_checkpointing: ActivationCheckpointing = "none",
+        activation_checkpointing: ActivationCheckpointing = "auto",
         attention_backend: str = "auto",
         seed: int | None = None,
     ) -> None:
@@ -145,7 +148,7 @@ class LanguageModule(L.LightningModule):
         """Build ``self.model``, with values unless the strategy gives memory and values later.
 
         Raises:
-            ValueError: a model that ignores ``activation_checkpointing``, or has dropout.
+            ValueError: a model that recomputes something else than was asked for, or has dropout.
         """
         if self.model is not None:
             return
@@ -165,11 +168,16 @@ class LanguageModule(L.LightningModule):
         Under ``WLBStrategy`` it is called on the meta device, so that a model larger than a rank's
         memory can be built and then split. Override it for a model of your own.
         """
-        return Transformer(
-            self.config,
-            activation_checkpointing=self.activation_checkpointing,
-            attention_backend=self.attention_backend,
-        )
+        return Transformer(self.config, attention_backend=self.attention_backend)
+
+    @property
+    def planned_checkpointing(self) -> ActivationCheckpointing:
+        """``activation_checkpointing`` of plans for this module.
+
+        That is what was asked for; but a model that always recomputes the same has plans say so.
+        """
+        own = "auto" if self.model is None else self.model.activation_checkpointing
+        return self.activation_checkpointing if own == "auto" else own
 
     def init_weights(self) -> None:
         """Fill the parameters: a function of the seed and their names, on any mesh the same."""
@@ -186,10 +194,15 @@ class LanguageModule(L.LightningModule):
 
         Returns:
             0-dim, float32 or wider. Zero, with zero gradients, where no token has a target.
+
+        Raises:
+            ValueError: the plan asks for a recomputation that the model does not do.
         """
+        assert self.model is not None
+        for recompute in {each.recompute: None for each in batch.micro_batches}:
+            check_recomputation(self.model, recompute)
         if self.executor is not None:
             return self.executor(batch)
-        assert self.model is not None
         # A step without micro-batches has a gradient too: zero, for every parameter.
         total = torch.zeros((), device=self.device)
         if not batch.micro_batches:

@@ -12,16 +12,16 @@ all rows are gathered in front of the two halves of a layer and reduce-scattered
 context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
 other ranks' keys and values.
 
-Activation checkpointing: ``"full"`` keeps a layer's input only and recomputes the layer in backward
-(a third more compute). ``"selective"`` does so for the feed-forward half, which holds most of the
-activations, and keeps attention, the dear part of long documents.
+What backward recomputes, each micro-batch says (``MicroBatchTensors.recompute``). ``"full"`` keeps
+a layer's input only and recomputes the layer (a third more compute). ``"selective"`` does so for
+the feed-forward half, which holds most of the activations, and keeps attention, the dear part of
+long documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from lightning_wlb.arguments import choice
 from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.packed import Project, Queries, packed_attention
@@ -48,8 +47,8 @@ from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.loss import token_loss
 from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
+from lightning_wlb.plan import Recompute
 
-ActivationCheckpointing = Literal["none", "selective", "full"]
 Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
 """:meth:`.Transformer.attend` for a given layer and given process groups."""
 
@@ -62,7 +61,6 @@ class Transformer(Decoder):
         layers: global numbers of the layers to build; all if None.
         embed: whether to build the embedding.
         head: whether to build the final norm and the output projection.
-        activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``; see above.
         attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
 
     Attributes:
@@ -72,11 +70,12 @@ class Transformer(Decoder):
             attention in a test for example.
 
     Raises:
-        ValueError: a layer number out of range, or an unknown ``activation_checkpointing``.
+        ValueError: a layer number out of range.
     """
 
     embed: Embedding | None
     head: Head | None
+    activation_checkpointing = "auto"
 
     def __init__(
         self,
@@ -85,13 +84,9 @@ class Transformer(Decoder):
         layers: Iterable[int] | None = None,
         embed: bool = True,
         head: bool = True,
-        activation_checkpointing: ActivationCheckpointing = "none",
         attention_backend: str = "auto",
     ) -> None:
         super().__init__()
-        choice(
-            "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
-        )
         numbers = range(config.layers) if layers is None else sorted(layers)
         for number in numbers:
             if not 0 <= number < config.layers:
@@ -100,14 +95,10 @@ class Transformer(Decoder):
                 )
         self.config = config
         self.embed = Embedding(config) if embed else None
-        self.layers = nn.ModuleDict(
-            {str(number): Layer(config, activation_checkpointing) for number in numbers}
-        )
+        self.layers = nn.ModuleDict({str(number): Layer(config) for number in numbers})
         self.head = Head(config) if head else None
         if config.tied_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
-        self.activation_checkpointing = activation_checkpointing
-        self.recomputes_layers = activation_checkpointing == "full"
         self.attention_kernel = VarlenAttention(attention_backend)
         self.attention_options = AttentionOptions(sliding_window=config.sliding_window)
 
@@ -124,10 +115,11 @@ class Transformer(Decoder):
             assert micro_batch.tokens is not None
             hidden = self.embed(micro_batch.tokens, groups.tensor)
         freqs = rotary_frequencies(micro_batch.positions, self.config, hidden.dtype)
+        recompute = micro_batch.recompute
         for number in sorted(map(int, self.layers)) if layers is None else layers:
-            metadata = micro_batch.attention.for_layer(number, self.recomputes_layers)
+            metadata = micro_batch.attention.for_layer(number, recompute == "full")
             attend = partial(self.attend, metadata=metadata, groups=groups)
-            hidden = self.layers[str(number)](hidden, freqs, attend, groups.tensor)
+            hidden = self.layers[str(number)](hidden, freqs, attend, groups.tensor, recompute)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels, groups.tensor)
         return hidden
@@ -182,18 +174,20 @@ class Transformer(Decoder):
 class Layer(nn.Module):
     """One decoder layer: attention, then the feed-forward network, on the residual stream."""
 
-    def __init__(
-        self, config: TransformerConfig, activation_checkpointing: ActivationCheckpointing
-    ) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config)
         self.feed_forward = FeedForward(config)
-        self.activation_checkpointing = activation_checkpointing
 
     def forward(
-        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
+        self,
+        hidden: Tensor,
+        freqs: Tensor,
+        attend: Attend,
+        group: ProcessGroup | None,
+        recompute: Recompute = "none",
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; ``group`` is the tensor-parallel one, here and below."""
 
@@ -204,12 +198,12 @@ class Layer(nn.Module):
         def both(hidden: Tensor, freqs: Tensor) -> Tensor:
             normal = self.attention_norm(hidden)
             hidden = hidden + self.attention(normal, freqs, attend, group)
-            if self.activation_checkpointing == "selective":
+            if recompute == "selective":
                 return _recomputed(feed_forward, hidden)
             return feed_forward(hidden)
 
         # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
-        if self.activation_checkpointing == "full":
+        if recompute == "full":
             return _recomputed(both, hidden, freqs)
         return both(hidden, freqs)
 

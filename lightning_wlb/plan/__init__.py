@@ -17,8 +17,10 @@ Cost: validation is linear in the number of slices.
 """
 
 from lightning_wlb.plan.parts import (
+    ActivationCheckpointing,
     MicroBatch,
     Piece,
+    Recompute,
     ReplicaPlan,
     Slice,
     piece_counts,
@@ -27,8 +29,10 @@ from lightning_wlb.plan.parts import (
 from lightning_wlb.plan.step import StepPlan
 
 __all__ = [
+    "ActivationCheckpointing",
     "MicroBatch",
     "Piece",
+    "Recompute",
     "ReplicaPlan",
     "Slice",
     "StepPlan",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+Recompute = Literal["none", "selective", "full"]
+"""What backward computes again of a layer: nothing, its feed-forward half, or all of it."""
+
+ActivationCheckpointing = Literal["auto", Recompute]
+"""``"auto"``: the plan decides for each micro-batch; else what all of them compute again."""
 
 _AT_ONCE = 1 << 18
 """Documents that are looked at together, so that millions of them need no further memory."""
@@ -91,12 +97,15 @@ class MicroBatch:
             of every message without asking.
         replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge
             an aligned power-of-two range, all of which list it.
+        recompute: what its backward computes again of every layer, in place of holding it
+            (activation checkpointing); in both passes the same for every slice.
     """
 
     slices: tuple[int, ...]
     sharding: str
     rows: int
     replicas: tuple[int, ...]
+    recompute: Recompute = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -73,7 +73,8 @@ class StepPlan:
 
     def to_json(self) -> str:
         """The plan as one line of canonical JSON; :meth:`from_json` is its inverse."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        # Tuples are encoded in C; `asdict` would first copy every one of them in Python.
+        return json.dumps(self, default=_as_fields, sort_keys=True, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> StepPlan:
@@ -108,18 +109,25 @@ class StepPlan:
                 if pass_name == "backward" and micro_batches == symmetric:
                     continue
                 for index, each in enumerate(micro_batches):
-                    shared = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
+                    notes = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
+                    if each.recompute != "none":
+                        notes += f", recompute {each.recompute}"
                     lines.append(
                         f"  replica {number} {pass_name} {index}: {replica.tokens_of(each)} tokens,"
-                        f" {each.sharding}, {each.rows} rows per rank{shared}:"
+                        f" {each.sharding}, {each.rows} rows per rank{notes}:"
                         f" {' '.join(map(str, replica.slices_of(each)))}"
                     )
         return "\n".join(lines)
 
 
+def _as_fields(part: Any) -> dict[str, Any]:
+    """The fields of one of a plan's dataclasses, by name."""
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
 def _micro_batches(values: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
     """Micro-batches from JSON, whose lists become tuples."""
     return tuple(
-        MicroBatch(tuple(each["slices"]), each["sharding"], each["rows"], tuple(each["replicas"]))
+        MicroBatch(**each | {"slices": tuple(each["slices"]), "replicas": tuple(each["replicas"])})
         for each in values
     )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import get_args
 
-from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice
+from lightning_wlb.plan.parts import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
 
 
 def check(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece], cap: int) -> None:
@@ -31,6 +32,7 @@ def check(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece], c
                         f"{where}: micro-batch {index} names replicas {named}; it must name"
                         f" {number} and replicas below {len(replicas)}."
                     )
+        _check_recomputation(f"step {step}, replica {number}", replica)
     _check_order(step, replicas)
     _check_merged(step, replicas)
 
@@ -135,6 +137,27 @@ def _check_micro_batches(
             raise ValueError(f"{where}: slice {part} is in no micro-batch.")
 
 
+def _check_recomputation(where: str, replica: ReplicaPlan) -> None:
+    """Every mode is known, and what forward drops of a slice is what its backward makes again."""
+    modes: dict[int, tuple[Recompute, int]] = {}
+    for pass_name, micro_batches in replica.passes:
+        for index, micro_batch in enumerate(micro_batches):
+            mode = micro_batch.recompute
+            if mode not in get_args(Recompute):
+                raise ValueError(
+                    f"{where}, {pass_name}: micro-batch {index} has recompute={mode!r}, which is"
+                    f" not one of {', '.join(get_args(Recompute))}."
+                )
+            for position in micro_batch.slices:
+                forward, at = modes.setdefault(position, (mode, index))
+                if forward != mode:
+                    raise ValueError(
+                        f"{where}: slice {replica.slices[position]} has recompute={forward!r} in"
+                        f" forward micro-batch {at} and {mode!r} in backward micro-batch {index};"
+                        " both must say the same."
+                    )
+
+
 def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
     """Slices of a piece are on the same replicas and run forward in order, backward reversed."""
     on: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -164,7 +187,10 @@ def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
 def _check_merged(step: int, replicas: Sequence[ReplicaPlan]) -> None:
     """A shared micro-batch names an aligned power-of-two range of replicas, which all list it."""
     listed = dict.fromkeys(
-        (number, pass_name, each.replicas, each.sharding, each.rows, replica.slices_of(each))
+        (
+            *(number, pass_name, each.replicas, each.sharding, each.rows, each.recompute),
+            replica.slices_of(each),
+        )
         for number, replica in enumerate(replicas)
         for pass_name, micro_batches in replica.passes
         for each in micro_batches

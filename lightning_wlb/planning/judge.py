@@ -5,10 +5,9 @@ overhead beside it: what a pass through a stage costs beside the arithmetic, and
 kernels lose. Without it the smallest micro-batches would always win. Asymmetric plans are judged
 as the executor runs them, in units.
 
-There are two ways to the same result: the recurrence ``_run_alone`` for replicas that share
-nothing and have one stage per rank, and the simulator for everything else. The recurrence is there
-because it needs no graph of actions and so takes a tenth of the time, which is most of what
-``auto`` spends on planning a step; a test holds it to the simulator.
+There are two ways to the same result: :mod:`~lightning_wlb.schedule.recurrence` where ranks have
+one stage, and the simulator where they have several. The recurrence is there because it needs no
+graph of actions and so takes a tenth of the time; tests hold it to the simulator.
 
 This judge is blind to the device. With a profile, :class:`PredictedJudge` knows what its kernels
 and links make of small micro-batches, at a hundred times the cost.
@@ -23,20 +22,16 @@ from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
 from lightning_wlb.cost.flops import Work, causal_pairs
-from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import MicroBatch, ReplicaPlan
+from lightning_wlb.plan import ActivationCheckpointing, MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.schedule.actions import FORWARD, Action
-from lightning_wlb.schedule.packflow import (
-    backward_order,
-    backward_orders,
-    packflow,
-    planned_warm_up,
-)
+from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
+from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.simulate import simulate_replicas
 
 
@@ -65,6 +60,9 @@ class Judge(Protocol):
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step of all replicas, or of some that share no micro-batch with others."""
+
+    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
+        """The same replicas with the least recomputation that fits, as far as the judge can say."""
 
 
 @dataclass(frozen=True)
@@ -97,28 +95,29 @@ class PipelineJudge:
         """
         replicas = [units(replica, 1, 1) for replica in replicas]
         passes = [self._passes(replica) for replica in replicas]
-        meetings = meetings_of(replicas)
+        orders = backward_orders(replicas)
         ranks, virtual = self.mesh.pipeline, self.mesh.virtual_stages
-        if virtual == 1 and meetings is None:
-            alone = [
-                _run_alone(each, *backward_order(replica), ranks)
-                for each, replica in zip(passes, replicas, strict=True)
+        if virtual == 1:
+            pipelines = [
+                each.pipeline(ranks, order, replica)
+                for each, order, replica in zip(passes, orders, replicas, strict=True)
             ]
-            return Verdict(
-                max((time for time, _ in alone), default=0),
-                max((peak for _, peak in alone), default=0),
-            )
+            peaks = map(_most_open, pipelines, passes)
+            return Verdict(max(step_ends(pipelines), default=0), max(peaks, default=0))
         programs = [
-            [packflow(rank, ranks, *order, virtual) for rank in range(ranks)]
-            for order in backward_orders(replicas)
+            [packflow(rank, ranks, *order, virtual) for rank in range(ranks)] for order in orders
         ]
         steps = simulate_replicas(
             programs,
             lambda replica, action: passes[replica].of(action),
             opened_bytes=lambda replica, action: passes[replica].tokens[action.micro_batch],
-            shared=meetings,
+            shared=meetings_of(replicas),
         )
         return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
+
+    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
+        """The replicas as they are: without a device no memory is known."""
+        return list(replicas)
 
     def _passes(self, replica: ReplicaPlan) -> _Passes:
         forward, backward, tokens = [], [], []
@@ -166,52 +165,31 @@ class _Passes(NamedTuple):
         passes = self.forward if action.kind == FORWARD else self.backward
         return passes[action.micro_batch]
 
+    def pipeline(
+        self, ranks: int, order: tuple[Sequence[int], Sequence[int]], replica: ReplicaPlan
+    ) -> Pipeline:
+        """On so many ranks, between which nothing takes time to travel."""
+        backward, needs = order
+        return Pipeline(
+            [self.forward] * ranks,
+            [self.backward] * ranks,
+            [[0] * len(backward)] * ranks,
+            backward,
+            planned_warm_up(needs),
+            members_of(replica),
+        )
 
-def _run_alone(
-    passes: _Passes, order: Sequence[int], needs: Sequence[int], ranks: int
-) -> tuple[int, int]:
-    """A replica's step with one stage per rank: its time, and the most tokens open on a rank.
 
-    Rank p runs min(M, n_j + P - 1 - p) forwards before backward j, see
-    :func:`~lightning_wlb.schedule.packflow.packflow`. So once every rank in turn has run these,
-    all that backward j needs has run.
-
-    Args:
-        passes: of the replica.
-        order: micro-batches in the order of their backwards.
-        needs: forwards that each backward needs, see ``packflow``.
-        ranks: of the pipeline, P.
-    """
-    forward, backward, tokens = passes
-    count = len(forward)
-    if not count:
-        return 0, 0
-    planned = planned_warm_up(needs)
-    clock = [0] * ranks
-    arrived = [0] * count  # when the activations of a micro-batch are at the next stage
-    done = [0] * ranks  # forwards
-    for place, need in zip(order, planned, strict=True):
-        for rank in range(ranks):
-            now = clock[rank]
-            stop = min(count, need + ranks - 1 - rank)
-            for index in range(done[rank], stop):
-                if arrived[index] > now:
-                    now = arrived[index]
-                now += forward[index]
-                arrived[index] = now
-            done[rank] = stop
-            clock[rank] = now
-        ready, duration = 0, backward[place]
-        for rank in range(ranks - 1, -1, -1):
-            now = clock[rank]
-            if ready > now:
-                now = ready
-            ready = clock[rank] = now + duration
-    # The first rank runs the most forwards before a backward, so it has the most open.
-    opened = [0, *accumulate(tokens)]
-    freed = [0, *accumulate(tokens[place] for place in order)]
-    peak = max(opened[min(count, need + ranks - 1)] - freed[at] for at, need in enumerate(planned))
-    return clock[0], peak
+def _most_open(pipeline: Pipeline, passes: _Passes) -> int:
+    """Most tokens open on a rank: on the first, which runs the most forwards before a backward."""
+    order, planned = pipeline.order, pipeline.planned
+    count, ranks = len(order), len(pipeline.forward)
+    opened = [0, *accumulate(passes.tokens)]
+    freed = [0, *accumulate(passes.tokens[place] for place in order)]
+    return max(
+        (opened[min(count, need + ranks - 1)] - freed[at] for at, need in enumerate(planned)),
+        default=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -220,18 +198,30 @@ class PredictedJudge:
 
     Args:
         predictor: of the model on the mesh.
+        activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits, for each
+            of them.
     """
 
     predictor: Predictor
+    activation_checkpointing: ActivationCheckpointing = "auto"
 
     sees_sharding: ClassVar[bool] = True
 
     @property
     def limit(self) -> int:
         """Bytes of a device that may be filled."""
-        return self.predictor.latency.profile.memory_bytes * USABLE_PERCENT // 100
+        return self.predictor.usable_bytes
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
-        """The step in ns, and bytes."""
-        step = self.predictor.simulate(replicas)
+        """The step in ns, and bytes, with the recomputation that it would be settled with."""
+        if self.activation_checkpointing == "auto":
+            step = self.predictor.run(least_recomputation(self.predictor, replicas))
+        else:
+            step = self.predictor.simulate(recomputing(replicas, self.activation_checkpointing))
         return Verdict(step.simulations[0].total_ns, step.peak_bytes)
+
+    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
+        """The same replicas with the least recomputation that fits, or with the one of all."""
+        if self.activation_checkpointing == "auto":
+            return settled(self.predictor, replicas)
+        return recomputing(replicas, self.activation_checkpointing)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +27,17 @@ from lightning_wlb.arguments import choice
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import Piece, Slice, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
+from lightning_wlb.planning.laying_out import laid_out
 from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
+from lightning_wlb.planning.replicas import unsharded
 from lightning_wlb.planning.settings import DataSettings
+from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, choose, layout
+from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 Targets = Callable[[int, int, int], int]
 
@@ -57,13 +60,16 @@ class Planner:
             sharding is chosen.
         judge: what methods that try several plans of a step choose by, such as
             ``planning.judge.PredictedJudge``; None: simulations of ``work``.
+        activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: what
+            the judge settles on, else nothing.
         mixture: where documents are those of several stores, one store's after another's: what is
             taken of each. A document's number then grows by the number of all documents with
             each pass (:mod:`lightning_wlb.planning.mixture`).
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``, or an unknown sharding or schedule.
+            ``long_documents="error"``, or an unknown sharding, schedule or activation
+            checkpointing.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Planner:
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         judge: Judge | None = None,
+        activation_checkpointing: ActivationCheckpointing = "auto",
         mixture: Sequence[Share] = (),
     ) -> None:
         self._data = data
@@ -86,7 +93,11 @@ class Planner:
         self._sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
         slices = SCHEDULES[choice("schedule", schedule, SCHEDULES)].slices
         self._kernel_cost = kernel_cost
-        self._place = Placement(mesh, self._sharded, judge, slices)
+        choice(
+            "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
+        )
+        self._checkpointing = activation_checkpointing
+        self._place = Placement(mesh, unsharded, judge, slices)
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -95,17 +106,7 @@ class Planner:
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
         self._mixture = tuple(mixture)
-        stream = (
-            self._lengths,
-            data.nominal_tokens,
-            data.context_window,
-            data.packer.cuts_stream,
-            data.seed,
-            data.shuffle,
-        )
-        self._arrivals = (
-            MixedBatches(self._mixture, *stream) if self._mixture else GlobalBatches(*stream)
-        )
+        self._arrivals = arrivals_of(self._lengths, data, self._mixture)
         self._settings = self._fingerprint()
         self._step = 0  # steps planned
         self._tokens = 0  # tokens of these steps
@@ -191,10 +192,13 @@ class Planner:
     def _plan(self, micro_batches: MicroBatches, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
         pieces = tuple(sorted(piece for packed in micro_batches for piece in packed))
+        replicas = self._packer.replicas(micro_batches, self._place)
         return StepPlan(
             step=self._step,
             epoch=self._arrivals.epoch,
-            replicas=tuple(self._packer.replicas(micro_batches, self._place)),
+            replicas=tuple(
+                self._settled(laid_out(replicas, self._mesh, self._sharding, self._kernel_cost))
+            ),
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
@@ -205,17 +209,12 @@ class Planner:
             drain=drain,
         )
 
-    def _sharded(self, slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
-        """The sharding of a micro-batch that replicas share, and its rows per context rank."""
-        mesh, sharding = self._mesh, self._sharding
-        lengths = [part.tokens for part in slices]
-        sizes = (mesh.context * replicas, mesh.tensor)
-        contexts = [part.context for part in slices]
-        if sharding == ADAPTIVE or (sharding == HEADS and (replicas > 1 or any(contexts))):
-            # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
-            name, chosen = choose(lengths, *sizes, self._kernel_cost, contexts=contexts)
-            return name, chosen.rows
-        return sharding, layout(sharding, lengths, *sizes).rows
+    def _settled(self, replicas: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
+        """The same replicas, with what their micro-batches compute again in backward."""
+        if self._checkpointing != "auto":
+            return recomputing(replicas, self._checkpointing)
+        judge = self._place.judge
+        return replicas if judge is None else judge.settled(replicas)
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])
@@ -247,6 +246,37 @@ class Planner:
             **({"mixture": [list(share) for share in self._mixture]} if self._mixture else {}),
             **data.packing_choice.options.fingerprint,
         }
+
+
+def arrivals_of(
+    lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[Share]
+) -> GlobalBatches:
+    """The global batches of a run.
+
+    Args:
+        lengths: tokens of each document of the store, after truncation.
+        data: the data settings.
+        mixture: as for :class:`Planner`.
+    """
+    stream = (
+        lengths,
+        data.nominal_tokens,
+        data.context_window,
+        data.packer.cuts_stream,
+        data.seed,
+        data.shuffle,
+    )
+    return MixedBatches(mixture, *stream) if mixture else GlobalBatches(*stream)
+
+
+def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
+    """The next ``steps`` plans of a run without ``max_tokens``; where an epoch ends one begins."""
+    plans: list[StepPlan] = []
+    while len(plans) < steps:
+        plan = planner.next_step()
+        if plan is not None:
+            plans.append(plan)
+    return plans
 
 
 def _check_lengths(lengths: NDArray[np.int64], data: DataSettings) -> None:

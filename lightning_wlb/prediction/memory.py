@@ -75,8 +75,8 @@ class StepMemory:
     def saved(self, stage: int, cost: MicroBatchCost) -> int:
         """What a forward opens on a stage until its backward has run."""
         parts = self.parts[stage]
-        kept = self.model.kept_keys_bytes(parts, cost.kept_rows)
-        return self.model.micro_batch_bytes(parts, cost.rows) + kept
+        kept = self.model.kept_keys_bytes(parts, cost.kept_rows, cost.recompute)
+        return self.model.micro_batch_bytes(parts, cost.rows, cost.recompute) + kept
 
     def freed(
         self,
@@ -127,7 +127,7 @@ class StepMemory:
         for action, bytes_held in zip(chain(*programs), chain(*held), strict=True):
             if action.kind == BACKWARD:
                 cost, parts = costs[action.micro_batch], self.parts[action.stage]
-                inside = self.model.transient_bytes(parts, cost.rows, cost.keys)
+                inside = self.model.transient_bytes(parts, cost.rows, cost.keys, cost.recompute)
                 most = max(most, bytes_held + inside)
         return most
 

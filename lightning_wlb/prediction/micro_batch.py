@@ -5,6 +5,10 @@ group's slowest rank, for which all wait at the exchange of keys and values. A s
 earlier keys of its piece, too: they are put together with its own keys in forward and again in
 backward, gathered from the group or copied on a single rank.
 
+Recomputation (``MicroBatch.recompute``) adds to a layer's backward the forward of what is computed
+again. A recomputed attention has then put its keys together, and its backward need not. The times
+of all three modes are made at once, because they differ by sums of the same numbers.
+
 Cost: about 0.1 ms per context rank and kind of layer.
 """
 
@@ -12,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import Slice
-from lightning_wlb.prediction.step import MicroBatchCost
+from lightning_wlb.plan import Recompute, Slice
+from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
 from lightning_wlb.sharding import Layout, traffic, uses_all_to_all
 
 PASSES = (False, True)  # whether it is backward
@@ -61,13 +64,11 @@ def micro_batch_cost(
                 kind.context_parallel_ns(travelling, keys, backward=each, replicas=replicas)
                 for each in PASSES
             )
-        elif earlier:
+            return forward, backward
+        if earlier:
             forward, backward = (kind.slice_keys_ns(keys, backward=each) for each in PASSES)
-        else:
-            return 0, 0
-        # Backward repeats forward's; under "full" checkpointing the recomputation counts that.
-        repeated = 0 if latency.activation_checkpointing == "full" else forward
-        return forward, backward + repeated
+            return forward, backward
+        return 0, 0
 
     segments = []  # of each rank: queries, keys, and how many keys it reads in all
     _, document, start, stop = placed.table.T
@@ -78,63 +79,93 @@ def micro_batch_cost(
         segments.append((queries, keys, int(np.minimum(keys, queries + reach).sum())))
     costs = []
     for kind in latency.kinds:
-        attention: list[tuple[int, int]] = []
-        layer: list[tuple[int, int]] = []
-        for queries, keys, read in segments:
-            forward, backward = (kind.attention_ns(queries, keys, backward=each) for each in PASSES)
-            exchange = exchange_ns(kind, read)
-            attention.append((forward, backward))
-            layer.append((forward + exchange[0], backward + exchange[1]))
-        costs.append(_KindCost.of(attention, layer, _rest_ns(kind, placed.rows)))
+        attention = [
+            (
+                kind.attention_ns(queries, keys, backward=False),
+                kind.attention_ns(queries, keys, backward=True),
+            )
+            for queries, keys, _ in segments
+        ]
+        exchange = [exchange_ns(kind, read) for _, _, read in segments]
+        costs.append(_by_mode(kind, placed.rows, attention, exchange, refetches=True))
     most_keys = max(read for _, _, read in segments)
     return MicroBatchCost(
         rows=placed.rows,
         keys=most_keys,
         indexed=most_keys if placed.ranks > 1 else 0,
         kept_rows=placed.rows if kept else 0,
-        **_over_layers(latency, costs),
+        by_mode=_over_layers(latency, costs),
     )
 
 
-class _KindCost(NamedTuple):
-    """A layer of one kind; pairs are (forward, backward)."""
+def _by_mode(
+    kind: LatencyModel,
+    rows: int,
+    attention: Sequence[tuple[int, int]],
+    exchange: Sequence[tuple[int, int]],
+    *,
+    refetches: bool,
+) -> list[PassTimes]:
+    """Times of a layer of one kind with each recomputation.
 
-    attention_ns: tuple[int, int]  # on the slowest rank
-    mean_attention_ns: tuple[float, float]  # over the ranks
-    layer_ns: tuple[int, int]  # on the slowest rank
+    Args:
+        kind: of the layer.
+        rows: of each rank.
+        attention: forward and backward of the kernel on each rank.
+        exchange: forward and backward of putting keys together on each rank.
+        refetches: whether a backward that recomputes no attention repeats the forward's exchange.
+    """
+    parallel = kind.tensor_parallel_ns(rows)
+    forward, backward = (kind.linear_ns(rows, backward=each) + parallel for each in PASSES)
 
-    @staticmethod
-    def of(
-        attention: Sequence[tuple[int, int]],
-        layer: Sequence[tuple[int, int]],
-        rest: tuple[int, int],
-    ) -> _KindCost:
-        """From attention, attention with its exchange (of each rank), and the rest of a layer."""
-        attentions, layers = list(zip(*attention, strict=True)), list(zip(*layer, strict=True))
-        ranks = len(attention)
-        return _KindCost(
-            (max(attentions[0]), max(attentions[1])),
-            (sum(attentions[0]) / ranks, sum(attentions[1]) / ranks),
-            (max(layers[0]) + rest[0], max(layers[1]) + rest[1]),
+    def times(mode: Recompute) -> PassTimes:
+        full = mode == "full"
+        fetches = full or refetches
+        kernel = (
+            [first for first, _ in attention],
+            [second + full * first for first, second in attention],
+        )
+        layer = [
+            max(own + there for own, (there, _) in zip(kernel[0], exchange, strict=True)),
+            max(
+                own + back + fetches * there
+                for own, (there, back) in zip(kernel[1], exchange, strict=True)
+            ),
+        ]
+        return PassTimes(
+            (max(kernel[0]), max(kernel[1])),
+            (sum(kernel[0]) / len(kernel[0]), sum(kernel[1]) / len(kernel[1])),
+            ((layer[0] + forward, layer[1] + backward + kind.again_ns(rows, mode)),),
         )
 
+    return list(map(times, MODES))
 
-def _over_layers(latency: LatencyModel, costs: Sequence[_KindCost]) -> dict[str, Any]:
-    """Figures of a MicroBatchCost: attention of the mean layer, and layers by kind."""
-    layer_ns = tuple(cost.layer_ns for cost in costs)
+
+def _over_layers(
+    latency: LatencyModel, costs: Sequence[Sequence[PassTimes]]
+) -> tuple[PassTimes, ...]:
+    """Attention of the mean layer, and layers by kind, from the times of each kind and mode."""
     if len(costs) == 1:
-        return costs[0]._asdict() | {"layer_ns": layer_ns}
+        return tuple(costs[0])
     counts, layers = latency.shape.kinds.values(), latency.shape.layers
 
     def mean(of_kinds: Iterable[float]) -> float:
         return sum(count * each for count, each in zip(counts, of_kinds, strict=True)) / layers
 
-    slowest, average = zip(*(cost[:2] for cost in costs), strict=True)
-    return {
-        "attention_ns": tuple(round(mean(each)) for each in zip(*slowest, strict=True)),
-        "mean_attention_ns": tuple(mean(each) for each in zip(*average, strict=True)),
-        "layer_ns": layer_ns,
-    }
+    result = []
+    for of_kinds in zip(*costs, strict=True):
+        slowest, average, layer_ns = zip(*of_kinds, strict=True)
+        attention, means = (
+            tuple(map(mean, zip(*each, strict=True))) for each in (slowest, average)
+        )
+        result.append(
+            PassTimes(
+                (round(attention[0]), round(attention[1])),
+                (means[0], means[1]),
+                tuple(each for (each,) in layer_ns),
+            )
+        )
+    return tuple(result)
 
 
 def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
@@ -146,9 +177,12 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
         forward, backward = (
             kind.attention_ns(lengths, lengths, backward=each, head_split=ranks) for each in PASSES
         )
-        exchange = [kind.head_parallel_ns(placed.rows, backward=each) for each in PASSES]
-        layer = forward + exchange[0], backward + exchange[1]
-        costs.append(_KindCost.of([(forward, backward)], [layer], _rest_ns(kind, placed.rows)))
+        exchange = kind.head_parallel_ns(placed.rows)
+        costs.append(
+            _by_mode(
+                kind, placed.rows, [(forward, backward)], [(exchange, exchange)], refetches=False
+            )
+        )
     # As many keys as rows, of some of the heads; heads that several ranks read are copied.
     copies = max(max(ranks // kind.rank_kv_heads, 1) for kind in latency.kinds)
     return MicroBatchCost(
@@ -156,17 +190,8 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
         keys=placed.rows * copies,
         indexed=0,
         kept_rows=0,
-        **_over_layers(latency, costs),
+        by_mode=_over_layers(latency, costs),
     )
-
-
-def _rest_ns(latency: LatencyModel, rows: int) -> tuple[int, int]:
-    """Forward and backward of a layer without attention and its exchange."""
-    forward, backward = (
-        latency.linear_ns(rows, backward=each) + latency.tensor_parallel_ns(rows, backward=each)
-        for each in PASSES
-    )
-    return forward, backward
 
 
 def _travelling(placed: Layout, sliding_window: int | None) -> int:

@@ -16,7 +16,7 @@ simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -32,9 +32,9 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import MemoryModel
+from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.plan import ReplicaPlan, Slice, StepPlan, piece_counts
+from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.prediction.micro_batch import micro_batch_cost
@@ -80,6 +80,22 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
     counts = piece_counts(lengths, context_window)
     pairs = sum(count * causal_pairs(tokens) for tokens, count in counts.items())
     return pairs // max(int(lengths.sum()), 1)
+
+
+class PreparedReplicas(NamedTuple):
+    """What is known of the steps of some replicas before they are simulated.
+
+    Attributes:
+        executed: the replicas as they are executed (``prediction.executed``).
+        costs: of each replica's micro-batches.
+        programs: of each replica's ranks.
+        freed: of each replica, see :meth:`.StepMemory.freed`.
+    """
+
+    executed: list[ReplicaPlan]
+    costs: list[list[MicroBatchCost]]
+    programs: list[list[list[Action]]]
+    freed: list[Mapping[Action, int]]
 
 
 class SimulatedReplicas(NamedTuple):
@@ -136,7 +152,6 @@ class Predictor:
         model = MemoryModel(
             latency.shape,
             latency.mesh,
-            latency.activation_checkpointing,
             latency.profile.dtype,
             self.rest_dtype,
             fused_norm=latency.profile.device_type != "cpu",
@@ -149,10 +164,15 @@ class Predictor:
         counts = map(self.memory.model.parameters, self.memory.rank_parts)
         return max(map(self.latency.data_parallel_ns, counts))
 
-    def longest_micro_batch(self, micro_batches: int) -> int:
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of the device that may be filled."""
+        return self.latency.profile.memory_bytes * USABLE_PERCENT // 100
+
+    def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
         """L_max: tokens of a micro-batch of which a replica can run ``micro_batches``; 0 if none.
 
-        The schedule decides how many are open at once on each rank.
+        The schedule decides how many are open at once on each rank. ``recompute`` is that of each.
         """
         mesh, memory_bytes = self.latency.mesh, self.latency.profile.memory_bytes
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
@@ -160,7 +180,9 @@ class Predictor:
         for parts, program in zip(self.memory.rank_parts, programs, strict=True):
             most = most_open(program, mesh.virtual_stages)
             limits.append(
-                self.memory.model.longest_micro_batch(parts, most, memory_bytes, micro_batches)
+                self.memory.model.longest_micro_batch(
+                    parts, most, memory_bytes, micro_batches, recompute
+                )
             )
         return min(limits)
 
@@ -220,10 +242,13 @@ class Predictor:
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
         """The step of replicas that share micro-batches with each other only."""
-        mesh, memory = self.latency.mesh, self.memory
+        return self.run(self.prepare(replicas))
+
+    def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
+        """All that :meth:`run` simulates, of replicas that share with each other only."""
+        mesh = self.latency.mesh
         replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         costs = [self._costs(replica) for replica in replicas]
-        durations = [self._durations(of_replica) for of_replica in costs]
         programs = [
             [
                 program_of(
@@ -234,9 +259,16 @@ class Predictor:
             for number in range(len(replicas))
         ]
         freed = [
-            memory.freed(of_replica, replica, each)
+            self.memory.freed(of_replica, replica, each)
             for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
         ]
+        return PreparedReplicas(replicas, costs, programs, freed)
+
+    def run(self, prepared: PreparedReplicas) -> SimulatedReplicas:
+        """Simulate what :meth:`prepare` has made; its costs may have other recomputation by now."""
+        replicas, costs, programs, freed = prepared
+        memory = self.memory
+        durations = [self._durations(of_replica) for of_replica in costs]
 
         def transfer(replica: int, action: Action) -> int:
             source = action.stage - 1 if action.kind == FORWARD else action.stage
@@ -282,6 +314,6 @@ class Predictor:
                 micro_batch.sharding,
                 replicas=len(micro_batch.replicas),
                 kept=any(last[part.document, part.origin] > at for part in slices),
-            )
+            )._replace(recompute=micro_batch.recompute)
             for at, micro_batch in enumerate(replica.forward)
         ]

@@ -3,36 +3,69 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.plan import Recompute, StepPlan
 from lightning_wlb.schedule.simulate import Simulation
 
+MODES: tuple[Recompute, ...] = get_args(Recompute)
 
-class MicroBatchCost(NamedTuple):
-    """One micro-batch on its context-parallel group; pairs are (forward, backward).
+
+class PassTimes(NamedTuple):
+    """Times of a micro-batch on its context-parallel group; pairs are (forward, backward).
 
     Attributes:
-        rows: of each rank, padding included.
-        keys: most that a rank's segments read.
-        indexed: how many of these keys are put in order by an index.
-        kept_rows: rows whose keys and values later slices read; 0 if none do.
         attention_ns: of one layer, on the slowest rank; where layers differ, their mean.
         mean_attention_ns: of one layer, mean over the ranks; where layers differ, their mean.
         layer_ns: everything of a layer of each kind (``ModelShape.kinds``), on the slowest rank,
             communication included.
     """
 
+    attention_ns: tuple[int, int]
+    mean_attention_ns: tuple[float, float]
+    layer_ns: tuple[tuple[int, int], ...]
+
+
+class MicroBatchCost(NamedTuple):
+    """One micro-batch on its context-parallel group.
+
+    Attributes:
+        rows: of each rank, padding included.
+        keys: most that a rank's segments read.
+        indexed: how many of these keys are put in order by an index.
+        kept_rows: rows whose keys and values later slices read; 0 if none do.
+        by_mode: times with each recomputation, in the order of :data:`MODES`.
+        recompute: the one of the plan; ``_replace`` gives the cost with another.
+    """
+
     rows: int
     keys: int
     indexed: int
     kept_rows: int
-    attention_ns: tuple[int, int]
-    mean_attention_ns: tuple[float, float]
-    layer_ns: tuple[tuple[int, int], ...]
+    by_mode: tuple[PassTimes, ...]
+    recompute: Recompute = "none"
+
+    @property
+    def attention_ns(self) -> tuple[int, int]:
+        """See :class:`.PassTimes`."""
+        return self._times.attention_ns
+
+    @property
+    def mean_attention_ns(self) -> tuple[float, float]:
+        """See :class:`.PassTimes`."""
+        return self._times.mean_attention_ns
+
+    @property
+    def layer_ns(self) -> tuple[tuple[int, int], ...]:
+        """See :class:`.PassTimes`."""
+        return self._times.layer_ns
+
+    @property
+    def _times(self) -> PassTimes:
+        return self.by_mode[MODES.index(self.recompute)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,13 @@ first key that its first query sees) to the chunk's end, causal and aligned at t
 last query is that of the last key. Under ``heads`` the segments are the whole pieces.
 """
 
-from lightning_wlb.sharding.choice import ADAPTIVE, choose, predicted_latency
+from lightning_wlb.sharding.choice import (
+    ADAPTIVE,
+    Tokens,
+    choose,
+    choose_each,
+    predicted_latency,
+)
 from lightning_wlb.sharding.heads import HEADS, check_heads
 from lightning_wlb.sharding.indices import (
     RankIndices,
@@ -39,8 +45,10 @@ __all__ = [
     "SHARDINGS",
     "Layout",
     "RankIndices",
+    "Tokens",
     "check_heads",
     "choose",
+    "choose_each",
     "head_indices",
     "layout",
     "predicted_latency",

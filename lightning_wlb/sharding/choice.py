@@ -8,19 +8,23 @@ Candidates are tried in order, and the first one within 2 % of the ideal (whole 
 loaded ranks) ends the search: no prediction is better than that, and the first candidates send
 least.
 
-Cost: one layout for each candidate tried. Not for a run whose shardings must be alike in all
+A step has thousands of small micro-batches, so :func:`choose_each` takes all of them at once: what
+follows the cutting of a micro-batch is then array arithmetic over the chunks of all.
+
+Cost: about 50 µs for each candidate tried. Not for a run whose shardings must be alike in all
 micro-batches: name one instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
-from lightning_wlb.sharding.arrays import offsets
-from lightning_wlb.sharding.layout import Layout, layout
+from lightning_wlb.sharding.arrays import Integers, offsets
+from lightning_wlb.sharding.layout import SHARDINGS, Layout, layout, merged
 
 ADAPTIVE = "adaptive"
 """The name that stands for this choice where a sharding is asked for."""
@@ -51,6 +55,20 @@ def predicted_latency(
     return int(np.diff(sums[layout.first]).max())
 
 
+class Tokens(NamedTuple):
+    """A micro-batch, as far as its sharding depends on it.
+
+    Attributes:
+        lengths: in tokens of each piece, each at least 1.
+        contexts: as of :func:`predicted_latency`; no sharding knows of them, but the choice does.
+        ranks: of the context-parallel group that it lies on.
+    """
+
+    lengths: Sequence[int]
+    contexts: Sequence[int]
+    ranks: int
+
+
 def choose(
     lengths: Sequence[int],
     context_parallel_size: int,
@@ -59,29 +77,95 @@ def choose(
     candidates: Sequence[str] = CANDIDATES,
     contexts: Sequence[int] | None = None,
 ) -> tuple[str, Layout]:
-    """The sharding of least predicted latency and its layout; of equal ones the first candidate.
+    """:func:`choose_each` of one micro-batch, and its layout.
 
     Args:
         lengths: length in tokens of each piece.
         context_parallel_size: ranks of the group.
         tensor_parallel_size: the padded rows are a multiple of it.
-        cost: of segments, forward and backward together.
-        candidates: names in :data:`.SHARDINGS`, at least one, in the order in which to try them.
-        contexts: as of :func:`predicted_latency`; no sharding knows of them, but the choice does.
+        cost: as of :func:`choose_each`.
+        candidates: likewise.
+        contexts: as of :func:`predicted_latency`.
 
     Raises:
         ValueError: as :func:`.layout`.
     """
-    sizes = np.array(lengths, dtype=np.int64).reshape(-1)
-    before = 0 if contexts is None else np.array(contexts, dtype=np.int64)
-    ideal = int(cost(sizes, sizes + before).sum())
-    best: tuple[int, str, Layout] | None = None
+    before = [0] * len(lengths) if contexts is None else contexts
+    ((name, _),) = choose_each(
+        [Tokens(lengths, before, context_parallel_size)], tensor_parallel_size, cost, candidates
+    )
+    return name, layout(name, lengths, context_parallel_size, tensor_parallel_size)
+
+
+def choose_each(
+    micro_batches: Sequence[Tokens],
+    tensor_parallel_size: int,
+    cost: SegmentCost = reference_kernel_cost,
+    candidates: Sequence[str] = CANDIDATES,
+) -> list[tuple[str, int]]:
+    """The sharding of least predicted latency of each; of equal ones the first candidate.
+
+    Args:
+        micro_batches: any number.
+        tensor_parallel_size: the padded rows are a multiple of it.
+        cost: of segments, forward and backward together.
+        candidates: names in :data:`.SHARDINGS`, at least one, in the order in which to try them.
+
+    Returns:
+        The name of each micro-batch's sharding, and the rows of its ranks after padding.
+    """
+    best = [(candidates[0], sum(each.lengths)) for each in micro_batches]
+    least: dict[int, int] = {}
+    # One rank has all tokens whatever the sharding, and without tokens there is nothing to spread.
+    left = [at for at, each in enumerate(micro_batches) if each.ranks > 1 and len(each.lengths)]
     for name in candidates:
-        made = layout(name, lengths, context_parallel_size, tensor_parallel_size)
-        latency = predicted_latency(made, cost, contexts)
-        if best is None or latency < best[0]:
-            best = latency, name, made
-        if 100 * context_parallel_size * latency <= IDEAL_PERCENT * ideal:
-            break
-    assert best is not None
-    return best[1:]
+        tried = [micro_batches[at] for at in left]
+        going_on = []
+        for at, each, (latency, rows, ideal) in zip(
+            left, tried, _latencies(name, tried, cost), strict=True
+        ):
+            if at not in least or latency < least[at]:
+                least[at], best[at] = latency, (name, rows)
+            if 100 * each.ranks * latency > IDEAL_PERCENT * ideal:
+                going_on.append(at)
+        left = going_on
+    return [(name, -(-rows // tensor_parallel_size) * tensor_parallel_size) for name, rows in best]
+
+
+def _latencies(
+    name: str, micro_batches: Sequence[Tokens], cost: SegmentCost
+) -> list[tuple[int, int, int]]:
+    """Of each micro-batch under one sharding: its latency, most rows of a rank, all its work."""
+    if not micro_batches:
+        return []
+    sizes = [np.array(each.lengths, dtype=np.int64) for each in micro_batches]
+    # Ranks and pieces are numbered over all micro-batches, so that one table holds their chunks.
+    first_rank = offsets(np.array([each.ranks for each in micro_batches]))
+    first_piece = offsets(np.array([len(each) for each in sizes]))
+    tables = [
+        SHARDINGS[name](size, each.ranks) for size, each in zip(sizes, micro_batches, strict=True)
+    ]
+    shift = np.repeat(
+        np.stack((first_rank, first_piece), axis=1)[:-1], [len(each) for each in tables], axis=0
+    )
+    table = np.concatenate(tables)
+    table[:, :2] += shift
+    lengths = np.concatenate(sizes)
+    contexts = np.concatenate([each.contexts for each in micro_batches]).astype(np.int64)
+    rank, piece, start, stop = merged(table, lengths).T
+    first = np.searchsorted(rank, np.arange(first_rank[-1] + 1))
+
+    def slowest(of_chunks: Integers) -> list[int]:
+        of_ranks = np.diff(offsets(of_chunks)[first])
+        most: list[int] = np.maximum.reduceat(of_ranks, first_rank[:-1]).tolist()
+        return most
+
+    ideal = np.diff(offsets(cost(lengths, lengths + contexts))[first_piece])
+    return list(
+        zip(
+            slowest(cost(stop - start, stop + contexts[piece])),
+            slowest(stop - start),
+            ideal.tolist(),
+            strict=True,
+        )
+    )

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS, reference_kernel_cost
+from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS
 from lightning_wlb.sharding.arrays import Integers
 
 SHARES = (8, 32)
@@ -96,10 +96,12 @@ def hybrid(lengths: Integers, ranks: int) -> Integers:
     """Cut long pieces at tile boundaries, keep short ones whole, equalise rows and work."""
     if len(lengths) == 0:
         return np.empty((0, 4), dtype=np.int64)
-    costs = reference_kernel_cost(lengths, lengths).tolist()
+    # Most micro-batches are of a few pieces, too few for numpy to pay.
+    sizes = lengths.tolist()
+    costs = list(map(_segment_cost, sizes, sizes))
     best: _Deal | None = None
     for share in SHARES:
-        deal = _dealt(lengths.tolist(), costs, ranks, share)
+        deal = _dealt(sizes, costs, ranks, share)
         if best is None or max(deal.cost) < max(best.cost):
             best = deal
         if 1000 * ranks * max(deal.cost) <= (1000 + GOOD_PERMILLE) * sum(deal.cost):
@@ -140,7 +142,7 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Dea
 
 
 def _segment_cost(queries: int, keys: int) -> int:
-    """:func:`.reference_kernel_cost` of one segment."""
+    """:func:`~lightning_wlb.cost.kernel.reference_kernel_cost` of one segment."""
     tiles = -(-queries // TILE)
     before = -(-(keys - queries) // TILE)
     read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-keys // TILE)

@@ -116,7 +116,7 @@ def layout(
     elif by_heads:
         table = equal_ranges(sizes, ranks)
     else:
-        table = _merged(SHARDINGS[sharding](sizes, ranks), sizes)
+        table = merged(SHARDINGS[sharding](sizes, ranks), sizes)
     if by_heads:
         first = np.searchsorted(table[:, 0], np.arange(ranks + 1))
         rows = shared = -(-int(sizes.sum()) // ranks)
@@ -126,8 +126,13 @@ def layout(
     return Layout(tuple(sizes.tolist()), rows, shared, table, first, by_heads)
 
 
-def _merged(table: Integers, lengths: Integers) -> Integers:
-    """Chunks in the order of rank, piece and token, adjacent ones joined to one segment."""
+def merged(table: Integers, lengths: Integers) -> Integers:
+    """Chunks in the order of rank, piece and token, adjacent ones joined to one segment.
+
+    Args:
+        table: int64 [chunks, 4], rank, piece, start and stop of each chunk.
+        lengths: of the pieces, in tokens.
+    """
     rank, document, start, _ = table.T
     token = offsets(lengths)[document] + start
     table = table[np.argsort(rank * (int(lengths.sum()) + 1) + token)]
@@ -135,10 +140,10 @@ def _merged(table: Integers, lengths: Integers) -> Integers:
     new = np.ones(len(table), dtype=bool)
     new[1:] = (rank[1:] != rank[:-1]) | (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
     kept = np.flatnonzero(new)
-    merged = table[kept]
-    merged[:-1, 3] = stop[kept[1:] - 1]
-    merged[-1:, 3] = stop[-1:]
-    return merged
+    joined = table[kept]
+    joined[:-1, 3] = stop[kept[1:] - 1]
+    joined[-1:, 3] = stop[-1:]
+    return joined
 
 
 def _ordered(table: Integers, documents: int, ranks: int) -> tuple[Integers, Integers, int, int]:

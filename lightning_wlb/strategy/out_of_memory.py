@@ -1,9 +1,9 @@
 """Where a step runs out of memory: what ran, and which options would take less, by how much.
 
 The error stays what it is and gets a note, which Python prints below its message. The bytes are
-those of the memory model (``cost/memory.py``) with all micro-batches as long as the longest one of
-the rank, the account by which ``lightning-wlb plan`` says what fits. So they are an upper bound of
-what is modelled; fragmentation and communication buffers are not.
+those of the memory model (``cost/memory.py``) with all micro-batches like the one of the rank that
+would need most, the account by which ``lightning-wlb plan`` says what fits. So they are an upper
+bound of what is modelled; fragmentation and communication buffers are not.
 
 Cost: nothing until there is an error.
 """
@@ -18,9 +18,9 @@ from typing import get_args
 import torch
 from lightning.pytorch.utilities.memory import is_out_of_cpu_memory
 
-from lightning_wlb.cost.latency import Checkpointing
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.plan import MicroBatch, Recompute
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.executor import Executor
@@ -75,12 +75,17 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
         )
     if not units.forward:
         return f"{said}."
-    longest = max(units.forward, key=lambda each: each.rows)
     place = pipeline.rank.pipeline
     program = pipeline.programs(batch.executed, batch.replica)[place]
     count = most_open(program, pipeline.rank.mesh.virtual_stages)
     parts = StepMemory.of(model, pipeline.stages).rank_parts[place]
-    held = model.rank_bytes(parts, count, longest.rows, len(units.forward))
+    number = len(units.forward)
+
+    def needed_by(each: MicroBatch) -> int:
+        return model.rank_bytes(parts, count, each.rows, number, each.recompute)
+
+    longest = max(units.forward, key=needed_by)
+    held = needed_by(longest)
     less = sorted(
         (
             (held - needed, option)
@@ -88,8 +93,8 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
                 model,
                 parts,
                 count,
-                longest.rows,
-                len(units.forward),
+                longest,
+                number,
                 units.tokens_of(longest),
                 batch.plan.nominal_tokens // batch.plan.micro_batches,
             )
@@ -110,35 +115,35 @@ def _options(
     model: MemoryModel,
     parts: StageParts,
     count: int,
-    rows: int,
+    longest: MicroBatch,
     micro_batches: int,
     tokens: int,
     window: int,
 ) -> Iterator[tuple[str, int]]:
     """Options and the bytes that this rank needs with each; some need more than without."""
-    for mode in get_args(Checkpointing):
-        changed = replace(model, activation_checkpointing=mode)
+    rows, recompute = longest.rows, longest.recompute
+    for mode in get_args(Recompute):
         yield (
             f"activation_checkpointing={mode!r}",
-            changed.rank_bytes(parts, count, rows, micro_batches),
+            model.rank_bytes(parts, count, rows, micro_batches, mode),
         )
     mesh, unit = model.mesh, model.mesh.tensor
     if tokens > window:
         shorter = -(-rows * window // tokens // unit) * unit
-        yield f"cap={window}", model.rank_bytes(parts, count, shorter, micro_batches)
+        yield f"cap={window}", model.rank_bytes(parts, count, shorter, micro_batches, recompute)
     # On as many devices where the data-parallel ranks can be halved, else on twice as many.
     data = mesh.data // 2 if mesh.data % 2 == 0 else mesh.data
     wider = replace(model, mesh=replace(mesh, data=data, context=2 * mesh.context))
     yield (
         f"context_parallel_size={2 * mesh.context}",
-        wider.rank_bytes(parts, count, -(-rows // 2 // unit) * unit, micro_batches),
+        wider.rank_bytes(parts, count, -(-rows // 2 // unit) * unit, micro_batches, recompute),
     )
     if all(size % (2 * unit) == 0 for _, size in model.shape.split_sizes):
         split = replace(model, mesh=replace(mesh, data=data, tensor=2 * unit))
         padded = -(-rows // (2 * unit)) * 2 * unit
         yield (
             f"tensor_parallel_size={2 * unit}",
-            split.rank_bytes(parts, count, padded, micro_batches),
+            split.rank_bytes(parts, count, padded, micro_batches, recompute),
         )
     if sum(parts.layers) > 1:
         deeper = replace(model, mesh=replace(mesh, data=data, pipeline=2 * mesh.pipeline))
@@ -146,7 +151,7 @@ def _options(
         twice = min(2 * count, micro_batches)
         yield (
             f"pipeline_parallel_size={2 * mesh.pipeline}",
-            deeper.rank_bytes(half, twice, rows, micro_batches),
+            deeper.rank_bytes(half, twice, rows, micro_batches, recompute),
         )
 
 

@@ -290,8 +290,7 @@ class WLBStrategy(CheckpointStrategy):
             for each in (precision.compute_dtype, precision.parameter_dtype)
         )
         fused = self.root_device.type != "cpu"
-        mode = module.activation_checkpointing
-        return MemoryModel(module.model_shape, self.mesh, mode, dtype, rest, fused_norm=fused)
+        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused_norm=fused)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

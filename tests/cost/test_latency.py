@@ -183,39 +183,20 @@ def test_the_cost_of_segments_is_what_the_kernel_takes() -> None:
     assert (copying.segment_cost(queries, keys) - costs == keys * 2 * 32 * 128 * 18).all()
 
 
-def test_recomputation_is_added_to_the_backward() -> None:
-    none, selective, full = (
-        LatencyModel(FLAT, SHAPE, Mesh(context=2, tensor=2), how)
-        for how in ("none", "selective", "full")
-    )
-    segments = arrays((4096, 8192))
-    for model in (none, selective, full):
-        assert model.linear_ns(1000, backward=False) == none.linear_ns(1000, backward=False)
-    forward = none.linear_ns(1000, backward=False)
-    assert full.linear_ns(1000, backward=True) == none.linear_ns(1000, backward=True) + forward
+def test_recomputation_is_a_forward_or_its_feed_forward_half() -> None:
+    model = LatencyModel(FLAT, SHAPE, Mesh(tensor=2))
     share = 6 * 4096 * 11008 / layer_linear_flops(SHAPE.each_layer[0], 1)
-    assert selective.linear_ns(1000, backward=True) - none.linear_ns(
-        1000, backward=True
-    ) == pytest.approx(share * forward, rel=2e-3)
-    assert selective.attention_ns(*segments, backward=True) == none.attention_ns(
-        *segments, backward=True
-    )
-    assert full.attention_ns(*segments, backward=True) == pytest.approx(
-        none.attention_ns(*segments, backward=True) + none.attention_ns(*segments, backward=False),
-        abs=1,
-    )
-    assert [m.tensor_parallel_ns(1000, backward=True) for m in (none, selective, full)] == [
-        factor * none.tensor_parallel_ns(1000, backward=True) // 2 for factor in (2, 3, 4)
-    ]
-    assert full.context_parallel_ns(1000, 2000, backward=True) == none.context_parallel_ns(
-        1000, 2000, backward=True
-    ) + none.context_parallel_ns(1000, 2000, backward=False)
+    forward, parallel = model.linear_ns(1000, backward=False), model.tensor_parallel_ns(1000)
+    assert model.again_ns(1000, "none") == 0
+    half = model.again_ns(1000, "selective") - parallel // 2
+    assert half == pytest.approx(share * forward, rel=2e-3)
+    assert model.again_ns(1000, "full") == forward + parallel
 
 
 def test_communication_in_bytes_over_bandwidth() -> None:
     model = LatencyModel(FLAT, SHAPE, Mesh(data=2, pipeline=2, context=2, tensor=4))
     # Three quarters of [1000, 4096], two gathers of 2 bytes and two sums of 4, at 1 GB/s.
-    assert model.tensor_parallel_ns(1000, backward=False) == 2 * 3 * 1000 * 1024 * (2 + 4)
+    assert model.tensor_parallel_ns(1000) == 2 * 3 * 1000 * 1024 * (2 + 4)
     # 2·8 heads of 128 for 1000 rows; the sum of gradients is 4 bytes wide.
     assert model.context_parallel_ns(1000, 0, backward=False) == 1000 * 16 * 128 * 2
     assert model.context_parallel_ns(1000, 0, backward=True) == 1000 * 16 * 128 * 4
@@ -233,18 +214,18 @@ def test_attention_split_by_heads() -> None:
         whole = model.attention_ns(*segments, backward=backward)
         part = model.attention_ns(*segments, backward=backward, head_split=4)
         assert part == pytest.approx(whole / 4, abs=1)
-        sent = 1000 * 3 * (8 + 16) * 128 * 2 + 1000 * 3 * 8 * 128 * 2
-        assert model.head_parallel_ns(1000, backward=backward) == pytest.approx(sent, abs=2)
+    sent = 1000 * 3 * (8 + 16) * 128 * 2 + 1000 * 3 * 8 * 128 * 2
+    assert model.head_parallel_ns(1000) == pytest.approx(sent, abs=2)
     # 8 key/value heads over 16 ranks: each rank reads one.
     few = LatencyModel(FLAT, replace(SHAPE, kv_heads=8), Mesh(context=16))
     # Of 15 parts 8 go to the other node, through the rank's own adapter: 0.1 GB/s.
     sent = 1000 * 8 * (2 + 2) * 128 * 2 + 1000 * 8 * 2 * 128 * 2
-    assert few.head_parallel_ns(1000, backward=False) == pytest.approx(10 * sent, abs=2)
+    assert few.head_parallel_ns(1000) == pytest.approx(10 * sent, abs=2)
 
 
 def test_one_rank_sends_nothing() -> None:
     model = LatencyModel(FLAT, SHAPE)
-    assert model.tensor_parallel_ns(1000, backward=True) == 0
+    assert model.tensor_parallel_ns(1000) == 0
     assert model.context_parallel_ns(1000, 1000, backward=True) == 0
     assert model.pipeline_ns(1000, 0) == 0
     assert model.data_parallel_ns(1000) == 0
@@ -255,8 +236,6 @@ def test_an_unknown_dtype_and_an_indivisible_model_are_refused() -> None:
         LatencyModel(replace(H100, dtype="int8"), SHAPE)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=5 does not divide .* heads=32"):
         LatencyModel(H100, SHAPE, Mesh(tensor=5))
-    with pytest.raises(ValueError, match="activation_checkpointing='some'"):
-        LatencyModel(H100, SHAPE, activation_checkpointing="some")  # type: ignore[arg-type]
 
 
 def test_layers_that_differ_have_a_model_each() -> None:

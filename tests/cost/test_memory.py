@@ -14,6 +14,8 @@ from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.plan import Recompute
+from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import layout, rank_indices
 
 CONFIG = TransformerConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=176, vocab_size=256)
@@ -55,15 +57,15 @@ def saved_bytes(model: Transformer, batch: MicroBatchTensors, *, hidden: bool) -
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("lengths", [[512], [300, 200, 12], [64] * 5])
-def test_a_middle_stage_saves_what_the_model_says(checkpointing: str, lengths: list[int]) -> None:
-    model = Transformer(CONFIG, embed=False, head=False, activation_checkpointing=checkpointing)
+def test_a_middle_stage_saves_what_the_model_says(recompute: Recompute, lengths: list[int]) -> None:
+    model = Transformer(CONFIG, embed=False, head=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    batch = micro_batch(lengths)
-    memory = MemoryModel(CONFIG.shape, Mesh(), checkpointing, dtype="float32", fused_norm=False)
-    predicted = memory.micro_batch_bytes(StageParts((3,)), batch.rows)
+    batch = replace(micro_batch(lengths), recompute=recompute)
+    memory = MemoryModel(CONFIG.shape, dtype="float32", fused_norm=False)
+    predicted = memory.micro_batch_bytes(StageParts((3,)), batch.rows, recompute)
     assert predicted == saved_bytes(model, batch, hidden=True)
 
 
@@ -101,22 +103,22 @@ def test_state_is_whole_parameters_and_gradients_and_a_shard_of_the_rest() -> No
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(context=2), Mesh(tensor=2), Mesh(context=4)])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", MODES)
 def test_the_longest_micro_batch_fits_and_one_more_row_does_not(
-    mesh: Mesh, checkpointing: str
+    mesh: Mesh, recompute: Recompute
 ) -> None:
-    memory = MemoryModel(CONFIG.shape, mesh, checkpointing)
+    memory = MemoryModel(CONFIG.shape, mesh)
     parts, available = StageParts((3,), embedding=True), 200_000_000
-    tokens = memory.longest_micro_batch(parts, 4, available, 6)
+    tokens = memory.longest_micro_batch(parts, 4, available, 6, recompute)
 
     def total(rows: int) -> int:
         keys = memory.most_keys(rows)
         inputs = memory.input_bytes(parts, rows, keys if mesh.context > 1 else 0)
         return (
             memory.state_bytes(parts)
-            + 4 * memory.micro_batch_bytes(parts, rows)
+            + 4 * memory.micro_batch_bytes(parts, rows, recompute)
             + 6 * inputs
-            + memory.transient_bytes(parts, rows, keys)
+            + memory.transient_bytes(parts, rows, keys, recompute)
         )
 
     rows = tokens // mesh.context
@@ -129,10 +131,8 @@ def test_a_model_whose_state_does_not_fit_has_no_micro_batch() -> None:
 
 
 def test_checkpointing_saves_less_and_less() -> None:
-    sizes = [
-        MemoryModel(CONFIG.shape, activation_checkpointing=how).layer_bytes(LAYER, 1000)
-        for how in ("none", "selective", "full")
-    ]
+    memory = MemoryModel(CONFIG.shape)
+    sizes = [memory.layer_bytes(LAYER, 1000, how) for how in MODES]
     assert sizes[0] > sizes[1] > sizes[2] > 0
 
 
@@ -145,10 +145,10 @@ def test_inputs_are_what_the_ends_read_positions_and_the_index_of_keys() -> None
 def test_keys_that_later_slices_read() -> None:
     memory = MemoryModel(CONFIG.shape, dtype="bfloat16")
     keys = 3 * 2 * 10 * 2 * 16  # layers, keys and values, rows, heads, width of a head
-    assert memory.kept_keys_bytes(StageParts((3,)), 10) == 0  # autograd keeps them
+    for how in ("none", "selective"):
+        assert memory.kept_keys_bytes(StageParts((3,)), 10, how) == 0  # autograd keeps them
     assert memory.key_gradient_bytes(StageParts((3,)), 10) == 4 * keys  # summed in float32
-    again = MemoryModel(CONFIG.shape, activation_checkpointing="full", dtype="bfloat16")
-    assert again.kept_keys_bytes(StageParts((3,)), 10) == 2 * keys
+    assert memory.kept_keys_bytes(StageParts((3,)), 10, "full") == 2 * keys
 
 
 def test_layers_that_differ_are_counted_by_kind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from lightning_wlb.data.assembly import make_step_batch
@@ -11,7 +12,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.plan import MicroBatch, Piece, Recompute, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.sharding import layout
 
 VOCABULARY = 24
@@ -46,12 +47,16 @@ def step_batch(
     masks: Sequence[Sequence[bool]] | None = None,
     rank: Rank | None = None,
     step: int = 0,
+    recompute: Sequence[Recompute] = ("none",),
 ) -> StepBatch:
-    """One replica's step: of each micro-batch its pieces (document, origin, stop)."""
+    """One replica's step: of each micro-batch its pieces (document, origin, stop).
+
+    Micro-batches recompute what ``recompute`` says, from its begin again where it is shorter.
+    """
     rank = rank or Rank()
     store = InMemoryDocuments(texts, masks, vocab_size=VOCABULARY)
     slices, forward = [], []
-    for pieces in micro_batches:
+    for pieces, mode in zip(micro_batches, cycle(recompute), strict=False):
         rows = layout(
             "per_document_contiguous",
             [stop - origin for _, origin, stop in pieces],
@@ -60,7 +65,7 @@ def step_batch(
         ).rows
         indices = tuple(range(len(slices), len(slices) + len(pieces)))
         slices += [Slice(document, origin, origin, stop) for document, origin, stop in pieces]
-        forward.append(MicroBatch(indices, "per_document_contiguous", rows, (0,)))
+        forward.append(MicroBatch(indices, "per_document_contiguous", rows, (0,), mode))
     plan = StepPlan(
         step=step,
         epoch=0,

@@ -15,26 +15,27 @@ from tests.oracle import oracle, relative_error
 from tests.ranks import run_ranks
 
 
-def build(options, checkpointing="none"):
-    model = Transformer(config(**options), activation_checkpointing=checkpointing).double()
+def build(options):
+    model = Transformer(config(**options)).double()
     initialise(model, 7, lambda name: 0.3, model.tied)
     return model
 
 
-def _gradients(rank, context_size, tensor_size, options, checkpointing, masked, meta):
+def _gradients(rank, context_size, tensor_size, options, recompute, masked, meta):
     mesh = init_device_mesh("cpu", (context_size, tensor_size), mesh_dim_names=("cp", "tp"))
     if meta:
         with torch.device("meta"):
-            model = Transformer(config(**options), activation_checkpointing=checkpointing).double()
+            model = Transformer(config(**options)).double()
     else:
-        model = build(options, checkpointing)
+        model = build(options)
     groups = ProcessGroups(mesh["cp"].get_group(), mesh["tp"].get_group())
     shard_parameters(model, mesh["tp"], model.tensor_parallel_plan(tensor_size))
     if meta:
         model.to_empty(device="cpu")
         initialise(model, 7, lambda name: 0.3, model.tied)
     at = Mesh(context=context_size, tensor=tensor_size).coordinate(rank)
-    batch = step_batch(documents(), MICRO_BATCHES, loss_masks() if masked else None, at)
+    masks = loss_masks() if masked else None
+    batch = step_batch(documents(), MICRO_BATCHES, masks, at, recompute=recompute)
     total = sum(model(micro_batch, groups=groups) for micro_batch in batch.micro_batches)
     total.backward()
     gradients = {}
@@ -46,20 +47,18 @@ def _gradients(rank, context_size, tensor_size, options, checkpointing, masked, 
 
 
 @pytest.mark.parametrize(
-    ("context_size", "tensor_size", "options", "checkpointing", "masked", "meta"),
+    ("context_size", "tensor_size", "options", "recompute", "masked", "meta"),
     [
-        (1, 2, {}, "none", False, False),
-        (1, 2, {"tied_embeddings": True}, "selective", True, True),
-        (1, 4, {"kv_heads": 4}, "full", False, True),
+        (1, 2, {}, ("none",), False, False),
+        (1, 2, {"tied_embeddings": True}, ("selective", "none", "full"), True, True),
+        (1, 4, {"kv_heads": 4}, ("full",), False, True),
         # Fewer key/value heads than ranks.
-        (1, 4, {"kv_heads": 2}, "none", True, True),
-        (1, 4, {"kv_heads": 1, "tied_embeddings": True}, "selective", False, False),
-        (2, 2, {"kv_heads": 1}, "full", True, False),
+        (1, 4, {"kv_heads": 2}, ("none",), True, True),
+        (1, 4, {"kv_heads": 1, "tied_embeddings": True}, ("selective",), False, False),
+        (2, 2, {"kv_heads": 1}, ("full", "selective", "none"), True, False),
     ],
 )
-def test_gradients_equal_one_process(
-    context_size, tensor_size, options, checkpointing, masked, meta
-):
+def test_gradients_equal_one_process(context_size, tensor_size, options, recompute, masked, meta):
     loss, wanted = oracle(build(options), documents(), PIECES, loss_masks() if masked else None)
     results = run_ranks(
         _gradients,
@@ -67,7 +66,7 @@ def test_gradients_equal_one_process(
         context_size,
         tensor_size,
         options,
-        checkpointing,
+        recompute,
         masked,
         meta,
     )

@@ -23,7 +23,7 @@ from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
 
-SOLVED = ("fixed_ilp", "varlen_ilp")  # each step starts a solver
+SOLVED = ("fixed_ilp", "varlen_ilp", "hydraulis")  # each step starts a solver
 METHODS = sorted(PACKINGS)
 
 

@@ -42,7 +42,7 @@ def data_settings(draw) -> DataSettings:
         | st.lists(st.integers(1, window), max_size=3, unique=True).map(lambda x: tuple(sorted(x)))
     )
     # The integer programs start a process for each solve; test_packings.py has them.
-    method = draw(st.sampled_from(sorted(set(PACKINGS) - {"fixed_ilp", "varlen_ilp"})))
+    method = draw(st.sampled_from(sorted(set(PACKINGS) - {"fixed_ilp", "varlen_ilp", "hydraulis"})))
     options = {
         "wlb": {
             "queues": draw(st.integers(0, 3)),

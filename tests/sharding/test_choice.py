@@ -11,7 +11,9 @@ from benchmarks.context_parallel import sequences
 from lightning_wlb.cost.kernel import Integers, reference_kernel_cost
 from lightning_wlb.sharding import (
     SHARDINGS,
+    Tokens,
     choose,
+    choose_each,
     layout,
     predicted_latency,
     traffic,
@@ -179,3 +181,23 @@ def test_the_choice_sees_the_context_of_slices() -> None:
     # The slice is on all ranks then.
     before = predicted_latency(layout("hybrid", lengths, 4, 1), contexts=contexts)
     assert predicted_latency(made, contexts=contexts) < 0.6 * before
+
+
+@given(
+    micro_batches=st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 9000)), max_size=6),
+            st.sampled_from([1, 2, 3, 8]),
+        ),
+        max_size=6,
+    ),
+    tensor=st.sampled_from([1, 4]),
+)
+@settings(max_examples=40)
+def test_micro_batches_chosen_together_are_those_chosen_alone(micro_batches, tensor) -> None:
+    every = []
+    for pieces, ranks in micro_batches:
+        lengths, contexts = ([each[at] for each in pieces] for at in (0, 1))
+        every.append(Tokens(lengths, contexts, ranks))
+    alone = [choose(*each[::2], tensor, contexts=each.contexts) for each in every]
+    assert choose_each(every, tensor) == [(name, made.rows) for name, made in alone]

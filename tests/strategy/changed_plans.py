@@ -11,6 +11,8 @@ from typing import Any
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.sampler import StepDataset
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from lightning_wlb.prediction.recompute import recomputing
+from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import ADAPTIVE, layout
 from tests.strategy.harness import WINDOW, Case, documents
 
@@ -29,13 +31,16 @@ def rows_of(parts: Sequence[Slice], replicas: int, rank: Any, sharding: str) -> 
 def replica_of(
     groups: Sequence[tuple[Sequence[Slice], tuple[int, ...]]], rank: Any, sharding: str
 ) -> ReplicaPlan:
-    """A symmetric replica from the slices of each micro-batch and the replicas that share it."""
+    """A symmetric replica from the slices of each micro-batch and the replicas that share it.
+
+    Micro-batches recompute nothing, feed-forward halves and layers in turn.
+    """
     slices: list[Slice] = []
     forward = []
     for parts, owners in groups:
         members = tuple(range(len(slices), len(slices) + len(parts)))
         rows = rows_of(parts, len(owners), rank, sharding)
-        forward.append(MicroBatch(members, sharding, rows, owners))
+        forward.append(MicroBatch(members, sharding, rows, owners, MODES[len(forward) % 3]))
         slices += parts
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
 
@@ -113,7 +118,8 @@ def sliced_and_merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
 def regrouped(plan: StepPlan) -> StepPlan:
     """The same forward, with backward micro-batches of other slices; shared ones stay first."""
     replicas = []
-    for replica in plan.replicas:
+    mode = MODES[plan.step % 3]  # with slices in common all recompute the same
+    for replica in recomputing(plan.replicas, mode):
         owners = {index: each.replicas for each in replica.forward for index in each.slices}
         backward: list[MicroBatch] = []
         for shared in sorted(set(owners.values()), key=lambda names: -len(names)):
@@ -127,7 +133,7 @@ def regrouped(plan: StepPlan) -> StepPlan:
             order = [each.slices[0] for each in symmetric_backward(replica.slices, singles)]
             cuts = sorted(generator.sample(range(len(order) + 1), min(3, len(order))))
             backward += [
-                MicroBatch(tuple(order[a:b]), "", 0, shared)
+                MicroBatch(tuple(order[a:b]), "", 0, shared, mode)
                 for a, b in pairwise([0, *cuts, len(order)])
                 if a < b
             ]
@@ -135,7 +141,21 @@ def regrouped(plan: StepPlan) -> StepPlan:
     return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
 
 
+def with_all_modes(plan: StepPlan, *_: Any) -> StepPlan:
+    """The same plan, with another recomputation for each micro-batch in turn."""
+    replicas = []
+    for replica in plan.replicas:
+        mode = {each.slices: MODES[at % 3] for at, each in enumerate(replica.forward)}
+        forward, backward = (
+            tuple(replace(each, recompute=mode[each.slices]) for each in micro_batches)
+            for _, micro_batches in replica.passes
+        )
+        replicas.append(ReplicaPlan(replica.slices, forward, backward))
+    return replace(plan, replicas=tuple(replicas)).validate()
+
+
 CHANGES: dict[str, Change] = {
+    "recomputing": with_all_modes,
     "sliced": sliced,
     "asymmetric": lambda *given: regrouped(sliced(*given)),
     "merged": merged,
@@ -178,16 +198,16 @@ class ChangingData(WLBDataModule):
         return dataset
 
 
-def changed_data(case: Case, change: str) -> WLBDataModule:
+def changed_data(case: Case, change: str, **options: Any) -> WLBDataModule:
     """The case's documents in rewritten plans."""
-    data = ChangingData(
-        documents(case.masked),
-        context_window=WINDOW,
-        micro_batches=3,
-        num_workers=0,
-        packing=case.packing,
+    defaults: dict[str, Any] = {
+        "context_window": WINDOW,
+        "micro_batches": 3,
+        "num_workers": 0,
+        "packing": case.packing,
         # Plans made here name a sharding; the adaptive choice is the planner's.
-        sharding="hybrid" if case.sharding == ADAPTIVE else case.sharding,
-    )
+        "sharding": "hybrid" if case.sharding == ADAPTIVE else case.sharding,
+    }
+    data = ChangingData(documents(case.masked), **(defaults | options))
     data.change = CHANGES[change]
     return data

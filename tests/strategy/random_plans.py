@@ -18,7 +18,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.initialise import initialise
-from lightning_wlb.models.transformer import ActivationCheckpointing, Transformer
+from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
@@ -95,14 +95,12 @@ def batch_of(
 
 
 def model_of(
-    activation_checkpointing: ActivationCheckpointing = "none",
     layers: int = 2,
     sliding_window: int | None = None,
 ) -> Transformer:
     """A tiny model in float64, the same every time."""
     model = Transformer(
         config(dim=8, heads=2, kv_heads=1, ffn_dim=8, layers=layers, sliding_window=sliding_window),
-        activation_checkpointing=activation_checkpointing,
     ).double()
     initialise(model, 3, model.initial_deviation, None)
     return model

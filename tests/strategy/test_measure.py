@@ -13,9 +13,11 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import MODES
 from lightning_wlb.strategy.measure import ActivationCount
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
+from tests.strategy.changed_plans import changed_data
 from tests.strategy.harness import CASES, Case, data, module, trainer
 
 ROWS, WIDTH = 10, 8
@@ -124,9 +126,9 @@ def test_a_step_ends_with_nothing_held_and_open_micro_batches_add_up():
 class Compared(L.Callback):
     """Holds every step's count against the simulator's account."""
 
-    def __init__(self, checkpointing: str) -> None:
-        self.checkpointing = checkpointing
+    def __init__(self) -> None:
         self.sliced = 0
+        self.modes: set[str] = set()
 
     def on_fit_start(self, trainer, pl_module) -> None:
         trainer.strategy.executor.count_activations()
@@ -134,7 +136,7 @@ class Compared(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         executor = trainer.strategy.executor
         profile = replace(Profile.load("h100"), dtype="float32", device_type="cpu")
-        latency = LatencyModel(profile, pl_module.model_shape, Mesh(pipeline=2), self.checkpointing)
+        latency = LatencyModel(profile, pl_module.model_shape, Mesh(pipeline=2))
         predictor = Predictor(latency, executor.pipeline.stages)
         predicted = predictor.simulate(batch.plan.replicas)
         (simulation,) = predicted.simulations
@@ -147,19 +149,23 @@ class Compared(L.Callback):
             if action.kind == "F":  # a backward is counted when it has freed its own
                 # torch's loss keeps no log-sum for each row, which the model counts.
                 assert expected - constant == pytest.approx(found, rel=0.02 if rank else 0)
-        self.sliced += any(part.context for part in batch.plan.replicas[0].slices)
+        (replica,) = batch.plan.replicas
+        self.sliced += any(part.context for part in replica.slices)
+        self.modes.update(each.recompute for each in replica.forward)
 
 
-def compared(rank: int, checkpointing: str) -> int:
-    case = Case(packing="slim", activation_checkpointing=checkpointing)
-    held = Compared(checkpointing)
+def compared(rank: int, mixed: bool) -> tuple[int, set[str]]:
+    case, held = Case(packing="slim"), Compared()
+    options = {"packing": {"method": "slim", "micro_packs": 2}}
+    made = changed_data(case, "recomputing", **options) if mixed else data(case, **options)
     runner = trainer(WLBStrategy(1, 2), 2, callbacks=[held], precision="32-true")
-    runner.fit(module(case), data(case, packing={"method": "slim", "micro_packs": 2}))
-    return held.sliced
+    runner.fit(module(case), made)
+    return held.sliced, held.modes
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_the_count_of_sliced_steps_is_what_the_simulator_predicts(checkpointing):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_count_of_sliced_steps_is_what_the_simulator_predicts(mixed):
     """Byte for byte on the first stage."""
-    counts = run_ranks(compared, 2, checkpointing, process_group=False)
-    assert all(sliced > 0 for sliced in counts)
+    for sliced, modes in run_ranks(compared, 2, mixed, process_group=False):
+        assert sliced > 0
+        assert modes == (set(MODES) if mixed else {"none"})

@@ -13,6 +13,7 @@ from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.messages import Pipeline
@@ -25,12 +26,16 @@ MESH = Mesh(data=2, pipeline=2)
 LENGTHS = [8000, 6000, *[500] * 60]
 
 
-def told(model: MemoryModel, number: int, action: Action | None) -> tuple[str, StepBatch]:
+def told(
+    model: MemoryModel, number: int, action: Action | None, recompute: ActivationCheckpointing
+) -> tuple[str, StepBatch]:
     """The note of a rank of that number in a step of two replicas, and the step."""
     settings = DataSettings(
         8192, 4, packing={"method": "wlb", "queues": 0}, cap=12288, shuffle=False
     )
-    plan = Planner(LENGTHS, settings, Work.of(SHAPE), MESH).next_step()
+    plan = Planner(
+        LENGTHS, settings, Work.of(SHAPE), MESH, activation_checkpointing=recompute
+    ).next_step()
     assert plan is not None
     batch = StepBatch(plan, 0, plan.replicas, [], {}, 0, False)
     half = SHAPE.layers // 2
@@ -43,7 +48,7 @@ def told(model: MemoryModel, number: int, action: Action | None) -> tuple[str, S
 
 def test_a_note_says_what_ran_and_what_takes_less() -> None:
     model = MemoryModel(SHAPE, MESH)
-    text, batch = told(model, 0, Action.parse("0B0"))
+    text, batch = told(model, 0, Action.parse("0B0"), "auto")
     forward = batch.units.forward
     rows = max(each.rows for each in forward)
     assert "\n" not in text
@@ -64,14 +69,13 @@ def test_a_note_says_what_ran_and_what_takes_less() -> None:
         for context, tensor, pipeline in ((2, 1, 2), (1, 2, 2), (1, 1, 4))
     )
     even = -(-rows // 2) * 2
-    selective, full = (
-        replace(model, activation_checkpointing=mode) for mode in ("selective", "full")
-    )
     wanted = {
-        "activation_checkpointing='selective'": selective.rank_bytes(
-            parts, count, rows, micro_batches
+        "activation_checkpointing='selective'": model.rank_bytes(
+            parts, count, rows, micro_batches, "selective"
         ),
-        "activation_checkpointing='full'": full.rank_bytes(parts, count, rows, micro_batches),
+        "activation_checkpointing='full'": model.rank_bytes(
+            parts, count, rows, micro_batches, "full"
+        ),
         "cap=8192": model.rank_bytes(parts, count, 8192, micro_batches),
         "context_parallel_size=2": context.rank_bytes(parts, count, even // 2, micro_batches),
         "tensor_parallel_size=2": tensor.rank_bytes(parts, count, even, micro_batches),
@@ -87,7 +91,7 @@ def test_a_note_says_what_ran_and_what_takes_less() -> None:
 
 def test_what_is_on_already_and_what_does_not_divide_is_not_advised() -> None:
     odd = TransformerConfig.preset("7b", heads=33, kv_heads=33, head_dim=128).shape
-    text, _ = told(MemoryModel(odd, MESH, "full"), 1, None)
+    text, _ = told(MemoryModel(odd, MESH), 1, None, "full")
     assert "activation_checkpointing" not in text
     assert "tensor_parallel_size" not in text
     assert "context_parallel_size=2" in text

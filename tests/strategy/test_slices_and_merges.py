@@ -15,7 +15,7 @@ from tests.strategy.test_gradients import check_equal
 
 ONE, DP, PP, CP, TP = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
 
-# (change, mesh, schedule, case); cases 1 and 2 tie the embeddings, 2 checkpoints all activations.
+# (change, mesh, schedule, case); cases 1 and 2 tie the embeddings. Plans mix what they recompute.
 RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
     # One rank runs any legal plan in test_random_plans.py; here with FSDP and the Trainer.
     "1 rank": (

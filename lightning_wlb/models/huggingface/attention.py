@@ -28,6 +28,7 @@ from lightning_wlb.attention.packed import packed_attention
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.plan import Recompute
 
 NAME = "lightning_wlb"
 
@@ -53,7 +54,6 @@ class Running:
         micro_batch: its rows.
         groups: the process groups that share the rows and the parameters.
         kernel: the attention kernel.
-        recomputes_layers: whether backward recomputes whole layers.
         received: [1, rows, dim], the hidden state that the stage was given.
         left: the hidden state behind the stage's last layer, where other stages follow.
         attended: numbers of the layers that have called attention.
@@ -62,7 +62,6 @@ class Running:
     micro_batch: MicroBatchTensors
     groups: ProcessGroups
     kernel: VarlenAttention
-    recomputes_layers: bool
     received: Tensor | None = None
     left: Tensor | None = None
     attended: set[int] = field(default_factory=set)
@@ -86,16 +85,18 @@ def during(run: Running) -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(function: Callable[..., Any], mode: Recompute | None = None) -> Callable[..., Any]:
     """``function``, of which only the inputs are kept: backward runs it again.
 
-    It must be called within a forward, in whose context it runs both times. There is no dropout:
-    the random state is not kept.
+    With a mode it does so in micro-batches that recompute that. It must be called within a forward,
+    in whose context it runs both times. There is no dropout: the random state is not kept.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         run = running()
         assert run is not None
+        if mode not in (None, run.micro_batch.recompute):
+            return function(*args, **kwargs)
 
         def within(*args: Any, **kwargs: Any) -> Any:
             with during(run):
@@ -183,7 +184,7 @@ def attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         None,
-        run.micro_batch.attention.for_layer(number, run.recomputes_layers),
+        run.micro_batch.attention.for_layer(number, run.micro_batch.recompute == "full"),
         run.kernel,
         run.groups,
         AttentionOptions(

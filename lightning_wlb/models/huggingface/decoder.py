@@ -69,12 +69,12 @@ class HuggingFaceDecoder(Decoder):
 
     embed: Embedding | None
     head: Head | None
+    activation_checkpointing = "auto"
 
     def __init__(
         self,
         config: Any,
         *,
-        activation_checkpointing: str = "none",
         attention_backend: str = "auto",
         lora: Mapping[str, Any] | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class HuggingFaceDecoder(Decoder):
             "head.projection.": f"{projection_name}.",
         }
         self._longrope_window = longrope_window(self.config)
-        self._recompute(activation_checkpointing)
+        self._recompute()
         self._split()
         self.attention_kernel = VarlenAttention(attention_backend)
 
@@ -150,7 +150,7 @@ class HuggingFaceDecoder(Decoder):
         span = held if layers is None else layers
         self._check_positions(micro_batch)
         self.stages.span = span
-        run = Running(micro_batch, groups, self.attention_kernel, self.recomputes_layers)
+        run = Running(micro_batch, groups, self.attention_kernel)
         with during(run):
             if hidden is None:
                 assert self.embed is not None
@@ -280,18 +280,15 @@ class HuggingFaceDecoder(Decoder):
                 f" longest document. Use context_window={window} or less, or 'yarn' scaling."
             )
 
-    def _recompute(self, activation_checkpointing: str) -> None:
-        self.activation_checkpointing = activation_checkpointing
-        self.recomputes_layers = activation_checkpointing == "full"
+    def _recompute(self) -> None:
+        """Let layers recompute what a micro-batch says: all, or what follows attention."""
         for layer in self.layers.values():
-            if activation_checkpointing == "full":
-                # Inside the layer's call, so that FSDP's hooks around it run once.
-                layer.forward = recomputed(layer.forward)
-            if activation_checkpointing == "selective":
-                for part in layer.children():
-                    matrices = any(each.ndim > 1 for each in part.parameters())
-                    if matrices and not tensor.attends(part):
-                        part.forward = recomputed(part.forward)
+            # Inside the layer's call, so that FSDP's hooks around it run once.
+            layer.forward = recomputed(layer.forward, "full")
+            for part in layer.children():
+                matrices = any(each.ndim > 1 for each in part.parameters())
+                if matrices and not tensor.attends(part):
+                    part.forward = recomputed(part.forward, "selective")
 
     def _split(self) -> None:
         """Find out how parameters are split, and let the modules read their shards."""

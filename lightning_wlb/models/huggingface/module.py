@@ -89,7 +89,6 @@ class HuggingFaceModule(LanguageModule):
         """The whole model; on the meta device it takes no memory."""
         return HuggingFaceDecoder(
             self.config,
-            activation_checkpointing=self.activation_checkpointing,
             attention_backend=self.attention_backend,
             lora=self.lora,
         )

@@ -17,6 +17,7 @@ from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.base import Packer, PackingOptions
 from lightning_wlb.planning.packing.best_fit import BestFitPacker
 from lightning_wlb.planning.packing.fixed import FixedGreedyPacker
+from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.packing.ilp import FixedIlpPacker, VarlenIlpPacker
 from lightning_wlb.planning.packing.original import OriginalPacker
 from lightning_wlb.planning.packing.slim import SlimPacker
@@ -29,6 +30,7 @@ PACKINGS: dict[str, type[Packer]] = {
     "varlen_ilp": VarlenIlpPacker,
     "wlb": WlbPacker,
     "best_fit": BestFitPacker,
+    "hydraulis": HydraulisPacker,
     "slim": SlimPacker,
     "auto": AutoPacker,
 }

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.families import EXACT, REFUSED, page
+from lightning_wlb.plan import Recompute
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import KeepDouble, packed_rows, value
 
@@ -40,14 +41,14 @@ LENGTHS = (7, 1, 13, 20, 3)
 TOLERANCE = 1e-10
 
 
-def decoder_and_plain(family: str, **options):
+def decoder_and_plain(family: str):
     """The decoder, and transformers' model with the same values, both in float64."""
     config = tiny(family)
     with torch.device("cpu"):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            decoder = HuggingFaceDecoder(config, **options).double()
+            decoder = HuggingFaceDecoder(config).double()
             plain = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 attn_implementation="eager",
@@ -65,10 +66,11 @@ def decoder_and_plain(family: str, **options):
     return decoder.train(), plain.train()
 
 
-def errors(family: str, **options) -> tuple[float, float]:
+def errors(family: str, recompute: Recompute = "none") -> tuple[float, float]:
     """Relative errors of logits and, the largest of any parameter, of gradients."""
-    decoder, plain = decoder_and_plain(family, **options)
+    decoder, plain = decoder_and_plain(family)
     documents, rows = packed_rows(LENGTHS)
+    rows = replace(rows, recompute=recompute)
     with KeepDouble():
         wanted = torch.cat([plain(each[None], use_cache=False).logits[0] for each in documents])
         F.cross_entropy(wanted, rows.labels, reduction="sum").backward()
@@ -99,10 +101,10 @@ def test_the_other_families(family):
     assert max(errors(family)) < TOLERANCE
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("family", ["llama", "cohere", "gpt_oss", "deepseek_v3"])
-def test_recomputation_changes_nothing(family, checkpointing):
-    assert max(errors(family, activation_checkpointing=checkpointing)) < TOLERANCE
+def test_recomputation_changes_nothing(family, recompute):
+    assert max(errors(family, recompute)) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))

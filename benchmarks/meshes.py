@@ -1,0 +1,322 @@
+"""How good the chosen mesh is: every legal mesh of powers of two simulated, against the search.
+
+Eight settings, written down before the first run (:data:`SETTINGS`). Of each, documents, global
+batches and device profile (analytic) are fixed, and the mesh is free. *Exhaustive* means that every
+data × pipeline × context × tensor mesh whose sizes are powers of two (data: what is left), with
+1, 2 and 4 stages per pipeline rank, is simulated with best-fit packing and with ``auto``. First
+``auto`` plans by exact work, which is fast; meshes that are then within 30 % of the best are
+planned again by the profile, as in training. *Search* is
+:func:`lightning_wlb.meshes.search.choose_mesh`, which simulates few of them. *Regret* is what the
+mesh that it chose takes over the best mesh of the exhaustive simulation, in percent.
+
+A step's time is given with the gathering of parameters and the reduction of gradients, and
+``compute`` without, which is what perfect overlap would leave.
+
+The result is written after every mesh, and meshes that are in the file are not simulated again.
+
+Run ``python -m benchmarks.meshes --help``. Prints a table and, last, one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypedDict
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks import report
+from benchmarks.slimpack_paper import CORPORA, SHAPES, Corpus, K
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.meshes.choice import name_of
+from lightning_wlb.meshes.evaluate import evaluate
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.meshes.search import choose_mesh
+from lightning_wlb.planning import DataSettings
+
+PACKINGS = ("best_fit", "auto")
+VIRTUAL_STAGES = (1, 2, 4)
+NEAR = 1.3
+"""Times the best mesh, planned by work: meshes up to there are planned by profile."""
+SEED = 1
+"""Of the documents."""
+
+MODELS = {
+    **SHAPES,
+    "32B": ModelShape(6656, 60, 64, 64, 104, 17_920, 32_000),
+    "llama3-8B": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256),
+}
+CHATS = Corpus(median=500, sigma=1.0, tail=0.001, scale=100_000, shape=2.0)
+"""Short documents, of which one in a thousand fills the window."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, a cluster and documents.
+
+    Args:
+        model: a name in :data:`MODELS`.
+        devices: of the cluster, in nodes as large as the profile says.
+        window: context window, tokens.
+        tokens: of a global batch, about.
+        corpus: where the document lengths come from.
+    """
+
+    model: str
+    devices: int
+    window: int
+    tokens: int
+    corpus: Corpus
+
+    def request(self, packing: str, profile: Profile, steps: int) -> MeshRequest:
+        """What the search is asked."""
+        count = max(round(self.tokens / self.window), 1)
+        mean = float(self.corpus.lengths(100_000, self.window, 0).mean())
+        documents = int(1.5 * (steps + 2) * count * self.window / mean) + 50
+        return MeshRequest(
+            lengths=self.corpus.lengths(documents, self.window, SEED),
+            shape=MODELS[self.model],
+            data=DataSettings(self.window, count, packing=packing, shuffle=False),
+            profile=profile,
+            devices=self.devices,
+            devices_per_node=profile.devices_per_node,
+            steps=steps,
+        )
+
+    def meshes(self, per_node: int) -> Iterator[Mesh]:
+        """All of powers of two; those that the model cannot run on among them."""
+        for tensor in powers(min(per_node, self.devices)):
+            for pipeline in powers(self.devices // tensor):
+                for context in powers(self.devices // tensor // pipeline):
+                    data, left = divmod(self.devices, tensor * pipeline * context)
+                    if left:
+                        continue
+                    for virtual in VIRTUAL_STAGES[: None if pipeline > 1 else 1]:
+                        if pipeline * virtual <= MODELS[self.model].layers:
+                            yield Mesh(data, pipeline, context, tensor, virtual)
+
+
+COMMON_CRAWL, GITHUB, WIKIPEDIA = (
+    CORPORA[name] for name in ("common_crawl", "github", "wikipedia")
+)
+SETTINGS = {
+    "7B on 16, 32K CommonCrawl": Setting("7B", 16, 32 * K, 200_000, COMMON_CRAWL),
+    "7B on 16, 128K CommonCrawl": Setting("7B", 16, 128 * K, 256_000, COMMON_CRAWL),
+    "7B on 8, 32K chats": Setting("7B", 8, 32 * K, 200_000, CHATS),
+    "llama3-8B on 24, 64K Wikipedia": Setting("llama3-8B", 24, 64 * K, 400_000, WIKIPEDIA),
+    "13B on 32, 32K GitHub": Setting("13B", 32, 32 * K, 200_000, GITHUB),
+    "32B on 64, 32K CommonCrawl": Setting("32B", 64, 32 * K, 200_000, COMMON_CRAWL),
+    "32B on 64, 128K GitHub": Setting("32B", 64, 128 * K, 512_000, GITHUB),
+    "70B on 256, 64K CommonCrawl": Setting("70B", 256, 64 * K, 2_000_000, COMMON_CRAWL),
+}
+
+
+def powers(most: int) -> Iterator[int]:
+    """Powers of two up to ``most``."""
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
+
+
+class Row(TypedDict):
+    """A simulated mesh; ``step_ms`` is 0 where the model cannot be split so.
+
+    ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
+    and reducing, ``cpu`` seconds of a core.
+    """
+
+    step_ms: float
+    by_work_ms: float
+    compute_ms: float
+    recompute: str
+    gigabytes: float
+    fits: bool
+    by_profile: bool
+    cpu: float
+
+
+def simulated(request: MeshRequest, mesh: Mesh, by_profile: bool) -> Row:
+    """One mesh."""
+    begin = time.process_time()
+    try:
+        made = evaluate(request, mesh, by_profile=by_profile)
+    except ValueError:
+        return Row(step_ms=0, by_work_ms=0, compute_ms=0, recompute="", gigabytes=0, fits=False,
+            by_profile=by_profile, cpu=0)  # fmt: skip
+    links = sum(step.simulations[0].synchronisation_ns for step in made.steps) / 1e6
+    return Row(
+        step_ms=round(made.row.step_ms, 2),
+        by_work_ms=round(made.row.step_ms, 2),
+        compute_ms=round(made.row.step_ms - links / len(made.steps), 2),
+        recompute=made.row.recompute,
+        gigabytes=round(made.row.peak_bytes / 1e9, 1),
+        fits=made.fits,
+        by_profile=by_profile,
+        cpu=round(time.process_time() - begin, 3),
+    )
+
+
+def searched(request: MeshRequest) -> dict[str, Any]:
+    """What the search chooses, and how long it takes."""
+    begin = time.process_time()
+    choice = choose_mesh(request)
+    row = choice.best
+    return {
+        "mesh": name_of(row.mesh),
+        "step_ms": round(row.step_ms, 2),
+        "recompute": row.recompute,
+        "bound_by": row.bound_by,
+        "simulated": len(choice.rows) + len(choice.others),
+        "cpu": round(time.process_time() - begin, 2),
+    }
+
+
+def run(
+    name: str, request: MeshRequest, rows: dict[str, Row], save: Callable[[], None]
+) -> dict[str, Any]:
+    """Simulate what is not among the rows, and search; ``save`` is called after every mesh.
+
+    Raises:
+        ValueError: no mesh fits.
+    """
+    packing = request.data.packing_choice.method
+    meshes = {
+        name_of(mesh): mesh for mesh in SETTINGS[name].meshes(request.profile.devices_per_node)
+    }
+    plans_by_work = packing == "auto"  # the others plan alike with and without a profile
+    for key in track(meshes, f"{name}, {packing}", console=Console(stderr=True)):
+        if key not in rows:
+            rows[key] = simulated(request, meshes[key], by_profile=not plans_by_work)
+            save()
+    least = min(row["step_ms"] for row in rows.values() if row["fits"])
+    near = [key for key in meshes if 0 < rows[key]["step_ms"] <= NEAR * least]
+    for key in track(near, f"{name}, {packing} by profile", console=Console(stderr=True)):
+        if not rows[key]["by_profile"]:
+            before = rows[key]
+            rows[key] = simulated(request, meshes[key], by_profile=True)
+            rows[key]["by_work_ms"] = before["step_ms"]
+            rows[key]["cpu"] += before["cpu"]
+            save()
+    return searched(request)
+
+
+def summary(rows: Mapping[str, Row], search: Mapping[str, Any]) -> dict[str, Any]:
+    """Best, median and worst of the meshes that fit, and how far the search is from the best."""
+    fit = {mesh: row for mesh, row in rows.items() if row["fits"]}
+    best = min(fit, key=lambda mesh: fit[mesh]["step_ms"])
+    times = [row["step_ms"] for row in fit.values()]
+    found = fit[best]
+    return {
+        "meshes": len(fit),
+        "best": best,
+        "best_ms": found["step_ms"],
+        "best_compute_ms": found["compute_ms"],
+        "least_compute_ms": min(row["compute_ms"] for row in fit.values()),
+        "median_ms": round(median(times), 2),
+        "worst_ms": max(times),
+        "cpu": round(sum(row["cpu"] for row in rows.values()), 1),
+        "regret_percent": round(100 * (search["step_ms"] / found["step_ms"] - 1), 2),
+    }
+
+
+HEADINGS = ("setting", "packing", "meshes", "best mesh", "best", "median", "worst", "chosen",
+    "regret %", "s all", "s search")  # fmt: skip
+
+
+def cells(settings: Mapping[str, Any]) -> list[list[str]]:
+    """A line of the table for every setting and packing; times in ms."""
+    lines = []
+    for name, packings in settings.items():
+        for packing, part in packings.items():
+            if "search" in part:
+                all_, search = part["summary"], part["search"]
+                lines.append([
+                    name, packing, str(all_["meshes"]), all_["best"],
+                    *(f"{all_[each]:.0f}" for each in ("best_ms", "median_ms", "worst_ms")),
+                    f"{search['mesh']}: {search['step_ms']:.0f}", f"{all_['regret_percent']:.1f}",
+                    f"{all_['cpu']:.0f}", f"{search['cpu']:.0f}",
+                ])  # fmt: skip
+    return lines
+
+
+def picture(settings: Mapping[str, Any], path: Path) -> None:
+    """Step time over meshes, in ascending order, a panel for each setting."""
+    made = {name: packings for name, packings in settings.items() if packings}
+    rows = -(-len(made) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(11, 3 * rows), squeeze=False)
+    for panel in axes.flat[len(made) :]:
+        panel.axis("off")
+    for panel, (name, packings) in zip(axes.flat, made.items(), strict=False):
+        for packing, part in packings.items():
+            times = sorted(row["step_ms"] for row in part["meshes"].values() if row["fits"])
+            panel.plot(range(1, len(times) + 1), times, ".-", label=packing)
+            if "search" in part:
+                chosen = part["search"]["step_ms"]
+                place = 1 + sum(each < chosen for each in times)
+                panel.plot([place], [chosen], "k*", markersize=10)
+        panel.set(title=name, yscale="log", ylabel="ms per step", xlabel="meshes, fastest first")
+        panel.legend()
+    figure.suptitle("Simulated steps on every mesh; a star is what the search chose")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = report.parser("meshes", __doc__)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), help="default: all")
+    parser.add_argument("--packings", nargs="+", default=list(PACKINGS), choices=PACKINGS)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each mesh (default 3)")
+    parser.add_argument("--profile", default="h100", help="device profile (default h100)")
+    parser.add_argument(
+        "--output", type=Path, help="a .json that is gone on with; the picture is written beside it"
+    )
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.settings) - set(SETTINGS):
+        parser.error(f"unknown settings {sorted(unknown)}; there are {', '.join(SETTINGS)}")
+    profile = Profile.load(arguments.profile)
+    facts = {
+        "benchmark": "meshes",
+        "steps": arguments.steps,
+        "profile": profile.name,
+        "provenance": profile.provenance,
+    }
+    output = arguments.output
+    before = json.loads(output.read_text()) if output and output.exists() else facts
+    if any(before[name] != value for name, value in facts.items()):
+        parser.error(f"{output} is of another profile or number of steps: give another file")
+    result: dict[str, Any] = {**before, "settings": before.get("settings", {})}
+
+    def save() -> None:
+        if output:
+            output.write_text(json.dumps(result) + "\n")
+
+    for name in arguments.settings:
+        of_setting = result["settings"].setdefault(name, {})
+        for packing in arguments.packings:
+            request = SETTINGS[name].request(packing, profile, arguments.steps)
+            part = of_setting.setdefault(packing, {"meshes": {}})
+            part["search"] = run(name, request, part["meshes"], save)
+            part["summary"] = summary(part["meshes"], part["search"])
+            save()
+    console = Console(width=200)
+    console.print(report.table("Meshes, simulated", HEADINGS, cells(result["settings"])))
+    if output:
+        picture(result["settings"], output.with_suffix(".png"))
+    report.finish(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which mesh a run should have: every legal one enumerated, most pruned, the rest simulated."""

@@ -1,0 +1,170 @@
+"""What a mesh is searched for: documents, model, settings, device, and what is given of the mesh.
+
+Everything that decides the answer is in a :class:`MeshRequest`, and its digest names it: two ranks,
+or two runs, with the same digest get the same answer.
+
+Cost: the digest is one pass over the lengths. The stages of the model are split once for each
+number of stages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_wlb.arguments import choice, whole
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.memory import USABLE_PERCENT
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.planning import DataSettings
+from lightning_wlb.planning.mixture import Share
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+from lightning_wlb.schedule.programs import SCHEDULES, check_stages
+from lightning_wlb.sharding import ADAPTIVE, NAMES
+
+MODES = ("none", "selective", "full")
+"""Activation checkpointing, least recomputation first."""
+
+AUTO = "auto"
+"""As a recomputation: the least that fits in memory."""
+
+SEARCH = 1
+"""Counted up when the search changes, so that no answer of an older one is taken for its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeshRequest:
+    """What decides which mesh is chosen.
+
+    Args:
+        lengths: int64 [documents], tokens of each document.
+        shape: of the model.
+        data: the data settings, packing included; ``max_tokens`` is not looked at.
+        profile: of the device, with its memory; its devices per node are replaced by
+            ``devices_per_node``.
+        devices: number of ranks of the mesh.
+        devices_per_node: how many of them share a node's link; None: as the profile says.
+        fixed: sizes that are given, by the names of :data:`~lightning_wlb.mesh.AXES`.
+        schedule: of the pipeline, a name in ``lightning_wlb.schedule.programs.SCHEDULES``; None:
+            whichever is fastest of 1F1B and interleaved.
+        virtual_stages: stages of each rank of a pipeline; None: 1, 2 or 4 where ``schedule`` runs
+            several.
+        recompute: activation checkpointing, a name in :data:`MODES`; ``"auto"``: the least that
+            fits.
+        rest_dtype: of parameters and optimizer state at rest.
+        sharding: of micro-batches over context-parallel ranks, as for the planner.
+        mixture: of several stores, as for the planner.
+        steps: how many steps are planned and simulated on each mesh.
+
+    Raises:
+        ValueError: a value out of range, sizes that do not divide ``devices``, or a schedule that
+            cannot run so many stages.
+    """
+
+    lengths: NDArray[np.int64]
+    shape: ModelShape
+    data: DataSettings
+    profile: Profile
+    devices: int
+    devices_per_node: int | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    recompute: str = AUTO
+    rest_dtype: str = "float32"
+    sharding: str = ADAPTIVE
+    mixture: tuple[Share, ...] = ()
+    steps: int = 3
+    _stages: dict[int, tuple[range, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "devices_per_node", "virtual_stages", "steps"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(name, value, 1))
+        per_node = self.devices_per_node or self.profile.devices_per_node
+        object.__setattr__(self, "devices_per_node", per_node)
+        object.__setattr__(self, "profile", replace(self.profile, devices_per_node=per_node))
+        object.__setattr__(self, "data", replace(self.data, max_tokens=None))
+        object.__setattr__(self, "mixture", tuple(self.mixture))
+        choice("recompute", self.recompute, (AUTO, *MODES))
+        choice("sharding", self.sharding, (ADAPTIVE, *NAMES))
+        if self.schedule is not None:
+            choice("schedule", self.schedule, SCHEDULES)
+            if self.virtual_stages is not None:
+                check_stages(self.schedule, self.virtual_stages)
+        fixed = {choice("fixed", axis, AXES): whole(axis, n, 1) for axis, n in self.fixed.items()}
+        object.__setattr__(self, "fixed", fixed)
+        product = int(np.prod(list(fixed.values()), dtype=object)) if fixed else 1
+        if self.devices % product or (len(fixed) == len(AXES) and product != self.devices):
+            given = ", ".join(f"{axis} {size}" for axis, size in fixed.items())
+            raise ValueError(
+                f"{given}: together {product}, which does not go into {self.devices} devices."
+                " Give other sizes, fewer of them, or another number of devices."
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hexadecimal digits of everything that decides the answer."""
+        facts = {
+            "search": SEARCH,
+            "documents": len(self.lengths),
+            "lengths": hashlib.sha256(np.ascontiguousarray(self.lengths, "<i8").data).hexdigest(),
+            "shape": asdict(self.shape),
+            "data": asdict(self.data),
+            "profile": asdict(self.profile),
+            "devices": self.devices,
+            "fixed": dict(sorted(self.fixed.items())),
+            "schedule": [self.schedule, self.virtual_stages],
+            "recompute": self.recompute,
+            "rest_dtype": self.rest_dtype,
+            "sharding": self.sharding,
+            "mixture": [list(share) for share in self.mixture],
+            "steps": self.steps,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a device that may be filled."""
+        return self.profile.memory_bytes * USABLE_PERCENT // 100
+
+    @property
+    def modes(self) -> Sequence[str]:
+        """The activation checkpointing that may be used, least recomputation first."""
+        return MODES if self.recompute == AUTO else (self.recompute,)
+
+    def schedule_of(self, mesh: Mesh) -> str:
+        """The schedule that a mesh runs."""
+        if self.schedule is not None:
+            return self.schedule
+        return "interleaved" if mesh.virtual_stages > 1 else "1f1b"
+
+    def predictor(self, mesh: Mesh, recompute: str) -> Predictor:
+        """Predicts steps on a mesh, with one kind of activation checkpointing.
+
+        Raises:
+            ValueError: a mesh that the model or the schedule cannot run on.
+        """
+        return Predictor(
+            LatencyModel(self.profile, self.shape, mesh, recompute),  # type: ignore[arg-type]
+            self._stages_of(mesh.stages),
+            self.schedule_of(mesh),
+            self.rest_dtype,
+        )
+
+    def _stages_of(self, number: int) -> tuple[range, ...]:
+        if number not in self._stages:
+            self._stages[number] = tuple(model_stages(self.shape, number, self._mean_context))
+        return self._stages[number]
+
+    @cached_property
+    def _mean_context(self) -> int:
+        return mean_context_of(self.lengths, self.data.context_window)

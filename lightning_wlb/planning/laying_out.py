@@ -1,0 +1,88 @@
+"""How every micro-batch of a step lies on its context-parallel group, chosen for all at once.
+
+Packings put slices together without regard to context parallelism. When the plan of a step is
+settled, this module gives each of its micro-batches a sharding and the rows of a rank
+(:mod:`~lightning_wlb.sharding`). A micro-batch that stands in both passes, or on several replicas,
+is laid out once.
+
+Cost: that of :func:`~lightning_wlb.sharding.choice.choose_each`, about 0.1 ms for a micro-batch
+where the sharding is adaptive and there is context parallelism, a tenth of it where not. For a plan
+that is only judged leave it out: judges estimate what it will be
+(:mod:`~lightning_wlb.prediction.estimate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_wlb.cost.kernel import SegmentCost
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
+from lightning_wlb.sharding import ADAPTIVE, HEADS, Tokens, choose_each, layout
+
+_Key = tuple[tuple[Slice, ...], int]
+"""The slices of a micro-batch, and how many replicas share it."""
+
+
+def laid_out(
+    replicas: Sequence[ReplicaPlan], mesh: Mesh, sharding: str, kernel_cost: SegmentCost
+) -> list[ReplicaPlan]:
+    """The same replicas with the sharding and the rows of every micro-batch.
+
+    Args:
+        replicas: of a step; shardings and rows that they have are replaced.
+        mesh: of the ranks.
+        sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES``, or
+            ``"adaptive"``: for each micro-batch the one with the least predicted attention latency.
+        kernel_cost: of attention segments, forward and backward together, by which an adaptive
+            sharding is chosen.
+    """
+    keys = {
+        (replica.slices_of(each), len(each.replicas)): None
+        for replica in replicas
+        for _, micro_batches in replica.passes
+        for each in micro_batches
+    }
+    chosen = dict(zip(keys, _chosen(list(keys), mesh, sharding, kernel_cost), strict=True))
+
+    def with_layout(replica: ReplicaPlan, micro_batch: MicroBatch) -> MicroBatch:
+        name, rows = chosen[replica.slices_of(micro_batch), len(micro_batch.replicas)]
+        return replace(micro_batch, sharding=name, rows=rows)
+
+    return [
+        ReplicaPlan(
+            replica.slices,
+            tuple(with_layout(replica, each) for each in replica.forward),
+            tuple(with_layout(replica, each) for each in replica.backward),
+        )
+        for replica in replicas
+    ]
+
+
+def _chosen(
+    keys: Sequence[_Key], mesh: Mesh, sharding: str, kernel_cost: SegmentCost
+) -> list[tuple[str, int]]:
+    """The sharding of each micro-batch, and its rows per context-parallel rank."""
+    tokens = [
+        Tokens(
+            [part.tokens for part in slices],
+            [part.context for part in slices],
+            mesh.context * members,
+        )
+        for slices, members in keys
+    ]
+    if sharding == ADAPTIVE:
+        return choose_each(tokens, mesh.tensor, kernel_cost)
+    result = [
+        (sharding, layout(sharding, each.lengths, each.ranks, mesh.tensor).rows) for each in tokens
+    ]
+    if sharding == HEADS:
+        # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
+        by_keys = [
+            at for at, (_, members) in enumerate(keys) if members > 1 or any(tokens[at].contexts)
+        ]
+        made = choose_each([tokens[at] for at in by_keys], mesh.tensor, kernel_cost)
+        for at, each in zip(by_keys, made, strict=True):
+            result[at] = each
+    return result

@@ -1,0 +1,107 @@
+"""Hydraulis' assignment against all assignments, and how far ours is from it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.dp_merge import merge_pieces
+from lightning_wlb.planning.packing.hydraulis import (
+    deal_exactly,
+    deal_greedily,
+    lower_bound,
+    pack_pipeline,
+)
+from tests.planning.test_packings import WORK
+from tests.planning.test_slicing import LINEAR, pieces_of
+
+
+def split(homes, bins: int) -> list[list[int]]:
+    return [[i for i, home in enumerate(homes) if home == number] for number in range(bins)]
+
+
+def test_bound_and_seed() -> None:
+    costs = [9, 5, 4, 3, 2, 2]
+    assert lower_bound(costs, [0, 5], 4) == 11 + 3 * 9
+    assert lower_bound(costs, [], 4) == 0
+    one, same = (deal_greedily(costs, 3, 4, trials=5, seed=7) for _ in range(2))
+    assert one == same
+    # Costs beyond 64 bits are dealt alike.
+    assert one == deal_greedily([cost << 70 for cost in costs], 3, 4, trials=5, seed=7)
+
+
+def test_exact_is_the_best_of_all_dealings_and_greedy_is_near_it() -> None:
+    costs, replicas, stages = [9, 7, 5, 4, 3, 2, 2], 3, 4
+
+    def worst(dealt) -> int:
+        return max(lower_bound(costs, own, stages) for own in dealt)
+
+    best = min(
+        worst(split(homes, replicas)) for homes in product(range(replicas), repeat=len(costs))
+    )
+    dealt, proven = deal_exactly(costs, replicas, stages)
+    assert proven
+    assert worst(dealt) == best
+    greedy = deal_greedily(costs, replicas, stages)
+    assert sorted(index for own in greedy for index in own) == list(range(len(costs)))
+    assert best <= worst(greedy) <= 1.05 * best
+    # More trials are never worse, and some order is bad.
+    one = [worst(deal_greedily(costs, replicas, stages, trials=1, seed=n)) for n in range(20)]
+    assert worst(greedy) <= min(one) < max(one)
+
+
+def test_dealing_by_work_is_near_the_optimum_of_equation_3() -> None:
+    """Without a pipeline the bound is the work, and without large pieces none is shared."""
+    costs = [97, 88, 71, 60, 52, 33, 21, 9, 4, 1]
+    dealt, proven = deal_exactly(costs, 3, 1)
+    assert proven
+    best = max(lower_bound(costs, own, 1) for own in dealt)
+    ours = merge_pieces(pieces_of(costs), 3, LINEAR, 1)
+    assert ours.shared == []
+    assert best <= max(ours.loads) <= 1.03 * best
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cap"),
+    [
+        # Longest first gives 7, the optimum is 6: only the solver finds it.
+        ([3, 3, 2, 2, 2], 10),
+        ([7, 5, 5, 3, 1], 8),
+        ([6, 6, 6, 1], 6),
+    ],
+)
+def test_packing_is_the_best_of_all_numbers_of_micro_batches(lengths, cap) -> None:
+    stages = 2
+
+    def cost(tokens: int) -> int:
+        return 10 * tokens + tokens**2
+
+    def time(packed, bins: int) -> int:
+        return (stages - 1 + bins) * max(sum(map(cost, own)) for own in packed)
+
+    best = min(
+        time(packed, bins)
+        for bins in range(1, len(lengths) + 1)
+        for homes in product(range(bins), repeat=len(lengths))
+        if max(map(sum, packed := [[lengths[i] for i in own] for own in split(homes, bins)])) <= cap
+    )
+    packed = pack_pipeline(pieces_of(lengths), stages, cap, cost, solves=99)
+    assert sorted(piece.document for own in packed for piece in own) == list(range(len(lengths)))
+    assert time([[piece.tokens for piece in own] for own in packed], len(packed)) == best
+    # Long enough micro-batches: fewer of them.
+    few = pack_pipeline(pieces_of(lengths), stages, cap, cost, utilised=cap)
+    assert len(few) == -(-sum(lengths) // cap) or len(few) == len(packed)
+
+
+def test_the_method_deals_and_packs_for_the_mesh() -> None:
+    """Two long documents go to different replicas, short ones to where the bound is low."""
+    data = DataSettings(60, 4, packing="hydraulis", shuffle=False)
+    lengths = [60, 60, *[10] * 12]
+    plan = Planner(lengths, data, WORK, Mesh(data=2, pipeline=2)).next_step()
+    assert plan is not None
+    both = [sorted(part.tokens for part in replica.slices) for replica in plan.replicas]
+    assert both == [[10] * 6 + [60]] * 2
+    assert all(part.context == 0 for replica in plan.replicas for part in replica.slices)
