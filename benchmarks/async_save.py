@@ -77,7 +77,7 @@ def on_rank(rank: int, folder: str, arguments: dict[str, int]) -> list[dict[str,
             saves = Saves(Path(folder) / f"{background}-{repeat}", arguments["every"])
             module = LanguageModule(config)
             L.Trainer(
-                strategy=WLBStrategy(async_save=background),
+                strategy=WLBStrategy(RANKS, async_save=background),
                 devices=RANKS,
                 accelerator="cpu",
                 max_steps=arguments["steps"],

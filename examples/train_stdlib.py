@@ -100,7 +100,7 @@ class Contestant:
     def __init__(self, packing: str, options: argparse.Namespace) -> None:
         L.seed_everything(options.seed, verbose=False)
         self.packing, self.devices = packing, options.devices
-        self.pipeline, data_parallel = mesh(options.devices)
+        self.sizes = mesh(options.devices)
         self.model = wlb.LanguageModule(
             wlb.TransformerConfig.preset("tiny", layers=2, heads=1, kv_heads=1, vocab_size=1024),
             learning_rate=3e-3,
@@ -109,7 +109,7 @@ class Contestant:
         self.data = wlb.WLBDataModule(
             wlb.StdlibDocuments(unit="definition", tokenizer="bpe", vocab_size=1024),
             context_window=options.context_window,
-            micro_batches=self.pipeline * data_parallel,
+            micro_batches=options.devices,
             packing=packing,
             cap=2 * options.context_window if packing in ABOVE_WINDOWS else None,
             seed=options.seed,
@@ -122,7 +122,7 @@ class Contestant:
         """So many optimizer steps more; what was measured of each."""
         monitor = TurnMonitor()
         self.trainer = L.Trainer(
-            strategy=wlb.WLBStrategy(pipeline_parallel_size=self.pipeline),
+            strategy=wlb.WLBStrategy(*self.sizes),
             accelerator="cpu",
             devices=self.devices,
             max_steps=self.trained + steps,
@@ -149,8 +149,8 @@ def crowded_seconds() -> float:
 
 
 def mesh(devices: int) -> tuple[int, int]:
-    """(pipeline, data) parallel sizes."""
-    return (2, devices // 2) if devices >= 4 and devices % 2 == 0 else (1, devices)
+    """(data, pipeline) parallel sizes: the same for all packings."""
+    return (devices // 2, 2) if devices >= 4 and devices % 2 == 0 else (devices, 1)
 
 
 def compete(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

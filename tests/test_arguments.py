@@ -167,7 +167,11 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (WLBStrategy, {"schedule": "zb"}, "schedule='zb' is not one of 1f1b"),
     (WLBStrategy, {"schedule": ["1f1b"]}, "is not one of 1f1b"),
     (WLBStrategy, {"virtual_pipeline_size": 1.5}, "virtual_pipeline_size=1.5 is of type float"),
-    (WLBStrategy, {"virtual_pipeline_size": 2}, "use 'interleaved' for several"),
+    (
+        WLBStrategy,
+        {"schedule": "1f1b", "virtual_pipeline_size": 2},
+        "use 'interleaved' for several",
+    ),
     (WLBStrategy, {"process_group_backend": "glo"}, "process_group_backend='glo' .* Give one of"),
     (WLBStrategy, {"timeout": 60}, "timeout=60 is no time. Give a datetime.timedelta"),
     (WLBStrategy, {"timeout": timedelta(0)}, "is no time. Give"),
@@ -212,4 +216,4 @@ def test_numbers_of_numpy_are_taken_and_become_pythons() -> None:
     for value in module.hparams.values():
         assert not isinstance(value, np.generic), module.hparams
     strategy = WLBStrategy(np.int64(2), pipeline_parallel_size=five)
-    assert repr(strategy).startswith("WLBStrategy(2, 5, 1, 1)")
+    assert repr(strategy).startswith("WLBStrategy(2, 5, 'auto', 'auto')")

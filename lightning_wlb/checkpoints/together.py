@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.checkpoints.manifest import Damaged
 
 _T = TypeVar("_T")
 # As which of these an error is raised on the ranks that it did not happen on.
-_KINDS = (Damaged, ValueError, FileNotFoundError, OSError)  # the first that fits
+_KINDS = (Damaged, ValueError, FileNotFoundError, OSError, MisconfigurationException)
 
 
 class Ranks:

@@ -8,6 +8,11 @@ published figures.
 
   lightning-wlb plan --lengths generator-a --model 7b --mesh 1,4,2,8 \
       --context-window 131072 --profile h100
+
+With --mesh auto it searches for the mesh instead (lightning_wlb.cli.meshes):
+
+  lightning-wlb plan --lengths generator-a --model 7b --mesh auto --devices 64 \
+      --devices-per-node 8 --micro-batches 16 --context-window 131072 --profile h100
 """
 
 from __future__ import annotations
@@ -26,7 +31,16 @@ from rich.table import Table
 from lightning_wlb.cli.arguments import add_model, packing_option_names
 from lightning_wlb.cli.forecast import Comparison, compare
 from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
-from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE, SHARDING_NAMES, Request
+from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
+from lightning_wlb.cli.request import (
+    BASELINE,
+    COMPARED,
+    PRECISIONS,
+    REFERENCE,
+    SHARDING_NAMES,
+    STEPS,
+    Request,
+)
 from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.cli.verdict import Verdict, judged
 from lightning_wlb.cost.profile import shipped_profiles
@@ -37,8 +51,6 @@ from lightning_wlb.planning.settings import LongDocuments
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.schedule.simulate import Simulation
 from lightning_wlb.sharding import ADAPTIVE
-
-COMPARED = f"{BASELINE},{REFERENCE},wlb,{DataSettings.packing}"
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "packing": ("packing", str),
@@ -81,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--micro-batches",
         type=int,
-        help="N: a step is N·C tokens over all replicas (default: data × pipeline)",
+        help="N: a step is N·C tokens over all replicas (default: data × pipeline; with --mesh auto"
+        " it has to be given)",
     )
     data.add_argument(
         "--long-documents",
@@ -89,7 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="what becomes of documents above the window (default: error)",
     )
-    data.add_argument("--steps", type=int, default=100, help="number to plan (default 100)")
+    data.add_argument(
+        "--steps",
+        type=int,
+        help=f"number to plan (default {STEPS}; with --mesh auto {MESH_STEPS} on each mesh)",
+    )
     data.add_argument("--seed", type=int, default=0, help="of the documents' order (default 0)")
 
     run = parser.add_argument_group("model and devices")
@@ -102,7 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         required=True,
         metavar="D,P,C,T",
-        help="ranks of data, pipeline, context and tensor parallelism, as in 1,4,2,8",
+        help="ranks of data, pipeline, context and tensor parallelism, as in 1,4,2,8; auto: the"
+        " fastest mesh of --devices is searched for, as in auto or auto,2,auto,1",
+    )
+    run.add_argument("--devices", type=int, help="number of them, with --mesh auto")
+    run.add_argument(
+        "--devices-per-node", type=int, help="in one node (default: as the profile says)"
     )
     run.add_argument(
         "--profile",
@@ -129,10 +151,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("what to compare")
     how.add_argument(
         "--packing",
-        default=COMPARED,
         metavar="NAMES",
         help=f"one or several of {', '.join(PACKINGS)}, with commas between them (default"
-        f" {COMPARED}); {BASELINE} and {REFERENCE} are always compared",
+        f" {COMPARED}); {BASELINE} and {REFERENCE} are always compared. With --mesh auto one"
+        f" (default {DataSettings.packing}), compared with {REFERENCE}",
     )
     how.add_argument(
         "--cap",
@@ -154,16 +176,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one or several of {', '.join(SHARDING_NAMES)} (default {ADAPTIVE})",
     )
     how.add_argument(
-        "--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (default 1f1b)"
+        "--schedule",
+        choices=SCHEDULES,
+        help="of the pipeline (default 1f1b; with --mesh auto also interleaved)",
     )
     how.add_argument(
         "--virtual-stages",
         type=int,
-        help="stages per pipeline rank (default: 2 for interleaved, else 1)",
+        help="stages per pipeline rank (default: 2 for interleaved, else 1; with --mesh auto the"
+        " fastest of 1, 2 and 4)",
     )
 
     out = parser.add_argument_group("output")
-    out.add_argument("--picture", type=Path, help="PNG: a typical step of each row as a timeline")
+    out.add_argument(
+        "--picture",
+        type=Path,
+        help="PNG: a typical step of each row as a timeline; with --mesh auto the step time on each"
+        " mesh",
+    )
     out.add_argument("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
@@ -176,6 +206,9 @@ def run(arguments: argparse.Namespace) -> None:
             message says what would fit.
     """
     console = Console(width=None if Console().is_terminal else 160)
+    if is_searched(arguments.mesh):
+        run_search(arguments, console)
+        return
     comparison = compare(Request.of(arguments))
     console.print(_table(comparison))
     for row in comparison.too_large:

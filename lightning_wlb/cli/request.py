@@ -26,6 +26,12 @@ BASELINE = "original"
 REFERENCE = "best_fit"
 """What most would do without this package: whole documents, packed by their tokens."""
 
+COMPARED = f"{BASELINE},{REFERENCE},wlb,{DataSettings.packing}"
+"""The packings that are compared where none are named."""
+
+STEPS = 100
+"""How many are planned where no number is given."""
+
 SHARDING_NAMES = [ADAPTIVE, *NAMES]
 PRECISIONS = {
     # name: (compute dtype, dtype at rest)
@@ -58,17 +64,19 @@ class Request:
         Raises:
             ValueError: a mistake in them, with the remedy.
         """
+        check_counts(arguments)
         mesh = mesh_of(arguments.mesh)
         shape = model_shape(arguments.model)
-        profile = Profile.load(arguments.profile)
-        compute, rest = PRECISIONS[arguments.precision or _default_precision(profile)]
-        profile.check(device_type=arguments.device, dtype=compute)
+        profile, rest = profile_of(arguments)
+        if arguments.devices not in (None, mesh.devices):
+            raise ValueError(
+                f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
+                f" {arguments.devices}: leave --devices out, or give --mesh auto."
+            )
         check_tensor_parallel(shape, mesh.tensor)
-        for option in ("steps", "micro_batches", "virtual_stages"):
-            given = getattr(arguments, option)
-            if given is not None:
-                whole(f"--{option.replace('_', '-')}", given, 1)
-        packings = names_of("--packing", arguments.packing, list(PACKINGS))
+        steps = arguments.steps or STEPS
+        schedule = arguments.schedule or "1f1b"
+        packings = names_of("--packing", arguments.packing or COMPARED, list(PACKINGS))
         shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
         if HEADS in shardings and mesh.context > 1:
             for layer in shape.kinds:
@@ -76,18 +84,11 @@ class Request:
         options = packing_options(arguments.packing_option, packings)
         micro_batches = arguments.micro_batches or mesh.data * mesh.pipeline
         settings = {
-            name: _settings(arguments, micro_batches, name, options.get(name, {}))
+            name: settings_of(arguments, micro_batches, name, options.get(name, {}))
             for name in [BASELINE, REFERENCE, *packings]
         }
-        lengths = load_lengths(
-            arguments.lengths,
-            context_window=arguments.context_window,
-            micro_batches=micro_batches,
-            steps=arguments.steps,
-            seed=arguments.seed,
-        )
-        _check_window(lengths, arguments)
-        virtual = arguments.virtual_stages or (2 if arguments.schedule == "interleaved" else 1)
+        lengths = lengths_of(arguments, micro_batches, steps)
+        virtual = arguments.virtual_stages or (2 if schedule == "interleaved" else 1)
         rows = [
             (BASELINE, shardings[0]),
             (REFERENCE, shardings[0]),
@@ -99,8 +100,8 @@ class Request:
             mesh=replace(mesh, virtual_stages=virtual),
             profile=profile,
             rest_dtype=rest,
-            schedule=arguments.schedule,
-            steps=arguments.steps,
+            schedule=schedule,
+            steps=steps,
             checkpointing=arguments.activation_checkpointing,
             settings=settings,
             candidates=list(dict.fromkeys(rows)),
@@ -141,9 +142,52 @@ class Request:
         return predictor.longest_micro_batch(count, recompute)
 
 
-def _settings(
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Refuse options that are no whole numbers of at least 1.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for option in ("steps", "micro_batches", "virtual_stages", "devices", "devices_per_node"):
+        if (given := getattr(arguments, option)) is not None:
+            whole(f"--{option.replace('_', '-')}", given, 1)
+
+
+def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
+    """The device's profile with the nodes that were asked for, and the dtype of state at rest.
+
+    Raises:
+        ValueError: no such profile, or one of another device or dtype.
+    """
+    profile = Profile.load(arguments.profile)
+    compute, rest = PRECISIONS[arguments.precision or _default_precision(profile)]
+    profile.check(device_type=arguments.device, dtype=compute)
+    if arguments.devices_per_node is not None:
+        profile = replace(profile, devices_per_node=arguments.devices_per_node)
+    return profile, rest
+
+
+def lengths_of(arguments: argparse.Namespace, micro_batches: int, steps: int) -> Lengths:
+    """Tokens of each document.
+
+    Raises:
+        ValueError: lengths that cannot be read, or documents above the window.
+    """
+    lengths = load_lengths(
+        arguments.lengths,
+        context_window=arguments.context_window,
+        micro_batches=micro_batches,
+        steps=steps,
+        seed=arguments.seed,
+    )
+    _check_window(lengths, arguments)
+    return lengths
+
+
+def settings_of(
     arguments: argparse.Namespace, micro_batches: int, packing: str, options: Mapping[str, Any]
 ) -> DataSettings:
+    """The data settings with one packing."""
     return DataSettings(
         context_window=arguments.context_window,
         micro_batches=micro_batches,

@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from lightning_wlb.cli.forecast import Comparison, Forecast, compare
+from lightning_wlb.cli.lengths import Lengths
 from lightning_wlb.cli.request import REFERENCE, Request
 from lightning_wlb.cost.flops import attention_flops, linear_flops
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.planning.packing import PACKINGS
 
 WORTH = 1.03
@@ -156,7 +158,9 @@ def judged(comparison: Comparison) -> Verdict:
     pays = fails = None
     if _gain(chosen, reference) >= WORTH:
         pays, fails = _bounds(request, chosen, reference)
-    return Verdict(request, chosen, reference, _attention_share(request), pays, fails)
+    window = request.settings[REFERENCE].context_window
+    attention = attention_share(request.shape, request.lengths, window)
+    return Verdict(request, chosen, reference, attention, pays, fails)
 
 
 def _bounds(
@@ -209,13 +213,12 @@ def _gain(chosen: Forecast, reference: Forecast) -> float:
     return _speed(chosen) / _speed(reference)
 
 
-def _attention_share(request: Request) -> float:
+def attention_share(shape: ModelShape, lengths: Lengths, window: int) -> float:
     """Of the forward FLOPs of all documents, cut at the window."""
-    window = request.settings[REFERENCE].context_window
-    whole, rest = np.divmod(request.lengths, window)
+    whole, rest = np.divmod(lengths, window)
     pieces = {window: int(whole.sum())}
     for tokens, count in zip(*np.unique(rest[rest > 0], return_counts=True), strict=True):
         pieces[int(tokens)] = pieces.get(int(tokens), 0) + int(count)
-    attention = sum(count * attention_flops(request.shape, n) for n, count in pieces.items())
-    linear = sum(count * linear_flops(request.shape, n) for n, count in pieces.items())
+    attention = sum(count * attention_flops(shape, n) for n, count in pieces.items())
+    linear = sum(count * linear_flops(shape, n) for n, count in pieces.items())
     return attention / (attention + linear)

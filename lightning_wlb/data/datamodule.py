@@ -232,6 +232,11 @@ class WLBDataModule(L.LightningDataModule):
         return self._loader(self._dataset(store, settings), lambda: None)
 
     @property
+    def store(self) -> DocumentStore:
+        """The documents to train on, opened; those that are held out are not among them."""
+        return self._stores()[0]
+
+    @property
     def mean_context(self) -> int:
         """Tokens that a token attends to, its own included, on average over the documents.
 

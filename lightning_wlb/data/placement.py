@@ -53,14 +53,20 @@ def rank_of(trainer: L.Trainer) -> Rank:
 def predictor_of(
     trainer: L.Trainer, profile: Profile | None, shape: ModelShape, mesh: Mesh
 ) -> Predictor | None:
-    """What the profile predicts of this model on this mesh; None without a profile."""
+    """What the profile predicts of this model on this mesh; None without a profile.
+
+    The strategy's own, if it has one, is that by which it has chosen the mesh.
+    """
+    profile = getattr(trainer.strategy, "profile", None) or profile
     if profile is None:
         return None
     latency = LatencyModel(profile, shape, mesh)
     pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
     if pipeline is None:
         return Predictor(latency, (range(shape.layers),))
-    return Predictor(latency, pipeline.stages, pipeline.schedule)
+    precision = getattr(trainer.strategy, "precision_plugin", None)
+    at_rest = str(getattr(precision, "parameter_dtype", "float32")).removeprefix("torch.")
+    return Predictor(latency, pipeline.stages, pipeline.schedule, at_rest)
 
 
 def checkpointing_of(trainer: L.Trainer) -> ActivationCheckpointing:

@@ -4,14 +4,14 @@ Of a sample of global batches it takes the tokens, the attention of all pieces (
 summed once for each tensor-parallel size) and the longest piece. On a mesh, with M micro-batches
 for each replica of equal tokens and equal work, a step takes
 
-    (M·V + P - 1) · a + 2·(P - 1) · message + gathering and reducing parameters
+    M · r + (P - 1) · a + 2·(P - 1) · message + gathering and reducing parameters
 
-where a is forward and backward of one micro-batch on the slowest of the V·P stages: matrix products
-at the profile's rate for so many rows, communication over tensor- and context-parallel ranks, an
-even share of the attention. A replica never takes less than its longest piece, unless the packing
-shares pieces between replicas. M is tried at 1, 2, 4 and 8 times the least number that the cap
-allows, and activation checkpointing is the least with which the micro-batches that are open at once
-fit, at the largest M the least hard.
+where r is forward and backward of one micro-batch on all stages of the busiest rank, and a on the
+slowest stage: matrix products at the profile's rate for so many rows, communication over tensor-
+and context-parallel ranks, an even share of the attention. A replica never takes less than its
+longest piece, unless the packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times
+the least number that the cap allows; activation checkpointing is the least with which as many
+micro-batches fit as are open at once.
 
 What it leaves out is what planning decides: how even micro-batches become. So among good meshes its
 order says next to nothing (rank correlation about 0), but what it finds slow is slow.
@@ -29,12 +29,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import StageParts
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.plan import Recompute
 from lightning_wlb.planning.planner import arrivals_of
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MicroBatchCost
+from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
 from lightning_wlb.schedule.programs import SCHEDULES
 
 MULTIPLES = (1, 2, 4, 8)
@@ -54,7 +56,7 @@ class Estimate(NamedTuple):
     """
 
     step_ns: int
-    recompute: str
+    recompute: Recompute
     state_bytes: int
 
 
@@ -67,16 +69,16 @@ class ClosedForm:
     def estimate(self, mesh: Mesh) -> Estimate:
         """The fastest step over numbers of micro-batches and modes that fit."""
         request = self.request
-        predictors = [request.predictor(mesh, mode) for mode in request.modes]
-        state = max(predictors[0].memory.state_bytes)
+        predictor = request.predictor(mesh)
+        state = max(predictor.memory.state_bytes)
         best = Estimate(0, request.modes[-1], state)
         if state > request.usable_bytes:
             return best
         for count in self._counts(mesh):
             rows = self._rows(mesh, count)
-            for mode, predictor in zip(request.modes, predictors, strict=True):
-                if self._fits(predictor, rows, count):
-                    step = self._step_ns(predictor, rows, count)
+            for mode in request.modes:
+                if self._fits(predictor, rows, count, mode):
+                    step = self._step_ns(predictor, rows, count, mode)
                     if best.step_ns == 0 or step < best.step_ns:
                         best = Estimate(step, mode, state)
                     break
@@ -125,89 +127,117 @@ class ClosedForm:
         rows = -(-self._step_tokens // (mesh.data * count * mesh.context))
         return -(-rows // mesh.tensor) * mesh.tensor
 
-    def _fits(self, predictor: Predictor, rows: int, count: int) -> bool:
+    def _fits(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> bool:
         """Whether as many equal micro-batches as 1F1B opens fit on the first and last ranks."""
         memory, mesh = predictor.memory, predictor.latency.mesh
         ranks, virtual = mesh.pipeline, mesh.virtual_stages
         opened = -(-((virtual + 1) * ranks - 1) // virtual) if virtual > 1 else ranks
         return all(
-            memory.model.rank_bytes(parts, min(most, count), rows, count)
+            memory.model.rank_bytes(parts, min(most, count), rows, count, mode)
             <= self.request.usable_bytes
             for parts, most in ((memory.rank_parts[0], opened), (memory.rank_parts[-1], 1))
         )
 
-    def _step_ns(self, predictor: Predictor, rows: int, count: int) -> int:
+    def _step_ns(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
         latency, mesh = predictor.latency, predictor.latency.mesh
-        cost = self._cost(predictor, rows, count)
-        kinds: dict[StageParts, int] = {
-            parts: stage for stage, parts in enumerate(predictor.memory.parts)
-        }
-        action = max(sum(predictor.action_ns(stage, cost)) for stage in kinds.values())
-        ranks, virtual = mesh.pipeline, mesh.virtual_stages
-        busy = count * virtual * action
-        if not (self._slices(mesh) and virtual == 1):
+        cost = self._cost(predictor, rows, count, mode)
+        stages = _stage_ns(predictor, cost)
+        ranks, slices = mesh.pipeline, self._slices(mesh)
+        busy, slowest = count * _busiest(stages, ranks), max(stages)
+        if not (slices and mesh.virtual_stages == 1):
             # The longest piece runs on one replica, in one micro-batch where it is not sliced.
-            longest = self._longest_ns(predictor) * virtual
-            busy = max(busy, longest)
-            if not self._slices(mesh):
-                action = max(action, longest // virtual)
+            longest = _stage_ns(predictor, self._longest(predictor))
+            busy = max(busy, _busiest(longest, ranks))
+            slowest = slowest if slices else max(slowest, *longest)
         messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
-        return busy + (ranks - 1) * action + messages + predictor.synchronisation_ns
+        return busy + (ranks - 1) * slowest + messages + predictor.synchronisation_ns
 
-    def _cost(self, predictor: Predictor, rows: int, count: int) -> MicroBatchCost:
+    def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
         """A micro-batch with an even share of everything."""
         latency, mesh = predictor.latency, predictor.latency.mesh
         shares = len(self._pieces) * mesh.data * count * mesh.context
         # Pieces longer than a rank's rows are on several ranks, which exchange their keys.
         alone, whole = self._up_to[np.searchsorted(self._all, rows, side="right")], self._up_to[-1]
         travelling = (mesh.context - 1) * rows * int(whole - alone) // int(whole)
-        layers = []
-        for number, kind in enumerate(latency.kinds):
-            layer = [
-                self._attention(predictor)[number][backward] // shares
-                + kind.linear_ns(rows, backward=backward)
-                + kind.tensor_parallel_ns(rows, backward=backward)
-                + kind.context_parallel_ns(travelling, rows + travelling, backward=backward)
-                for backward in (False, True)
-            ]
-            layers.append((layer[0], layer[1]))
-        return _cost_of(rows, tuple(layers))
+        return _cost_of(
+            latency,
+            rows,
+            [(first // shares, second // shares) for first, second in self._attention(latency)],
+            travelling,
+            mode,
+        )
 
-    def _longest_ns(self, predictor: Predictor) -> int:
-        """The longest piece alone, forward and backward, on the slowest stage."""
+    def _longest(self, predictor: Predictor) -> MicroBatchCost:
+        """The longest piece alone."""
         latency, longest = predictor.latency, self._all[-1:]
         ranks = latency.mesh.context
-        rows = -(-int(longest[0]) // ranks)
-        layers = []
-        for kind in latency.kinds:
-            layer = [
-                kind.attention_ns(longest, longest, backward=backward) // ranks
-                + kind.linear_ns(rows, backward=backward)
-                for backward in (False, True)
-            ]
-            layers.append((layer[0], layer[1]))
-        cost = _cost_of(rows, tuple(layers))
-        return sum(predictor.action_ns(len(predictor.stages) // 2, cost))
+        attention = [
+            (first // ranks, second // ranks) for first, second in _attention_ns(latency, longest)
+        ]
+        return _cost_of(latency, -(-int(longest[0]) // ranks), attention, 0, "none")
 
     @cached_property
-    def _attention_ns(self) -> dict[tuple[int, str], list[tuple[int, int]]]:
+    def _by_tensor(self) -> dict[int, list[tuple[int, int]]]:
         return {}
 
-    def _attention(self, predictor: Predictor) -> list[tuple[int, int]]:
+    def _attention(self, latency: LatencyModel) -> list[tuple[int, int]]:
         """Of a layer of each kind, forward and backward of all pieces on one rank."""
-        latency = predictor.latency
-        key = latency.mesh.tensor, latency.activation_checkpointing
-        if key not in self._attention_ns:
-            self._attention_ns[key] = [
-                (
-                    kind.attention_ns(self._all, self._all, backward=False),
-                    kind.attention_ns(self._all, self._all, backward=True),
-                )
-                for kind in latency.kinds
-            ]
-        return self._attention_ns[key]
+        tensor = latency.mesh.tensor
+        if tensor not in self._by_tensor:
+            self._by_tensor[tensor] = _attention_ns(latency, self._all)
+        return self._by_tensor[tensor]
 
 
-def _cost_of(rows: int, layer_ns: tuple[tuple[int, int], ...]) -> MicroBatchCost:
-    """Only rows and times of layers: what :meth:`.Predictor.action_ns` reads."""
-    return MicroBatchCost(rows, rows, 0, 0, (0, 0), (0.0, 0.0), layer_ns)
+def _attention_ns(latency: LatencyModel, pieces: NDArray[np.int64]) -> list[tuple[int, int]]:
+    return [
+        (
+            kind.attention_ns(pieces, pieces, backward=False),
+            kind.attention_ns(pieces, pieces, backward=True),
+        )
+        for kind in latency.kinds
+    ]
+
+
+def _cost_of(
+    latency: LatencyModel,
+    rows: int,
+    attention: list[tuple[int, int]],
+    travelling: int,
+    mode: Recompute,
+) -> MicroBatchCost:
+    """A micro-batch of so many rows on a rank: as far as :meth:`.Predictor.action_ns` reads it.
+
+    Args:
+        latency: of the mesh.
+        rows: of each rank.
+        attention: forward and backward of each kind of layer, on a rank.
+        travelling: rows of keys that a rank gets from others.
+        mode: what it recomputes.
+    """
+    layers = []
+    for kind, kernel in zip(latency.kinds, attention, strict=True):
+        forward, backward = (
+            kernel[each]
+            + kind.linear_ns(rows, backward=bool(each))
+            + kind.tensor_parallel_ns(rows)
+            + kind.context_parallel_ns(travelling, rows + travelling, backward=bool(each))
+            for each in (0, 1)
+        )
+        again = kind.again_ns(rows, mode) + (kernel[0] if mode == "full" else 0)
+        layers.append((forward, backward + again))
+    times = PassTimes((0, 0), (0.0, 0.0), tuple(layers))
+    return MicroBatchCost(rows, rows, 0, 0, (times,) * len(MODES))
+
+
+def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
+    """Forward and backward of a micro-batch on each stage, virtual ones in order."""
+    of_parts: dict[StageParts, int] = {}
+    for stage, parts in enumerate(predictor.memory.parts):
+        if parts not in of_parts:
+            of_parts[parts] = sum(predictor.action_ns(stage, cost))
+    return [of_parts[parts] for parts in predictor.memory.parts]
+
+
+def _busiest(stage_ns: list[int], ranks: int) -> int:
+    """Of the busiest rank, which has every so-many-th stage."""
+    return max(sum(stage_ns[rank::ranks]) for rank in range(ranks))

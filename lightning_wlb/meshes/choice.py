@@ -21,9 +21,9 @@ class MeshRow:
     Args:
         mesh: with its virtual stages.
         schedule: of the pipeline.
-        recompute: activation checkpointing: a name, or ``"auto"`` where each micro-batch has its
-            own.
-        recomputed: share of the tokens that run with any activation checkpointing.
+        activation_checkpointing: as it was asked for: a name, or ``"auto"``, with which each
+            micro-batch has its own.
+        recomputed: share of the tokens whose micro-batches compute anything again.
         by_profile: whether plans were chosen by the device profile; else by exact work.
         steps_ns: time of all simulated steps.
         steps: how many these are.
@@ -36,7 +36,7 @@ class MeshRow:
 
     mesh: Mesh
     schedule: str
-    recompute: str
+    activation_checkpointing: str
     recomputed: float
     by_profile: bool
     steps_ns: int
@@ -99,7 +99,7 @@ class MeshChoice:
 
     Args:
         rows: planned by the device profile, best first; at least one.
-        others: planned by exact work only, best first: which do not come among the first by it.
+        others: planned by exact work only, best first: those that are not among the best by it.
         left_out: not simulated, or too large for memory when simulated.
         digest: of the request, :attr:`.MeshRequest.digest`.
     """
@@ -113,6 +113,13 @@ class MeshChoice:
     def best(self) -> MeshRow:
         """The mesh to take."""
         return self.rows[0]
+
+    def best_by(self, axis: str) -> dict[int, MeshRow]:
+        """The best mesh with each size of an axis (``"virtual_stages"`` counts as one)."""
+        found: dict[int, MeshRow] = {}
+        for row in self.rows:
+            found.setdefault(getattr(row.mesh, axis), row)
+        return dict(sorted(found.items()))
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -12,16 +12,17 @@ simulates five to ten plans of each step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.choice import MeshRow
 from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.planner import Planner, plan_steps
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import StepPrediction
+from lightning_wlb.prediction.step import MODES, PassTimes, StepPrediction
 
 LOSSES = (
     "pipeline bubble",
@@ -29,6 +30,7 @@ LOSSES = (
     "tensor-parallel communication",
     "attention imbalance",
     "exchange of keys",
+    "recomputation",
 )
 """What ranks spend time on beside arithmetic; the bubble includes waits for slower replicas."""
 
@@ -66,30 +68,38 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
         mesh: with its virtual stages.
         by_profile: whether plans are chosen by the device profile; else by exact work.
 
-    Returns:
-        With the least activation checkpointing that fits in memory, or with the most if none does.
-
     Raises:
         ValueError: a mesh that the model or the schedule cannot run on.
     """
-    plans = None
-    for recompute in request.modes:
-        predictor = request.predictor(mesh, recompute)
-        if plans is None or by_profile:
-            plans = plan_steps(_planner(request, predictor, by_profile), request.steps)
-        steps = tuple(map(predictor.predict, plans))
-        peak = max(step.peak_bytes for step in steps)
-        if peak <= request.usable_bytes:
-            break
+    predictor = request.predictor(mesh)
+    judge = PredictedJudge(predictor, request.activation_checkpointing)
+    planner = Planner(
+        request.lengths,
+        request.data,
+        Work.of(request.shape),
+        mesh,
+        sharding=request.sharding,
+        schedule=predictor.schedule,
+        kernel_cost=predictor.latency.segment_cost,
+        judge=judge if by_profile else None,
+        mixture=request.mixture,
+    )
+    plans = plan_steps(planner, request.steps)
+    if not by_profile:
+        # Exact work knows no memory.
+        plans = [replace(plan, replicas=tuple(judge.settled(plan.replicas))) for plan in plans]
+    steps = tuple(map(predictor.predict, plans))
+    tokens = sum(plan.tokens for plan in plans)
+    peak = max(step.peak_bytes for step in steps)
     row = MeshRow(
         mesh=mesh,
         schedule=predictor.schedule,
-        recompute=recompute,
-        recomputed=float(recompute != "none"),
+        activation_checkpointing=request.activation_checkpointing,
+        recomputed=sum(map(_recomputed_tokens, plans)) / tokens,
         by_profile=by_profile,
         steps_ns=sum(step.total_ns for step in steps),
         steps=len(steps),
-        tokens=sum(step.plan.tokens for step in steps),
+        tokens=tokens,
         flops=sum(step.flops for step in steps),
         peak_bytes=peak,
         shares=_shares(predictor, steps),
@@ -97,23 +107,23 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
     return Evaluation(row, peak <= request.usable_bytes, steps)
 
 
-def _planner(request: MeshRequest, predictor: Predictor, by_profile: bool) -> Planner:
-    return Planner(
-        request.lengths,
-        request.data,
-        Work.of(request.shape),
-        predictor.latency.mesh,
-        sharding=request.sharding,
-        schedule=predictor.schedule,
-        kernel_cost=predictor.latency.segment_cost,
-        judge=PredictedJudge(predictor) if by_profile else None,
-        mixture=request.mixture,
+def _recomputed_tokens(plan: StepPlan) -> float:
+    return sum(
+        replica.tokens_of(each) / len(each.replicas)
+        for replica in plan.replicas
+        for each in replica.forward
+        if each.recompute != "none"
     )
 
 
 def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, float]:
     """Of the time of all pipeline ranks, what is spent on each of :data:`LOSSES`."""
-    latency, layers = predictor.latency, predictor.latency.shape.layers
+    latency = predictor.latency
+    counts, layers = latency.shape.kinds.values(), latency.shape.layers
+
+    def of_layers(times: PassTimes) -> int:
+        return sum(n * sum(of_kind) for n, of_kind in zip(counts, times.layer_ns, strict=True))
+
     spent = dict.fromkeys(LOSSES, 0.0)
     whole = 0
     for step in steps:
@@ -122,17 +132,20 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
         spent["pipeline bubble"] += sum(sum(each.idle_ns) for each in step.simulations)
         spent["gathering parameters"] += ranks * step.simulations[0].synchronisation_ns
         for cost in (cost for of_replica in step.costs for cost in of_replica):
-            for backward in (False, True):
-                tensor = latency.tensor_parallel_ns(cost.rows, backward=backward)
-                attention = cost.attention_ns[backward]
-                linear, layer = 0, 0
-                for kind, count, both in zip(
-                    latency.kinds, latency.shape.kinds.values(), cost.layer_ns, strict=True
-                ):
-                    linear += count * kind.linear_ns(cost.rows, backward=backward)
-                    layer += count * both[backward]
-                uneven = layers * (attention - cost.mean_attention_ns[backward])
-                spent["tensor-parallel communication"] += layers * tensor
-                spent["attention imbalance"] += uneven
-                spent["exchange of keys"] += layer - linear - layers * (tensor + attention)
+            least, rows = cost.by_mode[0], cost.rows
+            parallel = 2 * sum(
+                n * kind.tensor_parallel_ns(rows)
+                for n, kind in zip(counts, latency.kinds, strict=True)
+            )
+            linear = sum(
+                n * kind.linear_ns(rows, backward=backward)
+                for n, kind in zip(counts, latency.kinds, strict=True)
+                for backward in (False, True)
+            )
+            attention = layers * sum(least.attention_ns)
+            spent["tensor-parallel communication"] += parallel
+            spent["attention imbalance"] += attention - layers * sum(least.mean_attention_ns)
+            spent["exchange of keys"] += of_layers(least) - linear - parallel - attention
+            mode = cost.by_mode[MODES.index(cost.recompute)]
+            spent["recomputation"] += of_layers(mode) - of_layers(least)
     return {name: spent[name] / whole for name in LOSSES}

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +25,13 @@ from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.plan import ActivationCheckpointing, Recompute
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.mixture import Share
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE, NAMES
-
-MODES = ("none", "selective", "full")
-"""Activation checkpointing, least recomputation first."""
-
-AUTO = "auto"
-"""As a recomputation: the least that fits in memory."""
 
 SEARCH = 1
 """Counted up when the search changes, so that no answer of an older one is taken for its own."""
@@ -57,8 +54,8 @@ class MeshRequest:
             whichever is fastest of 1F1B and interleaved.
         virtual_stages: stages of each rank of a pipeline; None: 1, 2 or 4 where ``schedule`` runs
             several.
-        recompute: activation checkpointing, a name in :data:`MODES`; ``"auto"``: the least that
-            fits.
+        activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: for
+            each the least that fits.
         rest_dtype: of parameters and optimizer state at rest.
         sharding: of micro-batches over context-parallel ranks, as for the planner.
         mixture: of several stores, as for the planner.
@@ -78,7 +75,7 @@ class MeshRequest:
     fixed: Mapping[str, int] = field(default_factory=dict)
     schedule: str | None = None
     virtual_stages: int | None = None
-    recompute: str = AUTO
+    activation_checkpointing: ActivationCheckpointing = "auto"
     rest_dtype: str = "float32"
     sharding: str = ADAPTIVE
     mixture: tuple[Share, ...] = ()
@@ -94,7 +91,8 @@ class MeshRequest:
         object.__setattr__(self, "profile", replace(self.profile, devices_per_node=per_node))
         object.__setattr__(self, "data", replace(self.data, max_tokens=None))
         object.__setattr__(self, "mixture", tuple(self.mixture))
-        choice("recompute", self.recompute, (AUTO, *MODES))
+        checkpointing = get_args(ActivationCheckpointing)
+        choice("activation_checkpointing", self.activation_checkpointing, checkpointing)
         choice("sharding", self.sharding, (ADAPTIVE, *NAMES))
         if self.schedule is not None:
             choice("schedule", self.schedule, SCHEDULES)
@@ -123,7 +121,7 @@ class MeshRequest:
             "devices": self.devices,
             "fixed": dict(sorted(self.fixed.items())),
             "schedule": [self.schedule, self.virtual_stages],
-            "recompute": self.recompute,
+            "activation_checkpointing": self.activation_checkpointing,
             "rest_dtype": self.rest_dtype,
             "sharding": self.sharding,
             "mixture": [list(share) for share in self.mixture],
@@ -137,9 +135,10 @@ class MeshRequest:
         return self.profile.memory_bytes * USABLE_PERCENT // 100
 
     @property
-    def modes(self) -> Sequence[str]:
-        """The activation checkpointing that may be used, least recomputation first."""
-        return MODES if self.recompute == AUTO else (self.recompute,)
+    def modes(self) -> Sequence[Recompute]:
+        """What a micro-batch may compute again, least first."""
+        given = self.activation_checkpointing
+        return MODES if given == "auto" else (given,)
 
     def schedule_of(self, mesh: Mesh) -> str:
         """The schedule that a mesh runs."""
@@ -147,14 +146,14 @@ class MeshRequest:
             return self.schedule
         return "interleaved" if mesh.virtual_stages > 1 else "1f1b"
 
-    def predictor(self, mesh: Mesh, recompute: str) -> Predictor:
-        """Predicts steps on a mesh, with one kind of activation checkpointing.
+    def predictor(self, mesh: Mesh) -> Predictor:
+        """Predicts steps on a mesh.
 
         Raises:
             ValueError: a mesh that the model or the schedule cannot run on.
         """
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh, recompute),  # type: ignore[arg-type]
+            LatencyModel(self.profile, self.shape, mesh),
             self._stages_of(mesh.stages),
             self.schedule_of(mesh),
             self.rest_dtype,

@@ -7,7 +7,8 @@
 3. The first steps of the run are planned on each by exact work, and predicted by the profile
    (:mod:`~lightning_wlb.meshes.evaluate`). Planning by work finds nearly the same best meshes as
    planning by profile, in a tenth of the time.
-4. The best are planned again by the profile, and ordered by what they take then.
+4. The best, and the best of each size of an axis, are planned again by the profile, and ordered
+   by what they take then.
 
 Everything is integers and ties go by the sizes, so the answer is the same on every rank and
 processor. Cost: the closed form of every legal mesh, 16 to 30 evaluations by work and some by
@@ -33,7 +34,10 @@ HOPELESS = 2
 """What the closed form finds so many times as slow as the best mesh is not simulated."""
 
 SHOWN = 5
-"""Meshes that are planned by profile."""
+"""Meshes that are planned by profile, beside the best of each size of an axis."""
+
+COMPARED_AXES = ("pipeline", "virtual_stages", "context", "tensor")
+"""Of each size of these the best is simulated, and planned by profile."""
 
 LARGEST = 1 << 16
 """Devices up to which a number that fits is searched for."""
@@ -89,13 +93,18 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
 def _worth_planning(by_work: list[Evaluation]) -> list[Evaluation]:
     """Of meshes planned by work, in order, those to plan by profile, which knows the memory.
 
-    Those that fit as planned by work; and of those that do not, the fastest, for they may fit.
+    The fastest that fit, and of each size of an axis the fastest; and of those that do not fit as
+    planned by work the fastest, for as planned by profile they may.
     """
-    fit = [each for each in by_work if each.fits][:SHOWN]
+    fit = [each for each in by_work if each.fits]
     too_large = [each for each in by_work if not each.fits]
+    chosen = fit[:SHOWN]
+    for axis in COMPARED_AXES:
+        fastest = {getattr(each.row.mesh, axis): each for each in reversed(fit)}
+        chosen += [each for each in fastest.values() if each not in chosen]
     if fit:
         too_large = [each for each in too_large if each.row.steps_ns < fit[0].row.steps_ns]
-    return fit + too_large[:SHOWN]
+    return chosen + too_large[:SHOWN]
 
 
 def _pruned(
@@ -117,7 +126,7 @@ def _pruned(
     fit.sort(key=lambda each: (each[0], each[1].shape, each[1].virtual_stages))
     ordered = [mesh for _, mesh in fit]
     kept = set(ordered[:KEPT])
-    for axis in ("pipeline", "context", "tensor", "virtual_stages"):
+    for axis in COMPARED_AXES:
         seen: set[int] = set()
         for step_ns, mesh in fit:
             if step_ns <= HOPELESS * fit[0][0] and (size := getattr(mesh, axis)) not in seen:

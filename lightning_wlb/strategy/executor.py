@@ -26,7 +26,7 @@ from lightning_wlb.data.sample import Sample
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
-from lightning_wlb.strategy import fsdp
+from lightning_wlb.strategy.gathering import Gathering
 from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
 from lightning_wlb.strategy.messages import Messages, Pipeline
 from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
@@ -38,15 +38,19 @@ class Executor:
     """Runs steps on one rank.
 
     Args:
-        model: the rank's stages, sharded by :func:`.fsdp.shard`.
+        model: the rank's stages.
         pipeline: the pipeline that the rank is in.
         groups: the rank's process groups; each step passes its own to the model's forward.
+        gathering: of the model's parameters and gradients.
     """
 
-    def __init__(self, model: nn.Module, pipeline: Pipeline, groups: MeshGroups) -> None:
+    def __init__(
+        self, model: nn.Module, pipeline: Pipeline, groups: MeshGroups, gathering: Gathering
+    ) -> None:
         self.model = model
         self.pipeline = pipeline
         self.groups = groups
+        self.gathering = gathering
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
@@ -78,7 +82,8 @@ class Executor:
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients stay unreduced; :func:`.fsdp.finish_step` reduces them. Collective over all ranks.
+        Gradients travel from here on; :meth:`.Gathering.finish` waits for them. Collective over all
+        ranks.
 
         Args:
             batch: this rank's part of the step.
@@ -95,7 +100,6 @@ class Executor:
         HERE.begin_step(batch)
         self._check_agreement(batch)
         groups = self.groups.of_step(batch.plan)
-        fsdp.begin_step(self.model)
         programs = self.pipeline.programs(batch.executed, batch.replica)
         if not training:
             programs = {
@@ -120,14 +124,16 @@ class Executor:
             self.stopwatch.begin_step()
         if self.activations is not None:
             self.activations.begin_step()
-        for action in programs[place]:
-            HERE.note(RUNNING, action)
-            step.run(action)
-        messages.finish()
+        with self.gathering.step(programs[place]):
+            if self.activations is not None:
+                self.gathering.wait()  # parameters are no activations
+            for action in programs[place]:
+                HERE.note(RUNNING, action)
+                with self.gathering.action(action):
+                    step.run(action)
+            messages.finish()
         if self.activations is not None:
             self.activations.sample()
-        if not training:
-            fsdp.reshard(self.model)
         HERE.note(EXCHANGING, "the exchange that ends it")
         loss = self._total_loss(step.loss, batch, denominator)
         HERE.note(REDUCING, "its reduction" if training else "its end")

@@ -145,7 +145,6 @@ class MeshStrategy(ParallelStrategy):
         self.set_world_ranks()
         # Before any process waits for another: a wrong size is answered at once, on every rank.
         mesh = resolve_mesh(self.world_size, *self._asked, virtual_stages=self._virtual_stages)
-        self._rank = mesh.coordinate(self.global_rank)
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
@@ -160,9 +159,18 @@ class MeshStrategy(ParallelStrategy):
             device_id=self.root_device if self.root_device.type != "cpu" else None,
             **_store_of_restart(),
         )
-        self._mesh_groups = mesh_groups(self._rank, self.root_device, self._timeout)
         self._faults.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
+        mesh = self._chosen(mesh)
+        self._rank = mesh.coordinate(self.global_rank)
+        self._mesh_groups = mesh_groups(self._rank, self.root_device, self._timeout)
+
+    def _chosen(self, mesh: Mesh) -> Mesh:
+        """The mesh of this run, where ``mesh`` is what sizes that are left open come to unasked.
+
+        Collective over all ranks, before there are process groups of the mesh.
+        """
         rank_zero_info(f"WLBStrategy: mesh {mesh}")
+        return mesh
 
     def _listen(self) -> None:
         """Take signals and exceptions of the run over from Lightning."""

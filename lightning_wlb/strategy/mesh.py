@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -77,6 +78,12 @@ def resolve_mesh(
             ' of ranks; one of them may be "auto".'
         )
     return mesh
+
+
+def is_settled(world_size: int, asked: Sequence[Size]) -> bool:
+    """Whether only one mesh has the sizes asked for, so that there is nothing to choose."""
+    fixed = math.prod(size for size in asked if size != "auto")
+    return fixed >= world_size or asked.count("auto") <= 1
 
 
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:

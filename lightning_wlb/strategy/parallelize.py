@@ -2,7 +2,7 @@
 
 1. Pipeline: keep this rank's layers and ends; the rest was never materialised.
 2. Tensor: place every weight on the tensor axis, in its own shard.
-3. Fully sharded data parallel over data × context, per layer and root.
+3. Fully sharded data parallel over data × context.
 4. Give the shards memory, in the dtype of rest, and fill them by (parameter name, seed or weights).
 
 Up to step 4 a model on the meta device has no memory, so that a rank never holds more than its own
@@ -16,13 +16,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.strategy import fsdp
+from lightning_wlb.strategy.gathering import Gathering
 from lightning_wlb.strategy.gradients import Tie, find_ties
 from lightning_wlb.strategy.mesh import data_context
+from lightning_wlb.strategy.units import Unit, unit
 
 
 def parallelize(
@@ -33,8 +34,9 @@ def parallelize(
     initialise: Callable[[], None],
     device: torch.device,
     dtype: torch.dtype,
-    policy: MixedPrecisionPolicy,
-) -> list[Tie]:
+    compute_dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+) -> tuple[list[Tie], Gathering]:
     """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
     Args:
@@ -45,13 +47,18 @@ def parallelize(
             DTensors then, of any placement (:func:`.initialise.assign`).
         device: where the parameters live.
         dtype: of the parameters at rest.
-        policy: what FSDP2 casts to.
+        compute_dtype: of the parameters in a step.
+        sum_dtype: of the sums of gradients in a step.
 
     Returns:
-        The weights that the model's two ends share.
+        The weights that the model's two ends share, and what gathers the parameters in a step.
+
+    Raises:
+        ValueError: a buffer without values, or a parameter that two layers share.
     """
     ties = find_ties(model)
-    keep_stages(model, stages, mesh["pipeline"].get_local_rank(), mesh["pipeline"].size())
+    place, places = mesh["pipeline"].get_local_rank(), mesh["pipeline"].size()
+    keep_stages(model, stages, place, places)
 
     tensor_mesh = mesh["tensor"]
     if tensor_mesh.size() > 1:
@@ -68,15 +75,18 @@ def parallelize(
             dtype if isinstance(tensor, nn.Parameter) else None,
         ),
     )
-    fsdp.shard(model, _units(model, ties), data_context(mesh), policy)
+    shared = data_context(mesh)
+    fsdp.shard(model, shared)
     if deferred:
-        # FSDP looks for the new parameters when it first gathers.
         _replace_parameters(
             model,
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor,
         )
         initialise()
-    return ties
+    units = _units(model, ties, dict(list(enumerate(stages))[place::places]))
+    tensor_group = tensor_mesh.get_group() if tensor_mesh.size() > 1 else None
+    gathering = Gathering(units, shared.get_group(), tensor_group, compute_dtype, sum_dtype)
+    return ties, gathering
 
 
 def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> None:
@@ -91,15 +101,39 @@ def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> N
         model.head = None
 
 
-def _units(model: Decoder, ties: list[Tie]) -> list[nn.Module]:
-    """What gathers and reduces as a whole: every layer, and the two ends unless they are tied.
+def _units(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Unit]:
+    """What gathers and reduces as a whole, in the order of first use.
 
-    FSDP2 does not share a parameter between units, so tied ends on one stage go to the root.
+    That is every layer, the two ends, which are one where they are tied on one rank, and what the
+    model has besides.
+
+    Raises:
+        ValueError: a parameter that two of them share.
     """
+    first, last = min(stages), max(stages)
     ends = [end for end in (model.embed, model.head) if isinstance(end, nn.Module)]
+    parts: list[tuple[list[nn.Module], list[int]]] = []
     if ties and len(ends) == 2:
-        ends = []
-    return [*model.layers.values(), *ends]
+        parts.append((ends, [first, last]))
+    elif model.embed is not None:
+        parts.append(([model.embed], [first]))
+    for stage, layers in stages.items():
+        parts.extend(([model.layers[str(number)]], [stage]) for number in layers)
+    if model.head is not None and not (ties and len(ends) == 2):
+        parts.append(([model.head], [last]))
+    inside = [[each for whole in modules for each in whole.modules()] for modules, _ in parts]
+    known = {id(each) for modules in inside for each in modules}
+    others = [each for each in model.modules() if id(each) not in known]
+    units = [unit([model], list(stages), others)]
+    units += [unit(modules, own, all_) for (modules, own), all_ in zip(parts, inside, strict=True)]
+    shares = [share for each in units for share in each.shares]
+    seen = {id(share.at_rest): share.places[0][1] for share in shares}
+    if len(seen) < len(shares):
+        raise ValueError(
+            f"{type(model).__name__}: a parameter is in two layers, or in a layer and an end. Only"
+            " the embedding and the head may share one: give each layer parameters of its own."
+        )
+    return [each for each in units if each.shares]
 
 
 def _refuse_empty_buffers(model: nn.Module) -> None:

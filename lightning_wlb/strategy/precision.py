@@ -1,4 +1,4 @@
-"""Precision without autocast: FSDP2's policy says in which dtype a step computes and reduces.
+"""Precision without autocast: in which dtypes parameters rest, a step computes, and sums are made.
 
 ==============  ================  ============  ==========  =========
 precision       parameters        compute       gradients   reduction
@@ -26,7 +26,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 
@@ -52,6 +51,11 @@ _DTYPES = {
 }
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """As the cost model calls it, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class WLBPrecision(Precision):
     """Lightning's precision plugin for :class:`.WLBStrategy`.
 
@@ -73,11 +77,9 @@ class WLBPrecision(Precision):
         self.guard: Guard | None = None  # the strategy sets it
 
     @property
-    def policy(self) -> MixedPrecisionPolicy:
-        """What FSDP2 casts parameters and gradients to."""
-        if self.compute_dtype != torch.bfloat16:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    def sum_dtype(self) -> torch.dtype:
+        """What gradients accumulate and are reduced in."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:

@@ -28,14 +28,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_wlb.arguments import choice, whole
 from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
-from lightning_wlb.schedule.programs import SCHEDULES, check_stages
-from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.checks import (
     check_precision,
     check_trainer,
@@ -43,6 +40,7 @@ from lightning_wlb.strategy.checks import (
     checked_module,
     refuse_lbfgs,
 )
+from lightning_wlb.strategy.choosing import ChoosingStrategy
 from lightning_wlb.strategy.display import Display
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import add_tied_gradients
@@ -51,25 +49,29 @@ from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.precision import WLBPrecision
-from lightning_wlb.strategy.saving import CheckpointStrategy
+from lightning_wlb.strategy.precision import WLBPrecision, name_of
 
 
-class WLBStrategy(CheckpointStrategy):
+class WLBStrategy(ChoosingStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
-    The product of the four sizes is the number of devices over all nodes. The first ``"auto"``, in
-    the order of the arguments, takes the devices that the other sizes leave; any further one is 1.
-    ``strategy="wlb"`` is data parallel.
+    The product of the four sizes is the number of devices over all nodes. A size that is given
+    stays. Where those that are ``"auto"`` leave a choice, the mesh is taken that is predicted to be
+    fastest for the model and the documents (:mod:`.choosing`): so with ``strategy="wlb"`` alone.
+    Where nothing is known of the model, the documents or the device, the first ``"auto"``, in the
+    order of the arguments, takes the devices that the other sizes leave, and any further one is 1.
 
     Args:
-        data_parallel_size: replicas that train on different documents. FSDP2 shards over them.
+        data_parallel_size: replicas that train on different documents, and share the parameters.
         pipeline_parallel_size: stages that the layers are split into, by cost.
         context_parallel_size: ranks that share the tokens of each micro-batch.
         tensor_parallel_size: ranks that share each weight, with sequence parallelism.
         schedule: order of the pipeline's actions: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
-        virtual_pipeline_size: stages per pipeline rank. None means 2 for ``"interleaved"``, which
-            with 1 is ``"1f1b"``; the others run 1.
+            ``"auto"`` is chosen with the mesh; where that leaves no choice it is ``"1f1b"``, or
+            ``"interleaved"`` with several stages per rank.
+        virtual_pipeline_size: stages per pipeline rank. None is chosen with the mesh; where that
+            leaves no choice it means 2 for ``"interleaved"``, which with 1 is ``"1f1b"``; the
+            others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
             whatever way, is noticed at once.
@@ -99,10 +101,10 @@ class WLBStrategy(CheckpointStrategy):
     def __init__(
         self,
         data_parallel_size: Size = "auto",
-        pipeline_parallel_size: Size = 1,
-        context_parallel_size: Size = 1,
-        tensor_parallel_size: Size = 1,
-        schedule: str = "1f1b",
+        pipeline_parallel_size: Size = "auto",
+        context_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        schedule: str = "auto",
         virtual_pipeline_size: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
@@ -111,11 +113,6 @@ class WLBStrategy(CheckpointStrategy):
         on_save_failure: str = "raise",
         verify_checkpoints: bool = True,
     ) -> None:
-        schedule = choice("schedule", schedule, SCHEDULES)
-        if virtual_pipeline_size is None:
-            virtual_pipeline_size = 2 if schedule == "interleaved" else 1
-        virtual_pipeline_size = whole("virtual_pipeline_size", virtual_pipeline_size, 1)
-        check_stages(schedule, virtual_pipeline_size)  # whether the two go together
         super().__init__(
             (
                 data_parallel_size,
@@ -123,6 +120,7 @@ class WLBStrategy(CheckpointStrategy):
                 context_parallel_size,
                 tensor_parallel_size,
             ),
+            schedule,
             virtual_pipeline_size,
             process_group_backend,
             timeout,
@@ -130,7 +128,6 @@ class WLBStrategy(CheckpointStrategy):
             on_save_failure,
             verify_checkpoints,
         )
-        self.schedule = schedule
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
@@ -221,14 +218,15 @@ class WLBStrategy(CheckpointStrategy):
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         stages = model_stages(shape, mesh.stages, attended)
         precision = self.precision_plugin
-        self._ties = parallelize(
+        self._ties, gathering = parallelize(
             model,
             self.mesh_groups.mesh,
             stages,
             initialise=module.init_weights,
             device=self.root_device,
             dtype=precision.parameter_dtype,
-            policy=precision.policy,
+            compute_dtype=precision.compute_dtype,
+            sum_dtype=precision.sum_dtype,
         )
         self.executor = Executor(
             model,
@@ -242,6 +240,7 @@ class WLBStrategy(CheckpointStrategy):
                 device=self.root_device,
             ),
             self.mesh_groups,
+            gathering,
         )
         model.parallelized_by = self  # type: ignore[assignment]
 
@@ -285,17 +284,14 @@ class WLBStrategy(CheckpointStrategy):
     def _memory_model(self) -> MemoryModel:
         module, precision = self.lightning_module, self.precision_plugin
         assert isinstance(module, LanguageModule)
-        dtype, rest = (
-            str(each).removeprefix("torch.")
-            for each in (precision.compute_dtype, precision.parameter_dtype)
-        )
+        dtype, rest = name_of(precision.compute_dtype), name_of(precision.parameter_dtype)
         fused = self.root_device.type != "cpu"
         return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused_norm=fused)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Reduce the gradients that the step has accumulated and set ``.grad``."""
+        """Wait for the step's gradients, which travel since its backwards, and set ``.grad``."""
         ran, self._loss = self._loss, None
         if closure_loss.requires_grad or ran is None or not _same(closure_loss, ran):
             raise MisconfigurationException(
@@ -308,7 +304,7 @@ class WLBStrategy(CheckpointStrategy):
         module = self.lightning_module
         assert module is not None
         self.precision_plugin.pre_backward(closure_loss, module)
-        fsdp.finish_step(self.executor.model)
+        self.executor.gathering.finish()
         add_tied_gradients(
             self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
         )

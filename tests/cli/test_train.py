@@ -36,7 +36,7 @@ def test_the_strategy_takes_its_sizes_from_its_section():
     )
     strategy = made.trainer.strategy
     assert isinstance(strategy, WLBStrategy)
-    assert "('auto', 2, 1, 1)" in repr(strategy)
+    assert "('auto', 2, 'auto', 'auto')" in repr(strategy)
     assert strategy.schedule == "interleaved"
 
 

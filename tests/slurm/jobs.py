@@ -66,7 +66,11 @@ class Run:
                         "default_root_dir": str(folder),
                         "callbacks": [keeper, own] if keep else [own],
                     },
-                    "wlb": {"pipeline_parallel_size": 2},
+                    "wlb": {
+                        "pipeline_parallel_size": 2,
+                        "context_parallel_size": 1,
+                        "tensor_parallel_size": 1,
+                    },
                     "model": {
                         "class_path": "lightning_wlb.LanguageModule",
                         "init_args": {

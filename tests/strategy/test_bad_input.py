@@ -108,7 +108,9 @@ def changed(**attributes) -> LanguageModule:
 
 
 def on_one_rank(rank: int) -> None:
-    refused("data 2 × pipeline 2 .* exactly that many, but the Trainer runs 1", WLBStrategy(2, 2))
+    refused(
+        "data 2 × pipeline 2 .* a multiple of 4 ranks, but the Trainer runs 1", WLBStrategy(2, 2)
+    )
     refused("sets automatic_optimization=False", "wlb", changed(automatic_optimization=False))
     refused("accumulate_grad_batches=2", "wlb", accumulate_grad_batches=2)
     lbfgs = lambda: torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))])  # noqa: E731

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_wlb.mesh import AXES, Mesh
-from lightning_wlb.strategy.mesh import data_context, device_mesh, resolve_mesh
+from lightning_wlb.strategy.mesh import data_context, device_mesh, is_settled, resolve_mesh
 from tests.ranks import run_ranks
 
 
@@ -46,6 +46,21 @@ def test_a_product_that_is_not_the_world_size_is_answered(world_size, asked, nee
     assert f"The mesh {shown} needs {needs}, but the Trainer runs {world_size}" in text
     assert "Change devices or num_nodes" in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "settled"),
+    [
+        (1, ("auto",) * 4, True),
+        (2, ("auto",) * 4, False),
+        (4, ("auto", 4, "auto", "auto"), True),  # nothing is left
+        (4, ("auto", 2, "auto", 1), False),
+        (4, ("auto", 1, 1, 1), True),  # nor any choice
+        (8, (2, 2, 2, 1), True),
+    ],
+)
+def test_there_is_nothing_to_choose_where_one_mesh_alone_is_as_asked(world_size, asked, settled):
+    assert is_settled(world_size, asked) == settled
 
 
 @pytest.mark.parametrize("size", [0, -2, 1.5, "two", None, True])

@@ -72,3 +72,23 @@ def test_a_rank_fills_nothing_but_its_shards():
     ranks = run_ranks(fill, 2, process_group=False)
     whole = ranks[0][1]
     assert [memory for memory, _ in ranks] == [whole // 2, whole // 2]
+
+
+class Shares(LanguageModule):
+    """Two layers with one norm."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        first, second = self.model.layers["0"], self.model.layers["1"]
+        second.attention_norm.weight = first.attention_norm.weight
+
+
+def share(rank: int) -> str:
+    with pytest.raises(ValueError, match="is in two layers") as info:
+        trainer(WLBStrategy(), 1).fit(Shares(config(False)), data(Case()))
+    return str(info.value)
+
+
+def test_a_parameter_of_two_layers_is_refused():
+    (message,) = run_ranks(share, 1, process_group=False)
+    assert message.startswith("Transformer: ")

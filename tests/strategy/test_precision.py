@@ -87,7 +87,7 @@ def test_losses_are_as_close_as_the_precision_allows(results, mesh, precision, t
     [
         ("32-true", "float32", "float32", "float32"),
         ("64-true", "float64", "float64", "float64"),
-        # FSDP2 hands gradients to the optimizer in the parameters' own dtype.
+        # The optimizer is given gradients in the parameters' own dtype.
         ("bf16-true", "bfloat16", "bfloat16", "float32"),
         ("bf16-mixed", "float32", "bfloat16", "float32"),
     ],
@@ -120,18 +120,17 @@ def runs_with_groups(rank: int) -> list[list[float]]:
     return losses
 
 
-def test_process_groups_pass_where_fsdp_casts_arguments():
-    """It rebuilds every dataclass among the arguments of a module's forward."""
+def test_process_groups_pass_where_arguments_are_cast():
     for rank in run_ranks(runs_with_groups, 2, process_group=False):
         for losses in rank:
             assert losses == pytest.approx(exact(), rel=5e-3)
 
 
 def test_bfloat16_is_reduced_in_float32():
-    """What that is worth is in test_fsdp.py."""
+    """What that is worth is in test_gathering.py."""
     for precision in ("bf16-true", "bf16-mixed"):
-        policy = WLBPrecision(precision).policy
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+        plugin = WLBPrecision(precision)
+        assert (plugin.compute_dtype, plugin.sum_dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine"])

@@ -1,0 +1,378 @@
+"""`lightning-wlb plan --mesh auto`: which mesh to take, what it gains, and what was left out.
+
+The search is :func:`~lightning_wlb.meshes.search.choose_mesh`, once with the packing asked for and
+once with ``best_fit``, so that the verdict compares each on its own best mesh. Everything is
+simulated from the device profile. Each row that is printed comes out the same when its mesh is
+given (:func:`again`).
+
+Cost: seconds for 16 devices, a minute or two for 1,024.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lightning_wlb.cli.arguments import model_shape, names_of, packing_options
+from lightning_wlb.cli.mesh_picture import draw_meshes
+from lightning_wlb.cli.request import (
+    REFERENCE,
+    SHARDING_NAMES,
+    check_counts,
+    lengths_of,
+    profile_of,
+    settings_of,
+)
+from lightning_wlb.cli.verdict import WORTH, attention_share
+from lightning_wlb.mesh import AXES
+from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.meshes.search import COMPARED_AXES, choose_mesh
+from lightning_wlb.meshes.search import Progress as Tell
+from lightning_wlb.planning import DataSettings
+from lightning_wlb.planning.packing import PACKINGS
+
+MESH_STEPS = 3
+"""Steps that are planned on each mesh where no number is given."""
+
+SHOWN = 5
+"""Meshes in the table."""
+
+_AUTO = "auto"
+
+
+def is_searched(mesh: str) -> bool:
+    """Whether ``--mesh`` leaves a size open."""
+    return _AUTO in mesh.split(",")
+
+
+@dataclass(frozen=True)
+class MeshVerdict:
+    """Whether balancing pays, each way on its own best mesh.
+
+    Args:
+        request: what was searched for.
+        found: the answer.
+        reference: the answer for ``best_fit``.
+    """
+
+    request: MeshRequest
+    found: MeshChoice
+    reference: MeshChoice
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second over those of ``best_fit`` on its own best mesh."""
+        return self.found.best.tokens_per_second / self.reference.best.tokens_per_second
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the gain is at least :data:`~lightning_wlb.cli.verdict.WORTH`."""
+        return self.gain >= WORTH
+
+    @property
+    def advised(self) -> MeshRow:
+        """The mesh to take."""
+        return self.found.best if self.worth_it else self.reference.best
+
+    @property
+    def packing(self) -> str:
+        """The packing to take."""
+        return self.request.data.packing_choice.method if self.worth_it else REFERENCE
+
+    @property
+    def lines(self) -> list[str]:
+        """The words, each a line."""
+        request, name = self.request, self.request.profile.name
+        method = request.data.packing_choice.method
+        kind = "" if request.profile.measured else ", which is not measured"
+        title = f"Verdict, simulated with profile {name}{kind}:"
+        attention = attention_share(request.shape, request.lengths, request.data.context_window)
+        share = f"Attention is {attention:.0%} of these documents' model FLOPs."
+        best, other = self.found.best, self.reference.best
+        if method == REFERENCE:
+            return [title, f"Of {REFERENCE}, mesh {name_of(best.mesh)} is the fastest. {share}"]
+        speeds = f"{best.tokens_per_second:,.0f} to {other.tokens_per_second:,.0f} tokens/s"
+        if not self.worth_it:
+            return [
+                title,
+                f"Balancing is not for you: on its best mesh {method} has {self.gain:.2f} times the"
+                f" tokens/s of {REFERENCE} on its own ({speeds}). {share} Documents as short as"
+                " these do not pay for it.",
+                f"Take packing {REFERENCE} on mesh {name_of(other.mesh)}, or documents that are"
+                " longer.",
+            ]
+        return [
+            title,
+            f"Take packing {method} on mesh {name_of(best.mesh)}: {self.gain:.2f} times the"
+            f" tokens/s of {REFERENCE} on its own best mesh, {name_of(other.mesh)} ({speeds})."
+            f" {share}",
+        ]
+
+
+def request_of(arguments: argparse.Namespace) -> MeshRequest:
+    """Understand the arguments.
+
+    Raises:
+        ValueError: a mistake in them, with the remedy.
+    """
+    check_counts(arguments)
+    for option, why in (
+        ("devices", "it says how many the mesh has"),
+        ("micro_batches", "it says how many tokens a step has, on every mesh"),
+    ):
+        if getattr(arguments, option) is None:
+            raise ValueError(f"--mesh {arguments.mesh} needs --{option.replace('_', '-')}: {why}.")
+    if arguments.trace is not None:
+        raise ValueError("--trace shows one mesh: give --mesh the sizes that this search finds.")
+    packings = names_of("--packing", arguments.packing or str(DataSettings.packing), list(PACKINGS))
+    shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
+    for option, names in (("--packing", packings), ("--sharding", shardings)):
+        if len(names) > 1:
+            raise ValueError(
+                f"{option} {','.join(names)}: a mesh is searched for one at a time. Give one, or"
+                " the sizes of a mesh to compare several on it."
+            )
+    (packing,), (sharding,) = packings, shardings
+    options = packing_options(arguments.packing_option, packings).get(packing, {})
+    profile, rest = profile_of(arguments)
+    steps = arguments.steps or MESH_STEPS
+    return MeshRequest(
+        lengths=lengths_of(arguments, arguments.micro_batches, steps),
+        shape=model_shape(arguments.model),
+        data=settings_of(arguments, arguments.micro_batches, packing, options),
+        profile=profile,
+        devices=arguments.devices,
+        fixed=_fixed(arguments.mesh),
+        schedule=arguments.schedule,
+        virtual_stages=arguments.virtual_stages,
+        activation_checkpointing=arguments.activation_checkpointing,
+        rest_dtype=rest,
+        sharding=sharding,
+        steps=steps,
+    )
+
+
+def run_search(arguments: argparse.Namespace, console: Console) -> None:
+    """Search, print, and write what was asked for.
+
+    Raises:
+        ValueError: a mistake in the arguments, or no mesh on which the model fits; the message
+            says what would do.
+    """
+    request = request_of(arguments)
+    with _shown() as tell:
+        found = choose_mesh(request, progress=tell)
+        plain = request.data
+        if plain.packing_choice.method != REFERENCE:
+            plain = settings_of(arguments, arguments.micro_batches, REFERENCE, {})
+            reference = choose_mesh(replace(request, data=plain), progress=tell)
+        else:
+            reference = found
+    verdict = MeshVerdict(request, found, reference)
+    console.print(_best(verdict))
+    console.print(_by_axis(found))
+    for each in found.left_out:
+        console.print(
+            f"Left out, {each.count}: {each.reason} (as {each.example}).", highlight=False
+        )
+    for line in verdict.lines:
+        console.print(line, highlight=False)
+    console.print("\nTo paste:", highlight=False)
+    for line in trainer_lines(verdict.advised, request, verdict.packing):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(
+        f"The same steps again, on that mesh alone: {again(arguments, verdict)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if arguments.picture is not None:
+        draw_meshes(
+            arguments.picture,
+            found,
+            reference.best,
+            f"{arguments.model}, {request.devices} devices: {request.data.packing_choice.method} on"
+            f" each mesh, simulated\n{request.profile.provenance}",
+        )
+        console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
+    if arguments.json:
+        print(json.dumps(_report(arguments, verdict)))
+
+
+def trainer_lines(row: MeshRow, request: MeshRequest, packing: str) -> list[str]:
+    """The arguments of Trainer, strategy, module and data module that make a run of it, as code."""
+    sizes = ", ".join(
+        f"{axis}_parallel_size={size}" for axis, size in zip(AXES, row.mesh.shape, strict=True)
+    )
+    pipeline = ""
+    if row.mesh.pipeline > 1:
+        pipeline = f', schedule="{row.schedule}"'
+        if row.mesh.virtual_stages > 1:
+            pipeline += f", virtual_pipeline_size={row.mesh.virtual_stages}"
+    nodes, rest = divmod(request.devices, request.profile.devices_per_node)
+    devices = request.devices if rest or not nodes else request.profile.devices_per_node
+    count = f"devices={devices}" + (f", num_nodes={nodes}" if nodes > 1 and not rest else "")
+    return [
+        f"Trainer({count}, strategy=WLBStrategy({sizes}{pipeline}))",
+        f'LanguageModule(..., activation_checkpointing="{row.activation_checkpointing}")',
+        f"WLBDataModule(..., context_window={request.data.context_window},"
+        f' micro_batches={request.data.micro_batches}, packing="{packing}",'
+        f' profile="{request.profile.name}")',
+    ]
+
+
+def again(arguments: argparse.Namespace, verdict: MeshVerdict) -> str:
+    """The options that plan the same steps on the advised mesh alone; the others stay."""
+    row = verdict.advised
+    options = [
+        f"--mesh {row.sizes} --schedule {row.schedule} --virtual-stages {row.mesh.virtual_stages}",
+        f"--activation-checkpointing {row.activation_checkpointing} --steps {row.steps}",
+        f"--packing {verdict.packing} --devices-per-node",
+    ]
+    return " ".join([*options, str(verdict.request.profile.devices_per_node)])
+
+
+@contextmanager
+def _shown() -> Iterator[Tell]:
+    """A bar that a search moves, beside the output."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def tell(what: str, done: int, whole: int) -> None:
+            progress.update(task, description=what, completed=done, total=whole)
+
+        yield tell
+
+
+def _best(verdict: MeshVerdict) -> Table:
+    request, found = verdict.request, verdict.found
+    shape = request.shape
+    table = Table(
+        title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
+        f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.devices}"
+        f" devices, {request.profile.devices_per_node} to a node; packing"
+        f" {request.data.packing_choice.method}",
+        caption=f"{request.profile.provenance}.\n{len(request.lengths):,} documents,"
+        f" {request.steps} steps of {found.best.tokens // found.best.steps:,} tokens."
+        f" {request.usable_bytes / 1e9:.1f} GB of a device may be filled.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in (
+        *AXES,
+        "virtual\nstages",
+        "recom-\nputed",
+        "step\n(ms)",
+        "tokens/s",
+        "memory\n(GB)",
+        "bubble",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("beside arithmetic, most time goes to")
+    for row in found.rows[:SHOWN]:
+        table.add_row(
+            *map(str, row.mesh.shape),
+            str(row.mesh.virtual_stages),
+            f"{row.recomputed:.0%}",
+            f"{row.step_ms:,.1f}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.peak_bytes / 1e9:.1f}",
+            f"{row.bubble:.1%}",
+            f"{row.bound_by} ({row.shares[row.bound_by]:.0%})",
+        )
+    return table
+
+
+def _by_axis(found: MeshChoice) -> Table:
+    table = Table(title="The best mesh with each size of an axis", title_justify="left")
+    table.add_column("axis")
+    for heading in ("size", "mesh", "step (ms)", "times the best"):
+        table.add_column(heading, justify="right")
+    for axis in COMPARED_AXES:
+        for size, row in found.best_by(axis).items():
+            table.add_row(
+                axis.replace("_", " "),
+                str(size),
+                name_of(row.mesh),
+                f"{row.step_ms:,.1f}",
+                f"{row.steps_ns / found.best.steps_ns:.2f}",
+            )
+        table.add_section()
+    return table
+
+
+def _report(arguments: argparse.Namespace, verdict: MeshVerdict) -> dict[str, Any]:
+    request, found = verdict.request, verdict.found
+    profile = request.profile
+
+    def figures(rows: Sequence[MeshRow]) -> list[dict[str, Any]]:
+        return [row.figures for row in rows]
+
+    return {
+        "command": "plan",
+        "simulated": True,
+        "profile": {
+            name: getattr(profile, name) for name in ("name", "device", "dtype", "measured", "date")
+        },
+        "lengths": arguments.lengths,
+        "documents": len(request.lengths),
+        "model": arguments.model,
+        "devices": request.devices,
+        "devices_per_node": profile.devices_per_node,
+        "mesh": arguments.mesh,
+        "context_window": request.data.context_window,
+        "micro_batches": request.data.micro_batches,
+        "packing": request.data.packing_choice.method,
+        "steps": request.steps,
+        "seed": arguments.seed,
+        "digest": found.digest,
+        "rows": figures(found.rows),
+        "planned_by_work": figures(found.others),
+        "best_by_axis": {
+            axis: {size: row.sizes for size, row in found.best_by(axis).items()}
+            for axis in COMPARED_AXES
+        },
+        "left_out": [dict(vars(each)) for each in found.left_out],
+        "best_fit": verdict.reference.best.figures,
+        "verdict": {
+            "packing": verdict.packing,
+            "mesh": verdict.advised.sizes,
+            "worth_it": verdict.worth_it,
+            "times_best_fit": verdict.gain,
+            "trainer": trainer_lines(verdict.advised, request, verdict.packing),
+            "again": again(arguments, verdict),
+            "text": verdict.lines,
+        },
+    }
+
+
+def _fixed(mesh: str) -> dict[str, int]:
+    """The sizes that ``--mesh`` gives.
+
+    Raises:
+        ValueError: neither ``auto`` nor four sizes of which some are ``auto``.
+    """
+    words = mesh.split(",")
+    if words == [_AUTO]:
+        return {}
+    if len(words) != len(AXES) or not all(word == _AUTO or word.isdecimal() for word in words):
+        raise ValueError(
+            f"--mesh {mesh!r} is neither auto nor data,pipeline,context,tensor, each a whole number"
+            " or auto, as in auto,2,auto,1."
+        )
+    given = zip(AXES, words, strict=True)
+    return {axis: int(word) for axis, word in given if word != _AUTO}

@@ -1,0 +1,141 @@
+"""How a run comes by its mesh, its schedule and its device profile: of WLBStrategy the part before
+there are process groups.
+
+Sizes that are given stay. A module that an earlier Trainer has split keeps its mesh where that has
+the sizes given. Else, where the sizes leave a choice, the mesh is searched for (:mod:`.searching`).
+
+A run whose mesh was searched for, and any on a GPU, also plans its steps by the device profile,
+which knows how much memory there is, unless the data module has one of its own. A run on CPUs with
+all sizes given plans by work alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_wlb.arguments import choice, whole
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.schedule.programs import SCHEDULES, check_stages
+from lightning_wlb.strategy import searching
+from lightning_wlb.strategy.devices import profile_of
+from lightning_wlb.strategy.mesh import Size, is_settled
+from lightning_wlb.strategy.precision import WLBPrecision, name_of
+from lightning_wlb.strategy.saving import CheckpointStrategy
+
+
+class ChoosingStrategy(CheckpointStrategy):
+    """A mesh of processes some of whose sizes may be left open.
+
+    Args:
+        sizes: of the axes, in mesh order; ``"auto"`` leaves one open.
+        schedule: of the pipeline; ``"auto"`` leaves it open.
+        virtual_stages: of each pipeline rank; None leaves it open.
+        process_group_backend: as the others, of :class:`.CheckpointStrategy`.
+        timeout: see there.
+        async_save: see there.
+        on_save_failure: see there.
+        verify_checkpoints: see there.
+
+    Attributes:
+        schedule: of the run.
+        profile: by which the run's steps are planned; None: by the data module's, if it has one.
+
+    Raises:
+        MisconfigurationException: for a size that is none.
+        ValueError: if the schedule is unknown or cannot run so many stages per rank.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[Size],
+        schedule: str,
+        virtual_stages: int | None,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        async_save: bool,
+        on_save_failure: str,
+        verify_checkpoints: bool,
+    ) -> None:
+        choice("schedule", schedule, (*SCHEDULES, "auto"))
+        if virtual_stages is not None:
+            virtual_stages = whole("virtual_pipeline_size", virtual_stages, 1)
+        self._asked_schedule = schedule, virtual_stages
+        self.schedule, usual = _usual(schedule, virtual_stages)
+        check_stages(self.schedule, usual)  # whether the two go together
+        super().__init__(
+            sizes,
+            usual,
+            process_group_backend,
+            timeout,
+            async_save,
+            on_save_failure,
+            verify_checkpoints,
+        )
+        self.profile: Profile | None = None
+
+    def _chosen(self, mesh: Mesh) -> Mesh:
+        """The mesh, schedule and profile of this run."""
+        module: Any = self.lightning_module
+        trainer, precision = module.trainer, self.precision_plugin
+        assert isinstance(precision, WLBPrecision)
+        previous = getattr(getattr(module, "model", None), "parallelized_by", None)
+        if previous is not None and previous._is_as_asked_by(self):
+            self.schedule, self.profile = previous.schedule, previous.profile
+            return super()._chosen(previous.mesh)
+        self.schedule, _ = _usual(*self._asked_schedule)
+        settled = is_settled(self.world_size, self._asked)
+        data = getattr(trainer, "datamodule", None)
+        self.profile = self._profile(getattr(data, "profile", None), settled)
+        if settled or not isinstance(data, WLBDataModule) or not isinstance(module, LanguageModule):
+            # Without the two nothing can be trained, which is answered later.
+            return super()._chosen(mesh)
+        if self.profile is None:
+            rank_zero_info(
+                "WLBStrategy: no mesh is chosen, since no device profile is known of"
+                f" {self.root_device.type} devices on {self.num_nodes} nodes. Give"
+                " WLBDataModule(profile=...), or the sizes."
+            )
+            return super()._chosen(mesh)
+        asked = searching.Asked(
+            self._asked,
+            *self._asked_schedule,
+            self.world_size,
+            self.num_processes,
+            name_of(precision.parameter_dtype),
+        )
+        mesh, self.schedule = searching.choose(asked, trainer, data, module, self.profile)
+        return mesh
+
+    def _profile(self, given: Profile | None, settled: bool) -> Profile | None:
+        """By which a mesh is chosen and steps are planned; None: by the data module's, if any."""
+        on_cpu = self.root_device.type == "cpu"
+        if settled and (on_cpu or given is not None):
+            return None
+        profile = profile_of(self.root_device) if given is None else given
+        if profile is None or (self.num_nodes > 1 and "network" not in profile.links):
+            return None
+        return replace(profile, devices_per_node=self.num_processes)
+
+    def _is_as_asked_by(self, other: ChoosingStrategy) -> bool:
+        """Whether this strategy's mesh and schedule have what another one's arguments give."""
+        schedule, virtual_stages = other._asked_schedule
+        asked = (*other._asked, schedule, virtual_stages or "auto")
+        own = (*self.mesh.shape, self.schedule, self.mesh.virtual_stages)
+        return self.mesh.devices == other.world_size and all(
+            wanted in ("auto", had) for wanted, had in zip(asked, own, strict=True)
+        )
+
+
+def _usual(schedule: str, virtual_stages: int | None) -> tuple[str, int]:
+    """What schedule and stages per rank come to where nothing is chosen."""
+    if schedule == "auto":
+        schedule = "1f1b" if virtual_stages in (None, 1) else "interleaved"
+    return schedule, virtual_stages or (2 if schedule == "interleaved" else 1)

@@ -1,0 +1,149 @@
+"""Runs without sizes: every rank gets the same mesh, or the same error, and trains as any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.planning import DataSettings
+from lightning_wlb.strategy import searching
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import Case, Recorder, config, data, module, trainer
+from tests.strategy.test_gradients import check_equal
+
+CASE = Case("auto", "adaptive")
+
+
+def fit(made: LanguageModule, strategy: WLBStrategy, **options) -> dict:
+    """What a run has recorded, and the mesh that it ran on."""
+    recorder = Recorder()
+    trainer(strategy, 4, callbacks=[recorder]).fit(made, data(CASE, **options))
+    return recorder.record() | {"mesh": strategy.mesh, "schedule": strategy.schedule}
+
+
+def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str]]:
+    with mock.patch("lightning_wlb.data.cached.user_cache_dir", return_value=cache):
+        made = module(CASE)
+        open_sizes = fit(made, WLBStrategy())
+        # A further Trainer goes on with the mesh that the module is split for.
+        again = WLBStrategy()
+        held = data(CASE, validation_documents=4, context_window=16)
+        trainer(again, 4).validate(made, held, verbose=False)
+        assert again.mesh == open_sizes["mesh"]
+        one_replica = fit(module(CASE), WLBStrategy(data_parallel_size=1))
+        errors = [refused(MisconfigurationException, documents=documents(40, 8 + rank // 2))]
+        failing = mock.patch.object(searching, "choose_mesh", side_effect=ValueError(f"on {rank}"))
+        with failing:
+            errors.append(refused(ValueError, seed=1))
+    return [open_sizes, one_replica], errors
+
+
+def refused(kind: type[Exception], **options) -> str:
+    with pytest.raises(kind) as error:
+        fit(module(CASE), WLBStrategy(), **options)
+    return str(error.value)
+
+
+def documents(*lengths: int) -> InMemoryDocuments:
+    return InMemoryDocuments([[1] * n for n in lengths], vocab_size=64)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[tuple[list[dict], list[str]]]:
+    cache = tmp_path_factory.mktemp("cache")
+    return run_ranks(on_four_ranks, 4, str(cache), process_group=False)
+
+
+def test_every_rank_gets_the_same_mesh_and_trains_as_one_process(ranks) -> None:
+    for run in range(2):
+        records = [records[run] for records, _ in ranks]
+        assert len({(str(each["mesh"]), each["schedule"]) for each in records}) == 1
+        assert records[0]["mesh"].devices == 4
+        check_equal(records, CASE)
+
+
+def test_sizes_that_are_given_stay(ranks) -> None:
+    for (_, one_replica), _ in ranks:
+        assert one_replica["mesh"].data == 1
+
+
+def test_ranks_that_see_other_documents_all_end_with_the_same_error(ranks) -> None:
+    (error,) = {errors[0] for _, errors in ranks}
+    assert "rank 0 sees documents of 2 with 48 tokens" in error
+    assert "but ranks [2, 3] of 2 with 49 tokens" in error
+
+
+def test_a_search_that_fails_ends_all_ranks_with_its_error(ranks) -> None:
+    assert {errors[1] for _, errors in ranks} == {"on 0"}
+
+
+def request(**options) -> MeshRequest:
+    asked = {
+        "lengths": np.array([30, 20, 9, 31, 5, 5]),
+        "shape": config(False).shape,
+        "data": DataSettings(32, 2, packing="best_fit"),
+        "profile": replace(Profile.load("cpu"), devices_per_node=2),
+        "devices": 2,
+    }
+    return MeshRequest(**(asked | options))
+
+
+def test_an_answer_is_kept_for_the_same_request_and_the_same_code(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cached.user_cache_dir", lambda _: str(tmp_path))
+    searched = mock.Mock(side_effect=searching.choose_mesh)
+    monkeypatch.setattr(searching, "choose_mesh", searched)
+    first = searching._recalled(request())
+    assert searching._recalled(request()) == first
+    assert searched.call_count == 1
+    searching._recalled(request(fixed={"data": 1}))
+    assert searched.call_count == 2
+    monkeypatch.setattr(searching, "fingerprint", lambda *_: "another version")
+    searching._recalled(request())
+    assert searched.call_count == 3
+
+
+def test_a_full_disk_costs_another_search(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cached.user_cache_dir", lambda _: str(tmp_path))
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(Path, "write_text", full)
+    assert searching._recalled(request()).best.mesh.devices == 2
+    assert full.called
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_log_says_what_was_chosen_what_comes_next_and_what_bounds_it(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cached.user_cache_dir", lambda _: str(tmp_path))
+    lines: list[str] = []
+    monkeypatch.setattr(searching, "rank_zero_info", lines.append)
+    mesh, schedule = searching._answer(request())
+    chosen, runner_up, bound = lines
+    assert f"chose mesh {mesh}, {schedule}, activation checkpointing" in chosen
+    assert "simulated with the measured profile cpu." in chosen
+    assert "runner-up mesh" in runner_up
+    assert str(mesh) not in runner_up
+    assert f"WLBStrategy({', '.join(map(str, mesh.shape))}, schedule='{schedule}'" in bound
+
+
+class NoTensorParallel(Decoder):
+    pass
+
+
+def test_a_model_without_a_plan_for_tensor_parallelism_gets_none() -> None:
+    own, reference = module(CASE), module(CASE)
+    own.build_model = NoTensorParallel  # type: ignore[method-assign]
+    assert not searching._can_split(own)
+    assert searching._can_split(reference)
+    assert reference.model is None
