@@ -62,6 +62,11 @@ class Counted:
         """As the judge's."""
         return self.judge.limit
 
+    @property
+    def longest(self) -> Sequence[int]:
+        """As the judge's."""
+        return self.judge.longest
+
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """As the judge."""
         self.calls += 1

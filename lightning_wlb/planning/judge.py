@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
+from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
@@ -58,6 +60,12 @@ class Judge(Protocol):
     def limit(self) -> int:
         """Most that a rank may hold."""
 
+    @property
+    def longest(self) -> Sequence[int]:
+        """Tokens of the longest micro-batch that a replica can hold, if it has no other: without
+        recomputation, and with more and more. Empty where no device is known.
+        """
+
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step of all replicas, or of some that share no micro-batch with others."""
 
@@ -82,6 +90,11 @@ class PipelineJudge:
     mesh: Mesh
     overhead: int = 0
     limit: int = sys.maxsize
+
+    @property
+    def longest(self) -> Sequence[int]:
+        """Not known."""
+        return ()
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step, in the time that a rank takes for its work (as if it had all layers).
@@ -211,6 +224,15 @@ class PredictedJudge:
     def limit(self) -> int:
         """Bytes of a device that may be filled."""
         return self.predictor.usable_bytes
+
+    @cached_property
+    def longest(self) -> Sequence[int]:
+        """With the recomputation that micro-batches may have; empty where the state fills all."""
+        given = self.activation_checkpointing
+        modes = MODES if given == "auto" else (given,)
+        return [
+            tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))
+        ]
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes, with the recomputation that it would be settled with."""

@@ -108,7 +108,9 @@ class Candidates:
         """The way with the best score that the search finds; of equal ones whole pieces."""
         fewest = FEWEST if self.packs(FEWEST) else Way("equal", 0)
         if self.mesh.pipeline == 1:
-            return fewest
+            if not self.judge.longest:
+                return fewest
+            return min((fewest, Way("whole", HALVES[self._walk("whole", 1)])), key=self.score)
         if not self.slices:
             return min((fewest, Way("whole", HALVES[self._walk("whole")])), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.

@@ -26,7 +26,8 @@ parallelism costs several times more, because every candidate's sharding is chos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from lightning_wlb.mesh import Mesh
@@ -54,20 +55,27 @@ class AutoPacker(Packer):
         admitted, carried = oldest_first(pieces, 2 * self.rules.micro_batches * self.rules.window)
         return [admitted], carried
 
+    def cap(self, place: Placement) -> int:
+        """On one stage what fits in memory, where that is known and the user gave no cap."""
+        judge, cap = place.judge, self.rules.cap
+        if judge is None or place.mesh.pipeline > 1 or self.rules.cap_is_given:
+            return cap
+        return max(cap, *judge.longest, 0)
+
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
         judge = place.judge or self.exact_judge(place.mesh)
         layout = place.shard if judge.sees_sharding else unsharded
         (pieces,) = micro_batches
+        cap = self.cap(place)
         # A replica without a micro-batch for each stage cannot fill its pipeline.
         count = max(self.rules.micro_batches, place.mesh.pipeline * place.mesh.data)
         best: Score | None = None
-        for merged in self._dealings(pieces, place):
+        multiples = SHARED if place.mesh.pipeline > 1 else (0,)
+        for merged in self._dealings(pieces, place, judge.longest):
             own = self._own(merged, count, place, judge, layout)
-            for multiple in SHARED if merged.shared else SHARED[:1]:
-                shared = slice_shared(
-                    merged, multiple * count, self.rules.cap, self.rules.work.total
-                )
+            for multiple in multiples if merged.shared else multiples[:1]:
+                shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
                 plans = _plans(own, shared, layout)
                 score = score_of(plans, judge)
                 if best is None or score < best:
@@ -83,18 +91,34 @@ class AutoPacker(Packer):
         overhead = work.forward(max(self.rules.window // OVERHEAD, 1))
         return PipelineJudge(work, mesh, overhead, most_open * self.rules.cap)
 
-    def _dealings(self, pieces: list[Piece], place: Placement) -> Iterator[Merged]:
-        """The dealing without shared pieces; where it is not balanced, others that share more."""
+    def _dealings(
+        self, pieces: list[Piece], place: Placement, longest: Sequence[int]
+    ) -> Iterator[Merged]:
+        """The dealing with no more shared pieces than memory asks for; then, where it is not
+        balanced, others that share more.
+        """
         replicas, work = place.mesh.data, self.rules.work.total
-        merged = merge_pieces(pieces, replicas, work, 0)
-        yield merged
         if place.mesh.virtual_stages > 1 or not place.slices:
-            return  # The schedule cannot run shared pieces.
+            # The schedule cannot run shared pieces.
+            yield merge_pieces(pieces, replicas, work, 0)
+            return
+        most_tokens = max(longest, default=sys.maxsize)
+        merged = merge_pieces(pieces, replicas, work, 0, most_tokens)
+        yield merged
+        if place.mesh.pipeline == 1 and longest:
+            seen = [merged]
+            for tokens in longest:
+                for per_capacity in (0, 1, 2, 4):
+                    merged = merge_pieces(pieces, replicas, work, per_capacity, tokens)
+                    if merged not in seen:
+                        seen.append(merged)
+                        yield merged
+            return
         busiest = max(merged.loads)
         if 100 * replicas * busiest <= UNBALANCED_PERCENT * sum(merged.loads):
             return
         for per_capacity in (1, 2, 4, 8):
-            merged = merge_pieces(pieces, replicas, work, per_capacity)
+            merged = merge_pieces(pieces, replicas, work, per_capacity, most_tokens)
             if max(merged.loads) < busiest:
                 busiest = max(merged.loads)
                 yield merged
@@ -115,7 +139,7 @@ class AutoPacker(Packer):
             if not (own := merged.own[number]):
                 continue
             candidates = Candidates(
-                own, nominal[number], self.rules.cap, work, place.mesh, judge, layout, place.slices
+                own, nominal[number], self.cap(place), work, place.mesh, judge, layout, place.slices
             )
             if latest.time == 0 or candidates.score(way) > latest:
                 way = candidates.best()
