@@ -72,6 +72,11 @@ class Counted:
         self.calls += 1
         return self.judge(replicas)
 
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """As the judge, counted as well."""
+        self.calls += 1
+        return self.judge.ends(replicas)
+
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """As the judge."""
         return self.judge.settled(replicas)

@@ -56,7 +56,6 @@ def request_of(ranks: int, profile: Profile, settings: DataSettings) -> MeshRequ
         profile=profile,
         devices=ranks,
         devices_per_node=ranks,
-        recompute="none",
     )
 
 

@@ -110,8 +110,33 @@ class LatencyModel:
         """
         if len(queries) == 0:
             return 0
-        segments = self._segments_ps(queries, keys, backward=backward)
-        return int(segments.sum()) // (1000 * head_split) + round(self._table.call_ns[backward])
+        segments = self.segments_ps(queries, keys, backward=backward)
+        return int(segments.sum()) // (1000 * head_split) + self.call_ns(backward=backward)
+
+    def call_ns(self, *, backward: bool) -> int:
+        """What a call of the attention kernel takes besides its segments."""
+        return round(self._table.call_ns[backward])
+
+    def segments_ps(self, queries: Integers, keys: Integers, *, backward: bool) -> Integers:
+        """Picoseconds of each segment, from FLOPs with the queries padded to the tile.
+
+        Arguments as for :meth:`attention_ns`; int64 [segments].
+        """
+        table = self._table
+        padded = -(-queries // table.tile) * table.tile
+        before = keys - queries
+        pairs = _pairs(padded + before) - _pairs(before)
+        window = self._layer.sliding_window
+        if window is not None:
+            pairs += _pairs(np.maximum(before - window, 0))
+            pairs -= _pairs(np.maximum(padded + before - window, 0))
+            before = np.minimum(before, window)
+        # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
+        flops = pairs * ((10 if backward else 4) * self._layer.head_width)
+        flops *= self._layer.heads // self.mesh.tensor
+        time = flops * inverse_rate(table, padded, padded + before, backward=backward)
+        result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
+        return result
 
     def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
         """Forward + backward time of each segment in ps: what a sharding is chosen by.
@@ -130,8 +155,8 @@ class LatencyModel:
         return sum(costs, np.zeros_like(queries))
 
     def _segment_cost(self, queries: Integers, keys: Integers) -> Integers:
-        forward = self._segments_ps(queries, keys, backward=False)
-        result = forward + self._segments_ps(queries, keys, backward=True)
+        forward = self.segments_ps(queries, keys, backward=False)
+        result = forward + self.segments_ps(queries, keys, backward=True)
         # Backward gathers the keys anew.
         copies = 2 * self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
         if self.mesh.context > 1:
@@ -295,24 +320,6 @@ class LatencyModel:
     def _copied_bytes(self, *, backward: bool) -> int:
         """Memory traffic per key that is put in a segment's order, or whose gradient is added."""
         return self._key_elements * (self._width + 2 * self._wide if backward else 2 * self._width)
-
-    def _segments_ps(self, queries: Integers, keys: Integers, *, backward: bool) -> Integers:
-        """Picoseconds of each segment, from FLOPs with the queries padded to the tile."""
-        table = self._table
-        padded = -(-queries // table.tile) * table.tile
-        before = keys - queries
-        pairs = _pairs(padded + before) - _pairs(before)
-        window = self._layer.sliding_window
-        if window is not None:
-            pairs += _pairs(np.maximum(before - window, 0))
-            pairs -= _pairs(np.maximum(padded + before - window, 0))
-            before = np.minimum(before, window)
-        # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
-        flops = pairs * ((10 if backward else 4) * self._layer.head_width)
-        flops *= self._layer.heads // self.mesh.tensor
-        time = flops * inverse_rate(table, padded, padded + before, backward=backward)
-        result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
-        return result
 
     def layer_traffic(self, rows: int, *, backward: bool) -> int:
         """Bytes of memory traffic of a layer's element-wise work; backward counts twice.

@@ -1,6 +1,6 @@
 """What a rank holds in memory: parameters and their state, and activations.
 
-State is that of FSDP2 as the strategy uses it (within a step ZeRO-1): a rank holds its stage's
+State is that of ZeRO-1 within a step (strategy/gathering.py): a rank holds its stage's
 tensor-parallel share of the parameters in the compute dtype and of their gradients in at least
 float32, and its data × context shard of the parameters at rest, of AdamW's two moments and, at the
 step's end, of the gradients.

@@ -7,6 +7,8 @@ four operations of arithmetic are used, so that results are the same on every pr
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,12 +25,11 @@ def inverse_rate(
 
     Beyond the table's last queries or keys the rate stays what it is there.
     """
-    rates = np.array(table.backward if backward else table.forward, dtype=np.float64)
-    inverse = 1.0 / rates
+    inverse = _inverse(table.backward if backward else table.forward)
     row, row_weight = _cell(queries.astype(np.float64), table.queries)
     column, column_weight = _cell(keys / queries, table.keys_per_query)
-    next_row = np.minimum(row + 1, rates.shape[0] - 1)
-    next_column = np.minimum(column + 1, rates.shape[1] - 1)
+    next_row = np.minimum(row + 1, inverse.shape[0] - 1)
+    next_column = np.minimum(column + 1, inverse.shape[1] - 1)
     low, high = (
         inverse[at, column] * column_weight + inverse[at, next_column] * (1.0 - column_weight)
         for at in (row, next_row)
@@ -39,13 +40,28 @@ def inverse_rate(
 
 def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
     """The axis point at or below each value, and its weight by 1/value; 0 weight at the next."""
-    points = np.array(axis, dtype=np.float64)
-    values = np.clip(values, points[0], points[-1])
-    index = np.clip(np.searchsorted(points, values, side="right") - 1, 0, max(len(points) - 2, 0))
+    points, inverse = _points(axis)
+    values = np.minimum(np.maximum(values, axis[0]), axis[-1])
+    # The last point belongs to the cell before it.
+    index = np.searchsorted(points[1:-1], values, side="right")
     if len(points) == 1:
         return index, np.ones(len(values))
-    low, high = 1.0 / points[index], 1.0 / points[index + 1]
+    low, high = inverse[index], inverse[index + 1]
     return index, (1.0 / values - high) / (low - high)
+
+
+@lru_cache(maxsize=64)
+def _inverse(rates: tuple[tuple[float, ...], ...]) -> _Floats:
+    """1/rate of a table."""
+    inverse: _Floats = 1.0 / np.array(rates, dtype=np.float64)
+    return inverse
+
+
+@lru_cache(maxsize=64)
+def _points(axis: tuple[float, ...]) -> tuple[_Floats, _Floats]:
+    """An axis and its inverse."""
+    points = np.array(axis, dtype=np.float64)
+    return points, 1.0 / points
 
 
 def inverse_rate_of_rows(value: int, axis: tuple[int, ...], rates: tuple[float, ...]) -> float:

@@ -23,9 +23,10 @@ class Decoder(nn.Module):
     """A decoder on packed rows, or one pipeline stage of it.
 
     A subclass builds the whole model; the strategy then removes what other stages own. All of its
-    parameters are in the three parts below. Rows have no batch dimension and lie in an order that
-    the sharding chooses: where a row stands in its document is in ``micro_batch.positions``, and
-    which rows see which is in ``micro_batch.attention``.
+    parameters are in the three parts below, which its forward calls as modules: a module's call
+    waits for its parameters. Rows have no batch dimension and lie in an order that the sharding
+    chooses: where a row stands in its document is in ``micro_batch.positions``, and which rows see
+    which is in ``micro_batch.attention``.
 
     Attributes:
         embed: the embedding; None on a stage that another one precedes.

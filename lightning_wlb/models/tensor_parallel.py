@@ -1,14 +1,15 @@
 """Tensor parallelism with DTensor weights at rest and plain tensors in computation.
 
 At rest each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints,
-gradient norms and FSDP know what part of which global parameter a rank holds. In computation
-:func:`local` hands out this rank's shard as a plain tensor, and the model moves rows itself, by
-:func:`gather_rows` and :func:`scatter_rows` (sequence parallelism: between the matrix products each
-rank holds 1/TP of the rows). DTensor's dispatch would cost more than a small layer.
+gradient norms and FSDP2 know what part of which global parameter a rank holds. Within a step of
+``WLBStrategy`` modules have plain tensors, the rank's shards; elsewhere :func:`local` hands them
+out. The model moves rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence
+parallelism: between the matrix products each rank holds 1/TP of the rows). DTensor's dispatch would
+cost more than a small layer.
 
 Each rank uses a replicated parameter on other rows (norms) or for other heads (keys and values
 where TP exceeds their heads), so its gradient is ``Partial``: it has yet to be summed over ranks.
-FSDP sums it when it reduces; without FSDP ``parameter.grad.full_tensor()`` does.
+``WLBStrategy`` sums it when it reduces; elsewhere ``parameter.grad.full_tensor()`` does.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class Layer(nn.Module):
                 return _recomputed(feed_forward, hidden)
             return feed_forward(hidden)
 
-        # Checkpointing is inside the layer, so that FSDP's hooks around it run once.
+        # Checkpointing is inside the layer, so that hooks around it run once.
         if recompute == "full":
             return _recomputed(both, hidden, freqs)
         return both(hidden, freqs)

@@ -51,6 +51,7 @@ def merge_pieces(
     work: Callable[[int], int],
     per_capacity: int,
     most_tokens: int = sys.maxsize,
+    begun: Sequence[int] = (),
 ) -> Merged:
     """Deal pieces to replicas, and those of too much work or too many tokens to several at once.
 
@@ -62,6 +63,8 @@ def merge_pieces(
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
         most_tokens: of a piece that one replica can hold, at least 1.
+        begun: work that each replica is taken to have already, where pieces that are not shared
+            are dealt; none if empty.
     """
     order = longest_first(pieces)
     works = [work(piece.tokens) for piece in order]
@@ -83,8 +86,10 @@ def merge_pieces(
         shared.append((piece, tuple(members)))
     own: list[list[Piece]] = [[] for _ in range(replicas)]
     alone = [at for at, size in enumerate(sizes) if size == 1]
-    for at, replica in zip(alone, deal([works[at] for at in alone], loads), strict=True):
+    taken = [load + before for load, before in zip(loads, begun or [0] * replicas, strict=True)]
+    for at, replica in zip(alone, deal([works[at] for at in alone], taken), strict=True):
         own[replica].append(order[at])
+        loads[replica] += works[at]
     return Merged(shared, own, loads)
 
 

@@ -30,6 +30,7 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.prediction.step import MODES
+from lightning_wlb.prediction.totals import StepTotals, has_totals, step_totals
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
@@ -68,6 +69,9 @@ class Judge(Protocol):
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step of all replicas, or of some that share no micro-batch with others."""
+
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """When each replica of a step has run all its actions; empty where no device is known."""
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, as far as the judge can say."""
@@ -127,6 +131,10 @@ class PipelineJudge:
             shared=meetings_of(replicas),
         )
         return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
+
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """Not known."""
+        return ()
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The replicas as they are: without a device no memory is known."""
@@ -230,17 +238,38 @@ class PredictedJudge:
         """With the recomputation that micro-batches may have; empty where the state fills all."""
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
-        return [
-            tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))
-        ]
+        return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes, with the recomputation that it would be settled with."""
-        if self.activation_checkpointing == "auto":
-            step = self.predictor.run(least_recomputation(self.predictor, replicas))
+        totals = self._totals(replicas)
+        return Verdict(totals.total_ns, totals.peak_bytes)
+
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """In ns; the arguments are those of a call."""
+        return self._totals(replicas).ends_ns
+
+    def _totals(self, replicas: Sequence[ReplicaPlan]) -> StepTotals:
+        predictor = self.predictor
+        if self.activation_checkpointing != "auto":
+            replicas = recomputing(replicas, self.activation_checkpointing)
+            if has_totals(predictor):
+                return step_totals(predictor, *predictor.executed(replicas))
+            step = predictor.simulate(replicas)
+        elif has_totals(predictor):
+            executed, costs = predictor.executed(recomputing(replicas, "none"))
+            totals = step_totals(predictor, executed, costs)
+            if totals.peak_bytes > self.limit:
+                prepared = least_recomputation(predictor, replicas)
+                totals = step_totals(predictor, prepared.executed, prepared.costs)
+            return totals
         else:
-            step = self.predictor.simulate(recomputing(replicas, self.activation_checkpointing))
-        return Verdict(step.simulations[0].total_ns, step.peak_bytes)
+            step = predictor.run(least_recomputation(predictor, replicas))
+        ends = tuple(
+            max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
+            for each in step.simulations
+        )
+        return StepTotals(step.simulations[0].total_ns, step.peak_bytes, ends)
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""

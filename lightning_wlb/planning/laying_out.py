@@ -19,10 +19,25 @@ from dataclasses import replace
 from lightning_wlb.cost.kernel import SegmentCost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
+from lightning_wlb.planning.replicas import Shard
 from lightning_wlb.sharding import ADAPTIVE, HEADS, Tokens, choose_each, layout
 
 _Key = tuple[tuple[Slice, ...], int]
 """The slices of a micro-batch, and how many replicas share it."""
+
+
+def to_be_laid_out(sharding: str) -> Shard:
+    """How packings name the sharding of micro-batches that are laid out later, with 0 rows.
+
+    It is ``"adaptive"`` where a sharding will be chosen.
+    """
+
+    def named(slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
+        # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
+        chosen = sharding == HEADS and (replicas > 1 or any(part.context for part in slices))
+        return ADAPTIVE if chosen else sharding, 0
+
+    return named
 
 
 def laid_out(
@@ -74,15 +89,12 @@ def _chosen(
     ]
     if sharding == ADAPTIVE:
         return choose_each(tokens, mesh.tensor, kernel_cost)
+    name = to_be_laid_out(sharding)
     result = [
         (sharding, layout(sharding, each.lengths, each.ranks, mesh.tensor).rows) for each in tokens
     ]
-    if sharding == HEADS:
-        # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
-        by_keys = [
-            at for at, (_, members) in enumerate(keys) if members > 1 or any(tokens[at].contexts)
-        ]
-        made = choose_each([tokens[at] for at in by_keys], mesh.tensor, kernel_cost)
-        for at, each in zip(by_keys, made, strict=True):
-            result[at] = each
+    chosen = [at for at, key in enumerate(keys) if name(*key)[0] == ADAPTIVE]
+    made = choose_each([tokens[at] for at in chosen], mesh.tensor, kernel_cost)
+    for at, each in zip(chosen, made, strict=True):
+        result[at] = each
     return result

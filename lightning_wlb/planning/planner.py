@@ -30,10 +30,9 @@ from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.laying_out import laid_out
+from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
 from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
-from lightning_wlb.planning.replicas import unsharded
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -97,7 +96,7 @@ class Planner:
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         self._checkpointing = activation_checkpointing
-        self._place = Placement(mesh, unsharded, judge, slices)
+        self._place = Placement(mesh, to_be_laid_out(self._sharding), judge, slices)
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -192,13 +191,16 @@ class Planner:
     def _plan(self, micro_batches: MicroBatches, drain: bool) -> StepPlan:
         """Arrange micro-batches on the replicas and write the step down."""
         pieces = tuple(sorted(piece for packed in micro_batches for piece in packed))
-        replicas = self._packer.replicas(micro_batches, self._place)
+        replicas = laid_out(
+            self._packer.replicas(micro_batches, self._place),
+            self._mesh,
+            self._sharding,
+            self._kernel_cost,
+        )
         return StepPlan(
             step=self._step,
             epoch=self._arrivals.epoch,
-            replicas=tuple(
-                self._settled(laid_out(replicas, self._mesh, self._sharding, self._kernel_cost))
-            ),
+            replicas=tuple(self._settled(replicas)),
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,26 +51,14 @@ def micro_batch_cost(
     if placed.by_heads and not sliced:
         return _by_heads(latency, placed)
     window = latency.shape.sliding_window  # the widest: all layers exchange the same keys
-    reach = UNBOUNDED if window is None else window - 1  # keys that a query sees besides its own
+    reach = reach_of(window)
     earlier = int(np.minimum(before, reach).sum())
     if sliced:  # every rank sends all its rows, and those of earlier keys that it holds
         travelling = (placed.ranks - 1) * (placed.rows - (-earlier // placed.ranks))
     else:
         travelling = _travelling(placed, window)
 
-    def exchange_ns(kind: LatencyModel, keys: int) -> tuple[int, int]:
-        """Putting together so many keys on a rank, for one layer."""
-        if placed.ranks > 1:
-            forward, backward = (
-                kind.context_parallel_ns(travelling, keys, backward=each, replicas=replicas)
-                for each in PASSES
-            )
-            return forward, backward
-        if earlier:
-            forward, backward = (kind.slice_keys_ns(keys, backward=each) for each in PASSES)
-            return forward, backward
-        return 0, 0
-
+    exchange = Exchange(travelling, placed.ranks, earlier, replicas)
     segments = []  # of each rank: queries, keys, and how many keys it reads in all
     _, document, start, stop = placed.table.T
     for first, end in pairwise(placed.first.tolist()):
@@ -86,19 +75,55 @@ def micro_batch_cost(
             )
             for queries, keys, _ in segments
         ]
-        exchange = [exchange_ns(kind, read) for _, _, read in segments]
-        costs.append(_by_mode(kind, placed.rows, attention, exchange, refetches=True))
+        exchanges = [exchange.ns(kind, read) for _, _, read in segments]
+        costs.append(by_mode(kind, placed.rows, attention, exchanges, refetches=True))
     most_keys = max(read for _, _, read in segments)
     return MicroBatchCost(
         rows=placed.rows,
         keys=most_keys,
         indexed=most_keys if placed.ranks > 1 else 0,
         kept_rows=placed.rows if kept else 0,
-        by_mode=_over_layers(latency, costs),
+        by_mode=over_layers(latency, costs),
     )
 
 
-def _by_mode(
+class Exchange(NamedTuple):
+    """What puts keys together on the ranks of a micro-batch.
+
+    Attributes:
+        travelling: rows that the busiest rank receives, or sends.
+        ranks: of the context-parallel group.
+        earlier: keys of earlier slices that are seen.
+        replicas: how many share the micro-batch.
+    """
+
+    travelling: int
+    ranks: int
+    earlier: int
+    replicas: int
+
+    def ns(self, kind: LatencyModel, keys: int) -> tuple[int, int]:
+        """Forward and backward of putting together so many keys on a rank, for one layer."""
+        if self.ranks > 1:
+            forward, backward = (
+                kind.context_parallel_ns(
+                    self.travelling, keys, backward=each, replicas=self.replicas
+                )
+                for each in PASSES
+            )
+            return forward, backward
+        if self.earlier:
+            forward, backward = (kind.slice_keys_ns(keys, backward=each) for each in PASSES)
+            return forward, backward
+        return 0, 0
+
+
+def reach_of(sliding_window: int | None) -> int:
+    """Keys that a query sees besides its own, at most."""
+    return UNBOUNDED if sliding_window is None else sliding_window - 1
+
+
+def by_mode(
     kind: LatencyModel,
     rows: int,
     attention: Sequence[tuple[int, int]],
@@ -141,7 +166,7 @@ def _by_mode(
     return list(map(times, MODES))
 
 
-def _over_layers(
+def over_layers(
     latency: LatencyModel, costs: Sequence[Sequence[PassTimes]]
 ) -> tuple[PassTimes, ...]:
     """Attention of the mean layer, and layers by kind, from the times of each kind and mode."""
@@ -179,7 +204,7 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
         )
         exchange = kind.head_parallel_ns(placed.rows)
         costs.append(
-            _by_mode(
+            by_mode(
                 kind, placed.rows, [(forward, backward)], [(exchange, exchange)], refetches=False
             )
         )
@@ -190,7 +215,7 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
         keys=placed.rows * copies,
         indexed=0,
         kept_rows=0,
-        by_mode=_over_layers(latency, costs),
+        by_mode=over_layers(latency, costs),
     )
 
 

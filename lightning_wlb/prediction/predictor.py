@@ -32,12 +32,13 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel
+from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel, StageParts
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
+from lightning_wlb.prediction.estimate import estimated_costs
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory, most_open
-from lightning_wlb.prediction.micro_batch import micro_batch_cost
+from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
 from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
@@ -48,7 +49,7 @@ from lightning_wlb.schedule.programs import (
 )
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
-from lightning_wlb.sharding import layout
+from lightning_wlb.sharding import ADAPTIVE, layout
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -197,16 +198,14 @@ class Predictor:
 
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
         """Forward and backward of one micro-batch on one stage."""
-        latency, parts, rows = self.latency, self.memory.parts[stage], cost.rows
+        parts = self.memory.parts[stage]
         forward, backward = (
-            sum(
+            rest
+            + sum(
                 count * of_kind[each]
                 for count, of_kind in zip(parts.layers, cost.layer_ns, strict=True)
             )
-            + latency.action_ns(rows, backward=each)
-            + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
-            + (latency.head_ns(rows, backward=each) if parts.head else 0)
-            for each in (False, True)
+            for each, rest in zip(PASSES, self._rest_ns(parts, cost.rows), strict=True)
         )
         return forward, backward
 
@@ -244,11 +243,18 @@ class Predictor:
         """The step of replicas that share micro-batches with each other only."""
         return self.run(self.prepare(replicas))
 
+    def executed(
+        self, replicas: Sequence[ReplicaPlan]
+    ) -> tuple[list[ReplicaPlan], list[list[MicroBatchCost]]]:
+        """The replicas as they are executed, and the costs of their micro-batches."""
+        mesh = self.latency.mesh
+        executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
+        return executed, [self.costs(replica) for replica in executed]
+
     def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
         """All that :meth:`run` simulates, of replicas that share with each other only."""
         mesh = self.latency.mesh
-        replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-        costs = [self._costs(replica) for replica in replicas]
+        replicas, costs = self.executed(replicas)
         programs = [
             [
                 program_of(
@@ -292,28 +298,73 @@ class Predictor:
         ]
         return SimulatedReplicas(costs, durations, programs, simulations, max(peaks, default=0))
 
+    def stage_durations(
+        self, costs: Sequence[MicroBatchCost]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Forwards, and backwards, of every micro-batch: for each stage those in forward order."""
+        layers = np.array([cost.layer_ns for cost in costs], dtype=np.int64)
+        layers = layers.reshape(len(costs), len(self.latency.shape.kinds), 2)
+        like: dict[StageParts, list[list[int]]] = {}
+        for parts in self.memory.parts:
+            if parts not in like:
+                rest = [self._rest_ns(parts, cost.rows) for cost in costs]
+                both = (layers * np.array(parts.layers)[:, None]).sum(axis=1)
+                like[parts] = (both + np.array(rest, np.int64).reshape(-1, 2)).T.tolist()
+        every = [like[parts] for parts in self.memory.parts]
+        return [forward for forward, _ in every], [backward for _, backward in every]
+
+    def _rest_ns(self, parts: StageParts, rows: int) -> tuple[int, int]:
+        """What a stage takes for so many rows beside its layers, forward and backward."""
+        key = parts.embedding, parts.head, rows
+        if key not in self._rests:
+            latency = self.latency
+            forward, backward = (
+                latency.action_ns(rows, backward=each)
+                + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
+                + (latency.head_ns(rows, backward=each) if parts.head else 0)
+                for each in PASSES
+            )
+            self._rests[key] = forward, backward
+        return self._rests[key]
+
+    @cached_property
+    def _rests(self) -> dict[tuple[bool, bool, int], tuple[int, int]]:
+        """By ends and rows: rows recur from plan to plan, there are thousands of them at most."""
+        return {}
+
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
         """How long each action of a replica computes, from the costs of its micro-batches."""
-        durations = {}
-        for stage in range(len(self.stages)):
-            for number, cost in enumerate(costs):
-                forward, backward = self.action_ns(stage, cost)
-                durations[Action(stage, FORWARD, number)] = forward
-                durations[Action(stage, BACKWARD, number)] = backward
-        return durations
+        forward, backward = self.stage_durations(costs)
+        return {
+            Action(stage, kind, number): duration
+            for kind, stages in ((FORWARD, forward), (BACKWARD, backward))
+            for stage, of_stage in enumerate(stages)
+            for number, duration in enumerate(of_stage)
+        }
 
-    def _costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+    def costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        """Of every micro-batch of a replica that is as it is executed.
+
+        Where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``), they are
+        estimates for the whole replica (:mod:`~lightning_wlb.prediction.estimate`).
+        """
         last = {  # micro-batch of each piece
             (part.document, part.origin): at
             for at, micro_batch in enumerate(replica.forward)
             for part in replica.slices_of(micro_batch)
         }
+        kept = [
+            any(last[part.document, part.origin] > at for part in replica.slices_of(micro_batch))
+            for at, micro_batch in enumerate(replica.forward)
+        ]
+        if any(each.sharding == ADAPTIVE for each in replica.forward):
+            return estimated_costs(self.latency, replica, kept)
         return [
             self.micro_batch(
-                (slices := replica.slices_of(micro_batch)),
+                replica.slices_of(micro_batch),
                 micro_batch.sharding,
                 replicas=len(micro_batch.replicas),
-                kept=any(last[part.document, part.origin] > at for part in slices),
+                kept=keeps,
             )._replace(recompute=micro_batch.recompute)
-            for at, micro_batch in enumerate(replica.forward)
+            for micro_batch, keeps in zip(replica.forward, kept, strict=True)
         ]

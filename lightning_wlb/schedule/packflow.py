@@ -136,27 +136,40 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: the plan is asymmetric: a backward micro-batch equals no forward one.
     """
-    places: dict[tuple[int, ...], list[int]] = {}
-    last_of_piece: dict[tuple[int, int], int] = {}
+    slices = replica.slices
+    last_of_piece: dict[tuple[int, ...], int] = {}
     for index, micro_batch in enumerate(replica.forward):
-        places.setdefault(tuple(sorted(micro_batch.slices)), []).append(index)
-        for part in replica.slices_of(micro_batch):
-            last_of_piece[part.document, part.origin] = index
+        for number in micro_batch.slices:
+            last_of_piece[slices[number][:2]] = index
+    places = _places(replica)
     backward: list[int] = []
     needs: list[int] = []
-    for number, micro_batch in enumerate(replica.backward):
-        same = places.get(tuple(sorted(micro_batch.slices)))
-        if not same:
+    for micro_batch, place in zip(replica.backward, places, strict=True):
+        backward.append(place)
+        last = [last_of_piece[slices[number][:2]] for number in micro_batch.slices]
+        needs.append(max(last, default=place) + 1)
+    return backward, needs
+
+
+def _places(replica: ReplicaPlan) -> list[int]:
+    """Where each backward micro-batch stands in forward order."""
+    forward, backward = ([each.slices for each in each_pass] for _, each_pass in replica.passes)
+    if not set(forward).issuperset(backward):
+        # In another order they may still be the same slices.
+        forward, backward = ([tuple(sorted(each)) for each in keys] for keys in (forward, backward))
+    places: dict[tuple[int, ...], list[int]] = {}
+    for index, key in enumerate(forward):
+        places.setdefault(key, []).append(index)
+    found = []
+    for number, key in enumerate(backward):
+        if not places.get(key):
             raise ValueError(
                 f"backward micro-batch {number} groups slices that no forward micro-batch groups"
                 " so: the plan is asymmetric, and one schedule of whole micro-batches cannot run"
                 " it."
             )
-        backward.append(same.pop(0))
-        parts = replica.slices_of(micro_batch)
-        last = (last_of_piece[part.document, part.origin] for part in parts)
-        needs.append(max(last, default=backward[-1]) + 1)
-    return backward, needs
+        found.append(places[key].pop(0))
+    return found
 
 
 def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], list[int]]]:

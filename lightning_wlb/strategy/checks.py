@@ -168,8 +168,9 @@ def check_precision(plugin: Precision) -> None:
     """
     if not type(plugin).__module__.startswith("lightning."):
         raise MisconfigurationException(
-            f"WLBStrategy would not run the precision plugin {type(plugin).__name__}: the policy of"
-            " FSDP2 casts, and there is no autocast. Remove it and use Trainer(precision=...)."
+            f"WLBStrategy would not run the precision plugin {type(plugin).__name__}:"
+            " parameters are cast where they are gathered, and there is no autocast. Remove it and"
+            " use Trainer(precision=...)."
         )
 
 

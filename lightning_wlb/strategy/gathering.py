@@ -275,7 +275,18 @@ class _InStep:
                 part.zero_()  # padding
 
     def awaits_last(self) -> None:
-        """The last backward of the step is next: each parameter's gradient is added once more."""
+        """The last backward of the step is next: each parameter's gradient is added once more.
+
+        Raises:
+            ValueError: if no forward has waited for the parameters.
+        """
+        if not self._live:
+            names = ", ".join(type(module).__name__ for module in self.unit.modules)
+            raise ValueError(
+                f"A stage ran without calling a module that it holds ({names}), so parameters were"
+                " not waited for and would not be trained. Call embed, head and every layer in the"
+                " model's forward, as modules: self.layers[number](hidden, ...)."
+            )
         # Frozen parameters say nothing, and a recomputation may read them to the action's end.
         self._awaited = set(range(len(self._rest)))
 

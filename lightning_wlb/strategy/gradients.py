@@ -1,4 +1,4 @@
-"""What is done with gradients after FSDP's reduction: tied weights over the pipeline, the norm.
+"""What is done with gradients after their reduction: tied weights over the pipeline, the norm.
 
 * Tied embeddings whose two ends are on different pipeline stages: both stages hold a copy of the
   same weight, sharded alike over data × context and tensor ranks, and each computes part of its

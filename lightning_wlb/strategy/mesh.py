@@ -100,7 +100,7 @@ def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) 
 
 
 def data_context(mesh: DeviceMesh) -> DeviceMesh:
-    """The data and context axes as one, over which FSDP shards: gradients are summed over both.
+    """The data and context axes as one, which share the parameters: gradients are summed over both.
 
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """

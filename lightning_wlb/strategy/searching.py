@@ -21,7 +21,6 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +33,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.cost.profile import Profile
@@ -45,6 +47,7 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.meshes.choice import MeshChoice, MeshRow
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress, choose_mesh
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.mesh import Size
 
@@ -125,9 +128,12 @@ def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
 def _request(
     asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
 ) -> MeshRequest:
-    store = data.store
+    store, model = data.store, module.model
+    if model is None:
+        with torch.device("meta"):
+            model = module.build_model()
     fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if n != "auto"}
-    if "tensor" not in fixed and not _can_split(module):
+    if "tensor" not in fixed and not _can_split(model):
         fixed["tensor"] = 1
     return MeshRequest(
         lengths=np.asarray(store.lengths),
@@ -139,17 +145,15 @@ def _request(
         fixed=fixed,
         schedule=None if asked.schedule == "auto" else asked.schedule,
         virtual_stages=asked.virtual_stages,
-        recompute=module.activation_checkpointing,
+        activation_checkpointing=module.checkpointing_with(model),
         rest_dtype=asked.rest_dtype,
         sharding=data.sharding,
         mixture=store.shares if isinstance(store, MixedDocuments) else (),
     )
 
 
-def _can_split(module: LanguageModule) -> bool:
+def _can_split(model: Decoder) -> bool:
     """Whether the model has a plan by which tensor-parallel ranks share its weights."""
-    with torch.device("meta"):
-        model = module.model or module.build_model()
     try:
         model.tensor_parallel_plan(2)
     except ValueError:
@@ -170,7 +174,7 @@ def _facts(request: MeshRequest) -> dict[str, str]:
         f" ({_digest(repr(profile).encode())})",
         "a mesh": f"{request.devices} devices, {request.devices_per_node} to a node,"
         f" {request.fixed}, {request.schedule}, {request.virtual_stages} virtual stages,"
-        f" activation checkpointing {request.recompute}, sharding {request.sharding}"
+        f" activation checkpointing {request.activation_checkpointing}, sharding {request.sharding}"
         f" ({request.digest[:12]})",
     }
 
@@ -204,7 +208,7 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
     rank_zero_info(
         f"WLBStrategy: runner-up {_shown(others[0])}."
         if others
-        else "WLBStrategy: no other mesh is possible that fits in memory."
+        else "WLBStrategy: no other mesh was simulated that fits in memory."
     )
     rank_zero_info(
         f"WLBStrategy: beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
@@ -219,8 +223,8 @@ def _shown(row: MeshRow) -> str:
     stages = row.mesh.virtual_stages
     schedule = row.schedule + (f" with {stages} stages per rank" if stages > 1 else "")
     return (
-        f"mesh {row.mesh}, {schedule}, activation checkpointing {row.recompute}"
-        f" ({row.recomputed:.0%} of tokens), {row.step_ms:,.1f} ms a step,"
+        f"mesh {row.mesh}, {schedule}, {row.recomputed:.0%} of the tokens recomputed,"
+        f" {row.step_ms:,.1f} ms a step,"
         f" {row.tokens_per_second:,.0f} tokens/s"
     )
 
@@ -233,8 +237,8 @@ def _recalled(request: MeshRequest) -> MeshChoice:
     made: list[MeshChoice] = []
 
     def search(folder: Path) -> None:
-        with _progress() as progress:
-            made.append(choose_mesh(request, progress=progress))
+        with progress_bar() as tell:
+            made.append(choose_mesh(request, progress=tell))
         (folder / _ANSWER).write_text(made[0].to_json())
 
     try:
@@ -246,18 +250,19 @@ def _recalled(request: MeshRequest) -> MeshChoice:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on the terminal, where there is one."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Choosing the mesh")
+def progress_bar() -> Iterator[Progress]:
+    """A bar that a search moves, where there is a terminal to show it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
 
         def tell(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=f"Choosing the mesh: {what}", completed=done, total=whole)
+            bar.update(task, description=what, completed=done, total=whole)
 
         yield tell

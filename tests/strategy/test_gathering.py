@@ -276,6 +276,15 @@ def a_failed_step(rank: int) -> float:
     return max(relative_error(g, expected[name]) for name, g in gradients(model).items())
 
 
+def not_called(rank: int) -> str:
+    """A forward that computes with a module's parameters and does not call it."""
+    model, gathering = sharded(torch.float64)
+    bypassed = nn.Sequential(model.first)
+    with pytest.raises(ValueError, match="without calling") as info:
+        run(bypassed, gathering, [each.requires_grad_() for each in inputs(rank, 1, torch.float64)])
+    return str(info.value)
+
+
 def freed(rank: int) -> list[bool]:
     """Whether a unit's parameters are gone when its last backward is over, by no collector."""
     model, gathering = sharded(torch.float64)
@@ -304,6 +313,7 @@ def various(rank: int) -> dict:
         "frozen": frozen_and_thawed(rank),
         "failed": a_failed_step(rank),
         "freed": freed(rank),
+        "not called": not_called(rank),
     }
 
 
@@ -373,6 +383,12 @@ def test_frozen_parameters_are_not_reduced(results):
 
 def test_a_failed_step_leaves_parameters_at_rest(results):
     assert max(rank["failed"] for rank in results) < 1e-13
+
+
+def test_a_module_that_is_not_called_is_refused(results):
+    for rank in results:
+        assert "(Toy)" in rank["not called"]
+        assert "Call embed, head and every layer" in rank["not called"]
 
 
 def test_parameters_are_freed_behind_their_last_backward(results):

@@ -167,8 +167,7 @@ class HuggingFaceDecoder(Decoder):
             if self.head is not None and span.stop == self.stages.count:
                 hidden = self.head(made, micro_batch.labels, groups.tensor)
             else:
-                # Not a view of a batch of one: FSDP's hooks would be lost on it.
-                hidden = made.clone()
+                hidden = made
         if missing := sorted(set(span) - run.attended):
             raise ValueError(
                 f"model type {self.config.model_type!r}: layers {missing} did not call attention."
@@ -283,7 +282,7 @@ class HuggingFaceDecoder(Decoder):
     def _recompute(self) -> None:
         """Let layers recompute what a micro-batch says: all, or what follows attention."""
         for layer in self.layers.values():
-            # Inside the layer's call, so that FSDP's hooks around it run once.
+            # Inside the layer's call, so that hooks around it run once.
             layer.forward = recomputed(layer.forward, "full")
             for part in layer.children():
                 matrices = any(each.ndim > 1 for each in part.parameters())

@@ -13,7 +13,7 @@ In both cases the gradient of a parameter that every rank holds is a part of a s
 that of its own rows or heads, which is how :func:`~.tensor_parallel.local` treats it.
 
 Parameters are DTensors at rest. While a forward runs a module reads the rank's shard of one
-(:func:`present`); otherwise the DTensor, which FSDP and the optimizer look for.
+(:func:`present`); otherwise the DTensor, which the optimizer looks for.
 
 Cost of the second kind: an all-reduce where one reduce-scatter would do, and the replicated part
 computed TP times. Where a family's plan gathers a projection's columns (Phi-3, OLMo 2), and in

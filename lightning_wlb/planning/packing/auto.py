@@ -28,8 +28,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
+from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dp_merge import Merged, merge_pieces, own_work, slice_shared
@@ -42,6 +45,8 @@ from lightning_wlb.planning.slicing import share_packs
 
 SHARED = (2, 4, 8)  # MicroPacks of shared pieces take as long as those of a step cut into k·N
 UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
+DEALT_AGAIN = 2  # times at most that pieces are dealt again, knowing which replicas were late
+LATE_PERCENT = 101  # the latest replica's end to the mean above which pieces are dealt again
 OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD tokens
 
 
@@ -65,23 +70,20 @@ class AutoPacker(Packer):
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
         judge = place.judge or self.exact_judge(place.mesh)
-        layout = place.shard if judge.sees_sharding else unsharded
         (pieces,) = micro_batches
-        cap = self.cap(place)
-        # A replica without a micro-batch for each stage cannot fill its pipeline.
-        count = max(self.rules.micro_batches, place.mesh.pipeline * place.mesh.data)
-        best: Score | None = None
-        multiples = SHARED if place.mesh.pipeline > 1 else (0,)
-        for merged in self._dealings(pieces, place, judge.longest):
-            own = self._own(merged, count, place, judge, layout)
-            for multiple in multiples if merged.shared else multiples[:1]:
-                shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
-                plans = _plans(own, shared, layout)
-                score = score_of(plans, judge)
-                if best is None or score < best:
-                    best, chosen = score, (own, shared, plans)
-        own, shared, plans = chosen
-        return plans if judge.sees_sharding else _plans(own, shared, place.shard)
+        best = min(
+            (self._made(way, place, judge) for way in self._dealings(pieces, place, judge)),
+            key=lambda made: made.score,
+        )
+        for _ in range(DEALT_AGAIN):
+            ends = judge.ends(best.plans)
+            if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
+                break
+            again = self._made(best.dealing.again(ends), place, judge)
+            if again.score >= best.score:
+                break
+            best = again
+        return best.plans if judge.sees_sharding else best.laid_out(place.shard)
 
     def exact_judge(self, mesh: Mesh) -> PipelineJudge:
         """Simulations of exact work, which the method chooses by where no device is known."""
@@ -91,37 +93,42 @@ class AutoPacker(Packer):
         overhead = work.forward(max(self.rules.window // OVERHEAD, 1))
         return PipelineJudge(work, mesh, overhead, most_open * self.rules.cap)
 
-    def _dealings(
-        self, pieces: list[Piece], place: Placement, longest: Sequence[int]
-    ) -> Iterator[Merged]:
-        """The dealing with no more shared pieces than memory asks for; then, where it is not
-        balanced, others that share more.
-        """
-        replicas, work = place.mesh.data, self.rules.work.total
-        if place.mesh.virtual_stages > 1 or not place.slices:
+    def _dealings(self, pieces: list[Piece], place: Placement, judge: Judge) -> Iterator[_Dealing]:
+        """With the fewest shared pieces; where that is not balanced, others that share more."""
+        mesh, work = place.mesh, self.rules.work.total
+        if mesh.virtual_stages > 1 or not place.slices:
             # The schedule cannot run shared pieces.
-            yield merge_pieces(pieces, replicas, work, 0)
+            yield _Dealing(pieces, mesh.data, work)
             return
-        most_tokens = max(longest, default=sys.maxsize)
-        merged = merge_pieces(pieces, replicas, work, 0, most_tokens)
-        yield merged
-        if place.mesh.pipeline == 1 and longest:
-            seen = [merged]
-            for tokens in longest:
-                for per_capacity in (0, 1, 2, 4):
-                    merged = merge_pieces(pieces, replicas, work, per_capacity, tokens)
-                    if merged not in seen:
-                        seen.append(merged)
-                        yield merged
+        held = max(judge.longest, default=sys.maxsize)
+        fewest = _Dealing(pieces, mesh.data, work, 0, held)
+        yield fewest
+        loads = fewest.merged.loads
+        by_memory = bool(judge.longest) and mesh.pipeline == 1
+        if not by_memory and 100 * len(loads) * max(loads) <= UNBALANCED_PERCENT * sum(loads):
             return
-        busiest = max(merged.loads)
-        if 100 * replicas * busiest <= UNBALANCED_PERCENT * sum(merged.loads):
-            return
-        for per_capacity in (1, 2, 4, 8):
-            merged = merge_pieces(pieces, replicas, work, per_capacity, most_tokens)
-            if max(merged.loads) < busiest:
-                busiest = max(merged.loads)
-                yield merged
+        seen = [fewest.merged]
+        # What several replicas hold together need not be computed again.
+        for most_tokens in judge.longest if by_memory else [held]:
+            for per_capacity in (0, 1, 2, 4, 8):
+                dealing = _Dealing(pieces, mesh.data, work, per_capacity, most_tokens)
+                if dealing.merged not in seen:
+                    seen.append(dealing.merged)
+                    yield dealing
+
+    def _made(self, dealing: _Dealing, place: Placement, judge: Judge) -> _Made:
+        """The plans of a dealing, and of several ways to slice what is shared the best."""
+        layout = place.shard if judge.sees_sharding else unsharded
+        merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
+        # A replica without a micro-batch for each stage cannot fill its pipeline.
+        count = max(self.rules.micro_batches, stages * place.mesh.data)
+        own = self._own(merged, count, place, judge, layout)
+        made = []
+        for multiple in SHARED if stages > 1 and merged.shared else (0,):
+            shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
+            plans = _plans(own, shared, layout)
+            made.append(_Made(score_of(plans, judge), dealing, own, shared, plans))
+        return min(made, key=lambda each: each.score)
 
     def _own(
         self, merged: Merged, count: int, place: Placement, judge: Judge, layout: Shard
@@ -146,6 +153,48 @@ class AutoPacker(Packer):
                 latest = max(latest, candidates.score(way))
             result[number] = candidates.packs(way)
         return result
+
+
+@dataclass(frozen=True)
+class _Dealing:
+    """Pieces dealt to replicas; the arguments are those of :func:`.merge_pieces`."""
+
+    pieces: list[Piece]
+    replicas: int
+    work: PassWork
+    per_capacity: int = 0
+    most_tokens: int = sys.maxsize
+    begun: Sequence[int] = ()
+
+    @cached_property
+    def merged(self) -> Merged:
+        return merge_pieces(
+            self.pieces,
+            self.replicas,
+            self.work,
+            self.per_capacity,
+            self.most_tokens,
+            self.begun,
+        )
+
+    def again(self, ends: Sequence[int]) -> _Dealing:
+        """With work added to replicas that ended late for their work, and taken from others."""
+        loads = self.merged.loads
+        late = [end * sum(loads) // sum(ends) - load for end, load in zip(ends, loads, strict=True)]
+        return replace(self, begun=late)
+
+
+class _Made(NamedTuple):
+    """What became of a dealing."""
+
+    score: Score
+    dealing: _Dealing
+    own: list[Packs]
+    shared: list[Shared]
+    plans: list[ReplicaPlan]
+
+    def laid_out(self, shard: Shard) -> list[ReplicaPlan]:
+        return _plans(self.own, self.shared, shard)
 
 
 def _plans(own: list[Packs], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:

@@ -1,0 +1,68 @@
+"""The totals of a step are those of its simulation, to the nanosecond and the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import Piece
+from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
+from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.slicing import slice_pieces
+from lightning_wlb.prediction.step import MODES
+from lightning_wlb.prediction.totals import has_totals, step_totals
+from tests.prediction.test_predictor import SHAPE, predictor
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=12),
+    packs=st.integers(1, 9),
+    sizes=st.tuples(*(st.sampled_from(each) for each in ((1, 2, 4), (1, 2, 3, 4), (1, 2), (1, 2)))),
+    modes=st.lists(st.sampled_from(MODES), min_size=1, max_size=5),
+)
+def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
+    mesh = Mesh(*sizes)
+    work = Work.of(SHAPE).total
+    pieces = [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
+    merged = merge_pieces(pieces, mesh.data, work, per_capacity=2)
+    shared = slice_shared(merged, packs, 4096, work)
+    replicas = [
+        replica_plan(
+            slice_pieces(own, packs, 4096, work, tile=8, least=16),
+            number,
+            lambda slices, members: ("per_document_contiguous", 0),
+            shared,
+        )
+        for number, own in enumerate(merged.own)
+    ]
+    model = predictor(mesh)
+    prepared = model.prepare(replicas)
+    costs = [
+        [
+            cost._replace(recompute=modes[at % len(modes)] if at >= shared_here else "full")
+            for at, cost in enumerate(of_replica)
+        ]
+        for of_replica, shared_here in zip(
+            prepared.costs,
+            (sum(len(each.replicas) > 1 for each in replica.forward) for replica in replicas),
+            strict=True,
+        )
+    ]
+    step = model.run(prepared._replace(costs=costs))
+    totals = step_totals(model, prepared.executed, costs)
+    assert totals == (step.simulations[0].total_ns, step.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages"), [("gpipe", 1), ("interleaved", 2), ("interleaved", 1)]
+)
+def test_other_schedules_are_simulated(schedule, virtual_stages):
+    mesh = Mesh(pipeline=2, virtual_stages=virtual_stages)
+    assert not has_totals(predictor(mesh, schedule=schedule))
+    assert has_totals(replace(predictor(Mesh(pipeline=2)), schedule="1f1b"))
