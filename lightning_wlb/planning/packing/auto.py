@@ -148,7 +148,11 @@ class AutoPacker(Packer):
             candidates = Candidates(
                 own, nominal[number], self.cap(place), work, place.mesh, judge, layout, place.slices
             )
-            if latest.time == 0 or candidates.score(way) > latest:
+            allowed = latest
+            if merged.shared and place.mesh.pipeline == 1:
+                # Not always is the one with the most work of its own the latest.
+                allowed = Score(0, latest.time * loads[number] // max(*loads, 1))
+            if latest.time == 0 or candidates.score(way) > allowed:
                 way = candidates.best()
                 latest = max(latest, candidates.score(way))
             result[number] = candidates.packs(way)
