@@ -149,3 +149,23 @@ class Candidates:
         taper = self.mesh.pipeline - 1 if way.kind != "equal" else 0
         cut = cut_apart if way.kind == "apart" else slice_pieces
         return cut(self.pieces, count or least, self.cap, self.work, taper=taper)
+
+
+class Chosen(NamedTuple):
+    """What one replica does with its own pieces."""
+
+    candidates: Candidates
+    way: Way
+
+    @property
+    def packs(self) -> Packs:
+        """Its micro-batches."""
+        return self.candidates.packs(self.way)
+
+    def neighbour(self, stride: int) -> Chosen:
+        """With that many steps more or fewer micro-batches; as it is where there are no such."""
+        if self.way.halves == 0:
+            return self
+        at = min(max(HALVES.index(self.way.halves) + stride, 0), len(HALVES) - 1)
+        way = self.way._replace(halves=HALVES[at])
+        return Chosen(self.candidates, way) if self.candidates.packs(way) else self

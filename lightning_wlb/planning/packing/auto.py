@@ -40,11 +40,13 @@ from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.outlier_queues import oldest_first
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
 from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, unsharded
-from lightning_wlb.planning.search import FEWEST, Candidates, Packs, Score, score_of
+from lightning_wlb.planning.search import FEWEST, Candidates, Chosen, Score, score_of
 from lightning_wlb.planning.slicing import share_packs
 
 SHARED = (2, 4, 8)  # MicroPacks of shared pieces take as long as those of a step cut into k·N
 UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
+MANY = 8  # replicas above which fewer ways are tried
+SLACK_PER_MILLE = 1003  # of the latest of many replicas, what others may take without a search
 DEALT_AGAIN = 2  # times at most that pieces are dealt again, knowing which replicas were late
 LATE_PERCENT = 101  # the latest replica's end to the mean above which pieces are dealt again
 OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD tokens
@@ -75,6 +77,8 @@ class AutoPacker(Packer):
             (self._made(way, place, judge) for way in self._dealings(pieces, place, judge)),
             key=lambda made: made.score,
         )
+        if best.shared and place.mesh.pipeline > 1:
+            best = self._refined(best, place, judge)
         for _ in range(DEALT_AGAIN):
             ends = judge.ends(best.plans)
             if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
@@ -110,10 +114,11 @@ class AutoPacker(Packer):
         seen = [fewest.merged]
         # What several replicas hold together need not be computed again.
         for most_tokens in judge.longest if by_memory else [held]:
-            for per_capacity in (0, 1, 2, 4, 8):
+            for per_capacity in (0, 1) if by_memory and mesh.data > MANY else (0, 1, 2, 4, 8):
                 dealing = _Dealing(pieces, mesh.data, work, per_capacity, most_tokens)
-                if dealing.merged not in seen:
-                    seen.append(dealing.merged)
+                merged = dealing.merged
+                if merged not in seen and (by_memory or max(merged.loads) < max(seen[-1].loads)):
+                    seen.append(merged)
                     yield dealing
 
     def _made(self, dealing: _Dealing, place: Placement, judge: Judge) -> _Made:
@@ -130,9 +135,22 @@ class AutoPacker(Packer):
             made.append(_Made(score_of(plans, judge), dealing, own, shared, plans))
         return min(made, key=lambda each: each.score)
 
+    def _refined(self, made: _Made, place: Placement, judge: Judge) -> _Made:
+        """With fewer or more micro-batches beside the shared ones, while the step gets shorter."""
+        layout = place.shard if judge.sees_sharding else unsharded
+        for stride in (-1, 1):
+            while True:
+                own = [of and of.neighbour(stride) for of in made.own]
+                plans = _plans(own, made.shared, layout)
+                score = score_of(plans, judge)
+                if score >= made.score:
+                    break
+                made = made._replace(score=score, own=own, plans=plans)
+        return made
+
     def _own(
         self, merged: Merged, count: int, place: Placement, judge: Judge, layout: Shard
-    ) -> list[Packs]:
+    ) -> list[Chosen | None]:
         """The micro-batches of each replica's own pieces; ``count`` over all are the nominal ones.
 
         They are chosen without the shared pieces, which take as long whatever is chosen here.
@@ -140,7 +158,7 @@ class AutoPacker(Packer):
         work = self.rules.work.total
         loads = own_work(merged, work)
         nominal = share_packs(loads, count, sum(merged.loads))
-        result: list[Packs] = [[] for _ in loads]
+        result: list[Chosen | None] = [None] * len(loads)
         way, latest = FEWEST, Score(0, 0)
         for number in sorted(range(len(loads)), key=lambda number: -loads[number]):
             if not (own := merged.own[number]):
@@ -152,10 +170,12 @@ class AutoPacker(Packer):
             if merged.shared and place.mesh.pipeline == 1:
                 # Not always is the one with the most work of its own the latest.
                 allowed = Score(0, latest.time * loads[number] // max(*loads, 1))
+            elif len(loads) > MANY:
+                allowed = Score(latest.excess, latest.time * SLACK_PER_MILLE // 1000)
             if latest.time == 0 or candidates.score(way) > allowed:
                 way = candidates.best()
                 latest = max(latest, candidates.score(way))
-            result[number] = candidates.packs(way)
+            result[number] = Chosen(candidates, way)
         return result
 
 
@@ -193,7 +213,7 @@ class _Made(NamedTuple):
 
     score: Score
     dealing: _Dealing
-    own: list[Packs]
+    own: list[Chosen | None]
     shared: list[Shared]
     plans: list[ReplicaPlan]
 
@@ -201,5 +221,8 @@ class _Made(NamedTuple):
         return _plans(self.own, self.shared, shard)
 
 
-def _plans(own: list[Packs], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:
-    return [replica_plan(packs, number, shard, shared) for number, packs in enumerate(own)]
+def _plans(own: list[Chosen | None], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:
+    return [
+        replica_plan(chosen.packs if chosen else [], number, shard, shared)
+        for number, chosen in enumerate(own)
+    ]
