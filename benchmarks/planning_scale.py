@@ -17,7 +17,9 @@ JSON object.
 from __future__ import annotations
 
 import gc
+import json
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -47,6 +52,10 @@ from lightning_wlb.prediction.totals import step_totals
 from lightning_wlb.strategy.process_groups import mesh_groups
 
 K = 1024
+RESULTS = Path(__file__).with_name("results") / "planning_scale.json"
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "planning_scale.png"
+GROWING = "7b, 128K"
+"""How the cases begin whose number of ranks grows."""
 
 
 class Case(NamedTuple):
@@ -185,7 +194,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--least-ranks", type=int, default=0, help="leave smaller cases out")
     parser.add_argument("--most-ranks", type=int, default=16_384, help="leave larger cases out")
     parser.add_argument("--by", nargs="+", choices=("work", "profile"), default=("work", "profile"))
-    parser.add_argument("--output", type=Path, help="also write the result to this .json")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="where cases that are not run keep their rows"
+    )
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="drawn of all rows")
     arguments = parser.parse_args(argv)
     rows = []
     for case in CASES:
@@ -202,10 +214,52 @@ def main(argv: list[str] | None = None) -> None:
                     for key, each in row.items()
                 }
             )
+    kept = json.loads(arguments.output.read_text())["rows"] if arguments.output.exists() else []
+    ran = {row["case"] for row in rows}
+    rows = sorted(
+        [row for row in kept if row["case"] not in ran] + rows, key=lambda row: row["ranks"]
+    )
     headings = [name.replace("_", " ") for name in rows[0]]
     cells = [[str(value) for value in row.values()] for row in rows]
     Console(width=220).print(report.table("Planning", headings, cells))
-    report.finish({"benchmark": "planning_scale", "rows": rows}, arguments.output)
+    draw(rows, arguments.picture)
+    report.finish(
+        {"benchmark": "planning_scale", "python": sys.version.split()[0], "rows": rows},
+        arguments.output,
+    )
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the picture: how time, size and process groups grow with the ranks of one model."""
+    figure = Figure(figsize=(15, 4.6), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    time_axis, size_axis, other_axis = figure.subplots(1, 3)
+    growing = [row for row in rows if row["case"].startswith(GROWING)]
+    for by, colour in (("work", "tab:blue"), ("profile", "tab:orange")):
+        own = [row for row in growing if row["by"] == by]
+        ranks = [row["ranks"] for row in own]
+
+        def line(axis: Axes, name: str, label: str, style: str = "-") -> None:
+            values = [row[name] for row in own]  # noqa: B023
+            axis.plot(ranks, values, style, color=colour, marker="o", label=label)  # noqa: B023
+
+        line(time_axis, "plan_ms", f"planned by {by}")
+        line(size_axis, "pickle_kb", f"plan, planned by {by}")
+        line(other_axis, "batch_of_a_rank_ms", f"tensors of a rank, planned by {by}")
+        line(other_axis, "digest_ms", f"digest, planned by {by}", ":")
+        if by == "profile":
+            half = [row["predicted_step_ms"] / 2 for row in own]
+            time_axis.plot(ranks, half, "--", color="grey", label="half of the predicted step")
+            line(other_axis, "groups_ms", "process groups of a rank, without a network", "--")
+    for axis, title, unit in (
+        (time_axis, "Planning a step", "ms"),
+        (size_axis, "Size of a plan", "KB"),
+        (other_axis, "What else a rank does", "ms"),
+    ):
+        axis.set(title=title, xlabel="ranks", ylabel=unit, xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":
