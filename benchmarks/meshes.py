@@ -7,7 +7,9 @@ data × pipeline × context × tensor mesh whose sizes are powers of two (data: 
 ``auto`` plans by exact work, which is fast; meshes that are then within 30 % of the best are
 planned again by the profile, as in training. *Search* is
 :func:`lightning_wlb.meshes.search.choose_mesh`, which simulates few of them. *Regret* is what the
-mesh that it chose takes over the best mesh of the exhaustive simulation, in percent.
+mesh that it chose takes over the best mesh of the exhaustive simulation, in percent. *Proposal*
+is Hydraulis' dynamic programme (:mod:`lightning_wlb.meshes.proposal`): the best of its meshes, and
+the time to propose and to simulate them.
 
 A step's time is given with the gathering of parameters and the reduction of gradients, and
 ``compute`` without, which is what perfect overlap would leave.
@@ -41,6 +43,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.choice import name_of
 from lightning_wlb.meshes.evaluate import evaluate
+from lightning_wlb.meshes.proposal import proposed_meshes
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import choose_mesh
 from lightning_wlb.planning import DataSettings
@@ -134,13 +137,14 @@ class Row(TypedDict):
     """A simulated mesh; ``step_ms`` is 0 where the model cannot be split so.
 
     ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
-    and reducing, ``cpu`` seconds of a core.
+    and reducing, ``recomputed`` the share of tokens with activation checkpointing, ``cpu`` seconds
+    of a core.
     """
 
     step_ms: float
     by_work_ms: float
     compute_ms: float
-    recompute: str
+    recomputed: float
     gigabytes: float
     fits: bool
     by_profile: bool
@@ -153,14 +157,14 @@ def simulated(request: MeshRequest, mesh: Mesh, by_profile: bool) -> Row:
     try:
         made = evaluate(request, mesh, by_profile=by_profile)
     except ValueError:
-        return Row(step_ms=0, by_work_ms=0, compute_ms=0, recompute="", gigabytes=0, fits=False,
+        return Row(step_ms=0, by_work_ms=0, compute_ms=0, recomputed=0, gigabytes=0, fits=False,
             by_profile=by_profile, cpu=0)  # fmt: skip
     links = sum(step.simulations[0].synchronisation_ns for step in made.steps) / 1e6
     return Row(
         step_ms=round(made.row.step_ms, 2),
         by_work_ms=round(made.row.step_ms, 2),
         compute_ms=round(made.row.step_ms - links / len(made.steps), 2),
-        recompute=made.row.recompute,
+        recomputed=round(made.row.recomputed, 3),
         gigabytes=round(made.row.peak_bytes / 1e9, 1),
         fits=made.fits,
         by_profile=by_profile,
@@ -176,17 +180,30 @@ def searched(request: MeshRequest) -> dict[str, Any]:
     return {
         "mesh": name_of(row.mesh),
         "step_ms": round(row.step_ms, 2),
-        "recompute": row.recompute,
+        "recomputed": round(row.recomputed, 3),
         "bound_by": row.bound_by,
         "simulated": len(choice.rows) + len(choice.others),
         "cpu": round(time.process_time() - begin, 2),
     }
 
 
-def run(
-    name: str, request: MeshRequest, rows: dict[str, Row], save: Callable[[], None]
-) -> dict[str, Any]:
-    """Simulate what is not among the rows, and search; ``save`` is called after every mesh.
+def proposed(request: MeshRequest, rows: Mapping[str, Row]) -> dict[str, Any]:
+    """The best of the meshes that the dynamic programme proposes, of simulated rows."""
+    begin = time.process_time()
+    names = [name_of(mesh) for mesh in proposed_meshes(request)]
+    cpu = time.process_time() - begin
+    fit = [name for name in names if rows[name]["fits"]]
+    best = min(fit, key=lambda name: rows[name]["step_ms"])
+    return {
+        "meshes": names,
+        "mesh": best,
+        "step_ms": rows[best]["step_ms"],
+        "cpu": round(cpu + sum(rows[name]["cpu"] for name in names), 2),
+    }
+
+
+def run(name: str, request: MeshRequest, rows: dict[str, Row], save: Callable[[], None]) -> None:
+    """Simulate what is not among the rows; ``save`` is called after every mesh.
 
     Raises:
         ValueError: no mesh fits.
@@ -209,11 +226,11 @@ def run(
             rows[key]["by_work_ms"] = before["step_ms"]
             rows[key]["cpu"] += before["cpu"]
             save()
-    return searched(request)
 
 
-def summary(rows: Mapping[str, Row], search: Mapping[str, Any]) -> dict[str, Any]:
-    """Best, median and worst of the meshes that fit, and how far the search is from the best."""
+def summary(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Best, median and worst of the meshes that fit, and how far each way is from the best."""
+    rows: dict[str, Row] = part["meshes"]
     fit = {mesh: row for mesh, row in rows.items() if row["fits"]}
     best = min(fit, key=lambda mesh: fit[mesh]["step_ms"])
     times = [row["step_ms"] for row in fit.values()]
@@ -227,12 +244,15 @@ def summary(rows: Mapping[str, Row], search: Mapping[str, Any]) -> dict[str, Any
         "median_ms": round(median(times), 2),
         "worst_ms": max(times),
         "cpu": round(sum(row["cpu"] for row in rows.values()), 1),
-        "regret_percent": round(100 * (search["step_ms"] / found["step_ms"] - 1), 2),
+        "regret_percent": {
+            way: round(100 * (part[way]["step_ms"] / found["step_ms"] - 1), 2)
+            for way in ("search", "proposal")
+        },
     }
 
 
 HEADINGS = ("setting", "packing", "meshes", "best mesh", "best", "median", "worst", "chosen",
-    "regret %", "s all", "s search")  # fmt: skip
+    "regret %", "proposal %", "s all", "s search", "s proposal")  # fmt: skip
 
 
 def cells(settings: Mapping[str, Any]) -> list[list[str]]:
@@ -240,13 +260,14 @@ def cells(settings: Mapping[str, Any]) -> list[list[str]]:
     lines = []
     for name, packings in settings.items():
         for packing, part in packings.items():
-            if "search" in part:
+            if "summary" in part:
                 all_, search = part["summary"], part["search"]
                 lines.append([
                     name, packing, str(all_["meshes"]), all_["best"],
                     *(f"{all_[each]:.0f}" for each in ("best_ms", "median_ms", "worst_ms")),
-                    f"{search['mesh']}: {search['step_ms']:.0f}", f"{all_['regret_percent']:.1f}",
-                    f"{all_['cpu']:.0f}", f"{search['cpu']:.0f}",
+                    f"{search['mesh']}: {search['step_ms']:.0f}",
+                    *(f"{each:.1f}" for each in all_["regret_percent"].values()),
+                    *(f"{part[way]['cpu']:.0f}" for way in ("summary", "search", "proposal")),
                 ])  # fmt: skip
     return lines
 
@@ -308,8 +329,10 @@ def main(argv: list[str] | None = None) -> None:
         for packing in arguments.packings:
             request = SETTINGS[name].request(packing, profile, arguments.steps)
             part = of_setting.setdefault(packing, {"meshes": {}})
-            part["search"] = run(name, request, part["meshes"], save)
-            part["summary"] = summary(part["meshes"], part["search"])
+            run(name, request, part["meshes"], save)
+            part["search"] = searched(request)
+            part["proposal"] = proposed(request, part["meshes"])
+            part["summary"] = summary(part)
             save()
     console = Console(width=200)
     console.print(report.table("Meshes, simulated", HEADINGS, cells(result["settings"])))

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lightning_wlb.cli.arguments import model_shape, names_of, packing_options
@@ -36,9 +34,9 @@ from lightning_wlb.mesh import AXES
 from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import COMPARED_AXES, choose_mesh
-from lightning_wlb.meshes.search import Progress as Tell
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.strategy.searching import progress_bar
 
 MESH_STEPS = 3
 """Steps that are planned on each mesh where no number is given."""
@@ -169,7 +167,7 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
             says what would do.
     """
     request = request_of(arguments)
-    with _shown() as tell:
+    with progress_bar() as tell:
         found = choose_mesh(request, progress=tell)
         plain = request.data
         if plain.packing_choice.method != REFERENCE:
@@ -238,24 +236,6 @@ def again(arguments: argparse.Namespace, verdict: MeshVerdict) -> str:
         f"--packing {verdict.packing} --devices-per-node",
     ]
     return " ".join([*options, str(verdict.request.profile.devices_per_node)])
-
-
-@contextmanager
-def _shown() -> Iterator[Tell]:
-    """A bar that a search moves, beside the output."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def tell(what: str, done: int, whole: int) -> None:
-            progress.update(task, description=what, completed=done, total=whole)
-
-        yield tell
 
 
 def _best(verdict: MeshVerdict) -> Table:

@@ -30,6 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -44,6 +45,20 @@ from lightning_wlb.plan import Recompute
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _PICOSECONDS = 1e12
+
+
+class RowsTime(NamedTuple):
+    """A layer on so many rows of a rank, without its attention kernel and the exchange of keys.
+
+    Attributes:
+        forward: in ns.
+        backward: without recomputation.
+        again: what each mode of ``Recompute`` adds to it.
+    """
+
+    forward: int
+    backward: int
+    again: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -184,6 +199,21 @@ class LatencyModel:
         flops = 2 * self._layer.feed_forward_parameters  # per row
         share = 1000 * flops // layer_linear_flops(self._layer, 1)
         return forward * share // 1000 + self.tensor_parallel_ns(rows) // 2
+
+    def rows_ns(self, rows: int) -> RowsTime:
+        """What depends on rows only; remembered, because rows recur from plan to plan."""
+        if rows not in self._of_rows:
+            parallel = self.tensor_parallel_ns(rows)
+            self._of_rows[rows] = RowsTime(
+                self.linear_ns(rows, backward=False) + parallel,
+                self.linear_ns(rows, backward=True) + parallel,
+                tuple(self.again_ns(rows, mode) for mode in get_args(Recompute)),
+            )
+        return self._of_rows[rows]
+
+    @cached_property
+    def _of_rows(self) -> dict[int, RowsTime]:
+        return {}
 
     # Compute, the ends of the model
 

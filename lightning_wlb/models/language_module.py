@@ -176,7 +176,11 @@ class LanguageModule(L.LightningModule):
 
         That is what was asked for; but a model that always recomputes the same has plans say so.
         """
-        own = "auto" if self.model is None else self.model.activation_checkpointing
+        return self.checkpointing_with(self.model)
+
+    def checkpointing_with(self, model: Decoder | None) -> ActivationCheckpointing:
+        """The same for a model that :meth:`build_model` has returned, None for any."""
+        own = "auto" if model is None else model.activation_checkpointing
         return self.activation_checkpointing if own == "auto" else own
 
     def init_weights(self) -> None:

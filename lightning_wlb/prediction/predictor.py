@@ -245,12 +245,14 @@ class Predictor:
         return self.run(self.prepare(replicas))
 
     def executed(
-        self, replicas: Sequence[ReplicaPlan]
+        self, replicas: Sequence[ReplicaPlan], *, estimated: bool = False
     ) -> tuple[list[ReplicaPlan], list[list[MicroBatchCost]]]:
-        """The replicas as they are executed, and the costs of their micro-batches."""
+        """The replicas as they are executed, and the costs of their micro-batches; see
+        :meth:`costs`.
+        """
         mesh = self.latency.mesh
         executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-        return executed, [self.costs(replica) for replica in executed]
+        return executed, [self.costs(replica, estimated=estimated) for replica in executed]
 
     def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
         """All that :meth:`run` simulates, of replicas that share with each other only."""
@@ -347,11 +349,11 @@ class Predictor:
             for number, duration in enumerate(of_stage)
         }
 
-    def costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+    def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
         """Of every micro-batch of a replica that is as it is executed.
 
-        Where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``), they are
-        estimates for the whole replica (:mod:`~lightning_wlb.prediction.estimate`).
+        They are estimates (:mod:`~lightning_wlb.prediction.estimate`) where that is asked for, or
+        where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
         last = {  # micro-batch of each piece
             (part.document, part.origin): at
@@ -362,7 +364,7 @@ class Predictor:
             any(last[part.document, part.origin] > at for part in replica.slices_of(micro_batch))
             for at, micro_batch in enumerate(replica.forward)
         ]
-        if any(each.sharding == ADAPTIVE for each in replica.forward):
+        if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
             return estimated_costs(self.latency, replica, kept)
         return [
             self.micro_batch(

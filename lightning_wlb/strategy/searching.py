@@ -5,7 +5,8 @@ the ranks before it prepares data and builds the model, so they are asked for ea
 are connected and the process groups of a mesh are not made yet:
 
 1. The first rank of each node prepares the documents while the others wait, as long as it takes,
-   as Lightning lets them wait for ``prepare_data``. Then every rank opens them.
+   as Lightning lets them wait for ``prepare_data``. Then every rank opens them. (Lightning calls
+   ``prepare_data`` again later, which finds everything made.)
 2. Every rank says what it would choose a mesh for. Where one says other than rank 0, all end in an
    error that names the ranks and what differs.
 3. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
@@ -21,7 +22,6 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +34,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.cost.profile import Profile
@@ -45,8 +48,8 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.meshes.choice import MeshChoice, MeshRow
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress, choose_mesh
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.strategy.mesh import Size
 
 PREPARING = timedelta(days=100)
 """How long ranks wait for a node's first one to prepare documents; tokenising may take hours."""
@@ -66,7 +69,7 @@ class Asked(NamedTuple):
         rest_dtype: of parameters and optimizer state at rest.
     """
 
-    sizes: Sequence[Size]
+    sizes: Sequence[int | str]
     schedule: str
     virtual_stages: int | None
     devices: int
@@ -74,17 +77,7 @@ class Asked(NamedTuple):
     rest_dtype: str
 
 
-def unknown(trainer: pl.Trainer, module: object, profile: Profile | None) -> str | None:
-    """What is missing to choose a mesh by, in words; None where nothing is."""
-    data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, WLBDataModule):
-        return "the documents are not in a WLBDataModule"
-    if not isinstance(module, LanguageModule):
-        return "the model is in no LanguageModule"
-    return "there is no device profile of these devices" if profile is None else None
-
-
-def choose(
+def agreed_mesh(
     asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
 ) -> tuple[Mesh, str]:
     """The mesh and its schedule; collective over all ranks.
@@ -125,9 +118,12 @@ def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
 def _request(
     asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
 ) -> MeshRequest:
-    store = data.store
-    fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if n != "auto"}
-    if "tensor" not in fixed and not _can_split(module):
+    store, model = data.store, module.model
+    if model is None:
+        with torch.device("meta"):
+            model = module.build_model()
+    fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if isinstance(n, int)}
+    if "tensor" not in fixed and not _can_split(model):
         fixed["tensor"] = 1
     return MeshRequest(
         lengths=np.asarray(store.lengths),
@@ -139,17 +135,15 @@ def _request(
         fixed=fixed,
         schedule=None if asked.schedule == "auto" else asked.schedule,
         virtual_stages=asked.virtual_stages,
-        recompute=module.activation_checkpointing,
+        activation_checkpointing=module.checkpointing_with(model),
         rest_dtype=asked.rest_dtype,
         sharding=data.sharding,
         mixture=store.shares if isinstance(store, MixedDocuments) else (),
     )
 
 
-def _can_split(module: LanguageModule) -> bool:
+def _can_split(model: Decoder) -> bool:
     """Whether the model has a plan by which tensor-parallel ranks share its weights."""
-    with torch.device("meta"):
-        model = module.model or module.build_model()
     try:
         model.tensor_parallel_plan(2)
     except ValueError:
@@ -170,7 +164,7 @@ def _facts(request: MeshRequest) -> dict[str, str]:
         f" ({_digest(repr(profile).encode())})",
         "a mesh": f"{request.devices} devices, {request.devices_per_node} to a node,"
         f" {request.fixed}, {request.schedule}, {request.virtual_stages} virtual stages,"
-        f" activation checkpointing {request.recompute}, sharding {request.sharding}"
+        f" activation checkpointing {request.activation_checkpointing}, sharding {request.sharding}"
         f" ({request.digest[:12]})",
     }
 
@@ -204,7 +198,7 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
     rank_zero_info(
         f"WLBStrategy: runner-up {_shown(others[0])}."
         if others
-        else "WLBStrategy: no other mesh is possible that fits in memory."
+        else "WLBStrategy: no other mesh was simulated that fits in memory."
     )
     rank_zero_info(
         f"WLBStrategy: beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
@@ -219,8 +213,8 @@ def _shown(row: MeshRow) -> str:
     stages = row.mesh.virtual_stages
     schedule = row.schedule + (f" with {stages} stages per rank" if stages > 1 else "")
     return (
-        f"mesh {row.mesh}, {schedule}, activation checkpointing {row.recompute}"
-        f" ({row.recomputed:.0%} of tokens), {row.step_ms:,.1f} ms a step,"
+        f"mesh {row.mesh}, {schedule}, {row.recomputed:.0%} of the tokens recomputed,"
+        f" {row.step_ms:,.1f} ms a step,"
         f" {row.tokens_per_second:,.0f} tokens/s"
     )
 
@@ -233,8 +227,8 @@ def _recalled(request: MeshRequest) -> MeshChoice:
     made: list[MeshChoice] = []
 
     def search(folder: Path) -> None:
-        with _progress() as progress:
-            made.append(choose_mesh(request, progress=progress))
+        with progress_bar() as tell:
+            made.append(choose_mesh(request, progress=tell))
         (folder / _ANSWER).write_text(made[0].to_json())
 
     try:
@@ -246,18 +240,19 @@ def _recalled(request: MeshRequest) -> MeshChoice:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on the terminal, where there is one."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Choosing the mesh")
+def progress_bar() -> Iterator[Progress]:
+    """A bar that a search moves, where there is a terminal to show it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
 
         def tell(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=f"Choosing the mesh: {what}", completed=done, total=whole)
+            bar.update(task, description=what, completed=done, total=whole)
 
         yield tell

@@ -1,0 +1,85 @@
+"""The dynamic programme against all strategies, and what it proposes for real lengths."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.meshes.legal import Reasons, legal_meshes
+from lightning_wlb.meshes.proposal import propose, proposed_meshes
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.planning import DataSettings
+
+
+def slowest(times, most, end: int, steps: int) -> float:
+    """The least time of all strategies for the first ``end`` intervals, by trying them all."""
+    best = np.inf
+    for groups in range(1, min(end, steps) + 1):
+        for cuts in combinations(range(1, end), groups - 1):
+            bounds = [0, *cuts, end]
+            for devices in product(range(1, steps + 1), repeat=groups):
+                if sum(devices) > steps:
+                    continue
+                for schemes in product(range(len(times)), repeat=groups):
+                    if any(most[k] < stop for k, stop in zip(schemes, bounds[1:], strict=True)):
+                        continue
+                    best = min(
+                        best,
+                        max(
+                            times[k, start:stop].sum() / own
+                            for k, start, stop, own in zip(
+                                schemes, bounds, bounds[1:], devices, strict=False
+                            )
+                        ),
+                    )
+    return best
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_it_finds_the_best_of_all_strategies(data) -> None:
+    schemes, intervals, steps = (data.draw(st.integers(1, most)) for most in (3, 4, 4))
+    numbers = st.integers(1, 100)
+    times = np.array(
+        data.draw(st.lists(st.lists(numbers, min_size=intervals, max_size=intervals),
+                           min_size=schemes, max_size=schemes)), float,
+    )  # fmt: skip
+    most = np.array(
+        data.draw(st.lists(st.integers(0, intervals), min_size=schemes, max_size=schemes))
+    )
+    for end, parts in enumerate(propose(times, most, steps), start=1):
+        expected = slowest(times, most, end, steps)
+        if not np.isfinite(expected):
+            assert parts == []
+            continue
+        begins = [0, *(part.longest + 1 for part in parts)]
+        assert begins[-1] == end
+        assert sum(part.devices for part in parts) <= steps
+        assert all(most[part.scheme] > part.longest for part in parts)
+        assert max(
+            times[part.scheme, begin : part.longest + 1].sum() / part.devices
+            for begin, part in zip(begins, parts, strict=False)
+        ) == pytest.approx(expected)
+
+
+def test_lengths_decide_the_schemes() -> None:
+    """Short documents want small replicas; a window that one device cannot hold a larger one."""
+    shape = ModelShape(2048, 16, 16, 16, 128, 5504, 32_000)
+
+    def proposed(longest: int) -> set[int]:
+        lengths = np.array([500] * 300 + [longest] * 20, np.int64)
+        request = MeshRequest(
+            lengths, shape, DataSettings(longest, 4), Profile.load("h100"), devices=16
+        )
+        meshes = proposed_meshes(request)
+        assert set(meshes) <= set(legal_meshes(request, Reasons()))
+        return {mesh.devices // mesh.data for mesh in meshes}
+
+    assert min(proposed(2_000)) == max(proposed(2_000)) == 1
+    assert max(proposed(400_000)) > 4
