@@ -11,8 +11,8 @@ mesh that it chose takes over the best mesh of the exhaustive simulation, in per
 is Hydraulis' dynamic programme (:mod:`lightning_wlb.meshes.proposal`): the best of its meshes, and
 the time to propose and to simulate them.
 
-A step's time is given with the gathering of parameters and the reduction of gradients, and
-``compute`` without, which is what perfect overlap would leave.
+A step's time is given with what parameters and gradients add to it that travel behind its actions,
+and ``compute`` without.
 
 The result is written after every mesh, and meshes that are in the file are not simulated again.
 
@@ -136,8 +136,8 @@ def powers(most: int) -> Iterator[int]:
 class Row(TypedDict):
     """A simulated mesh; ``step_ms`` is 0 where the model cannot be split so.
 
-    ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
-    and reducing, ``recomputed`` the share of tokens with activation checkpointing, ``cpu`` seconds
+    ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without waits
+    for parameters and gradients, ``recomputed`` the share of tokens with activation checkpointing, ``cpu`` seconds
     of a core.
     """
 
@@ -159,7 +159,8 @@ def simulated(request: MeshRequest, mesh: Mesh, by_profile: bool) -> Row:
     except ValueError:
         return Row(step_ms=0, by_work_ms=0, compute_ms=0, recomputed=0, gigabytes=0, fits=False,
             by_profile=by_profile, cpu=0)  # fmt: skip
-    links = sum(step.simulations[0].synchronisation_ns for step in made.steps) / 1e6
+    simulations = [step.simulations[0] for step in made.steps]
+    links = sum(each.begin_ns + each.synchronisation_ns for each in simulations) / 1e6
     return Row(
         step_ms=round(made.row.step_ms, 2),
         by_work_ms=round(made.row.step_ms, 2),
