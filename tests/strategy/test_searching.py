@@ -41,10 +41,11 @@ def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str]]:
         open_sizes = fit(made, WLBStrategy())
         # A further Trainer goes on with the mesh that the module is split for.
         again = WLBStrategy()
-        held = data(CASE, validation_documents=4, context_window=16)
+        held = data(CASE, validation_documents=4, context_window=16, profile="cpu")
         trainer(again, 4).validate(made, held, verbose=False)
         assert again.mesh == open_sizes["mesh"]
-        one_replica = fit(module(CASE), WLBStrategy(data_parallel_size=1), steps=3)
+        # The profile was made on a node of two.
+        one_replica = fit(module(CASE), WLBStrategy(data_parallel_size=1), steps=3, profile="cpu")
         errors = [refused(MisconfigurationException, documents=documents(40, 8 + rank // 2))]
         failing = mock.patch.object(searching, "choose_mesh", side_effect=ValueError(f"on {rank}"))
         with failing:
