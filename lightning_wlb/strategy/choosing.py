@@ -29,6 +29,7 @@ from lightning_wlb.strategy.devices import profile_of
 from lightning_wlb.strategy.mesh import Size, is_settled
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
 from lightning_wlb.strategy.saving import CheckpointStrategy
+from lightning_wlb.strategy.whereabouts import BETWEEN, HERE
 
 
 class ChoosingStrategy(CheckpointStrategy):
@@ -113,7 +114,9 @@ class ChoosingStrategy(CheckpointStrategy):
             self.num_processes,
             name_of(precision.parameter_dtype),
         )
+        HERE.note(BETWEEN, "the choice of a mesh")
         mesh, self.schedule = searching.agreed_mesh(asked, trainer, data, module, self.profile)
+        HERE.begin()
         return mesh
 
     def _profile(self, given: Profile | None, settled: bool) -> Profile | None:
