@@ -170,7 +170,7 @@ class ClosedForm:
             busy = max(busy, _busiest(longest, ranks))
             slowest = slowest if slices else max(slowest, *longest)
         messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
-        return busy + (ranks - 1) * slowest + messages + predictor.synchronisation_ns
+        return busy + (ranks - 1) * slowest + messages + _exposed_ns(predictor, stages)
 
     def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
         """A micro-batch with an even share of everything."""
@@ -272,6 +272,15 @@ def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
         if parts not in of_parts:
             of_parts[parts] = sum(predictor.action_ns(stage, cost))
     return [of_parts[parts] for parts in predictor.memory.parts]
+
+
+def _exposed_ns(predictor: Predictor, stage_ns: list[int]) -> int:
+    """What neither a first forward nor a last backward hides of parameters and gradients."""
+    traffic = predictor.traffic
+    backward = [each - each // 3 for each in stage_ns]
+    ends = traffic.ends({stage: [(each, each)] for stage, each in enumerate(backward)})
+    left = max(ends - max(backward), 0)
+    return traffic.begins(0, stage_ns[0] // 3) + left + traffic.optimise
 
 
 def _busiest(stage_ns: list[int], ranks: int) -> int:
