@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--profile", default="cpu", help="by which the mesh is chosen and steps are planned")
     add("--rounds", type=int, default=3, help="in each every mesh trains twice")
     add("--steps", type=int, default=3, help="of a turn; the first is left out")
-    add("--window", type=int, default=4096)
+    add("--window", type=int, default=2048)
     add("--micro-batches", type=int, default=4, help="N of a global batch")
     add(
         "--output",
