@@ -7,11 +7,11 @@ for each replica of equal tokens and equal work, a step takes
     M · r + f + 2·(P - 1) · message + gathering and reducing parameters
 
 where r is forward and backward of one micro-batch on all stages of the busiest rank, and f on all
-other stages over the stages of a rank (the time in which the pipeline fills and drains): matrix products at the profile's rate for so many rows, communication over tensor-
-and context-parallel ranks, an even share of the attention. A replica never takes less than its
-longest piece, unless the packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times
-the least number that the cap allows, and as few of them recompute as fit in memory with as many
-open as 1F1B opens.
+other stages, over the stages of a rank (the time in which the pipeline fills and drains): matrix
+products at the profile's rate for so many rows, communication over tensor- and context-parallel
+ranks, an even share of the attention. A replica never takes less than its longest piece, unless the
+packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times the least number that the
+cap allows, and as few of them recompute as fit in memory with as many open as 1F1B opens.
 
 What it leaves out is what planning decides: how even micro-batches become. So among good meshes its
 order says next to nothing (rank correlation about 0), but what it finds slow is slow.
@@ -170,7 +170,7 @@ class ClosedForm:
             busy = max(busy, _busiest(longest, ranks))
             filling = filling if slices else max(filling, _filling(longest, mesh))
         messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
-        return busy + filling + messages + predictor.synchronisation_ns
+        return busy + filling + messages + _exposed_ns(predictor, stages)
 
     def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
         """A micro-batch with an even share of everything."""
@@ -272,6 +272,15 @@ def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
         if parts not in of_parts:
             of_parts[parts] = sum(predictor.action_ns(stage, cost))
     return [of_parts[parts] for parts in predictor.memory.parts]
+
+
+def _exposed_ns(predictor: Predictor, stage_ns: list[int]) -> int:
+    """What neither a first forward nor a last backward hides of parameters and gradients."""
+    traffic = predictor.traffic
+    backward = [each - each // 3 for each in stage_ns]
+    ends = traffic.ends({stage: [(each, each)] for stage, each in enumerate(backward)})
+    left = max(ends - max(backward), 0)
+    return traffic.begins(0, stage_ns[0] // 3) + left + traffic.optimise
 
 
 def _busiest(stage_ns: list[int], ranks: int) -> int:

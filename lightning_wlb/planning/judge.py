@@ -28,12 +28,15 @@ from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
-from lightning_wlb.prediction.totals import has_totals, step_totals
+from lightning_wlb.prediction.totals import has_totals, peak_bytes, step_totals
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
 from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.simulate import simulate_replicas
+
+CLEARLY_PERCENT = 90
+"""Bytes that are estimated to be at most so much of the limit are not counted exactly."""
 
 
 class Verdict(NamedTuple):
@@ -104,7 +107,7 @@ class PipelineJudge:
                 for each, order, replica in zip(passes, orders, replicas, strict=True)
             ]
             peaks = map(_most_open, pipelines, passes)
-            return Verdict(max(step_ends(pipelines), default=0), max(peaks, default=0))
+            return Verdict(max(map(max, step_ends(pipelines)), default=0), max(peaks, default=0))
         programs = [
             [packflow(rank, ranks, *order, virtual) for rank in range(ranks)] for order in orders
         ]
@@ -234,6 +237,12 @@ class PredictedJudge:
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""
-        if self.activation_checkpointing == "auto":
-            return settled(self.predictor, replicas)
-        return recomputing(replicas, self.activation_checkpointing)
+        predictor = self.predictor
+        if self.activation_checkpointing != "auto":
+            return recomputing(replicas, self.activation_checkpointing)
+        if has_totals(predictor):
+            without = recomputing(replicas, "none")
+            peak = peak_bytes(predictor, *predictor.executed(without, estimated=True))
+            if 100 * peak <= CLEARLY_PERCENT * self.limit:
+                return without
+        return settled(predictor, replicas)

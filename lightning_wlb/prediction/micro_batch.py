@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import Recompute, Slice
+from lightning_wlb.plan import Slice
 from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
 from lightning_wlb.sharding import Layout, traffic, uses_all_to_all
 
@@ -140,30 +140,32 @@ def by_mode(
         exchange: forward and backward of putting keys together on each rank.
         refetches: whether a backward that recomputes no attention repeats the forward's exchange.
     """
-    parallel = kind.tensor_parallel_ns(rows)
-    forward, backward = (kind.linear_ns(rows, backward=each) + parallel for each in PASSES)
+    forward, backward, again = kind.rows_ns(rows)
+    ranks = [(*own, *keys) for own, keys in zip(attention, exchange, strict=True)]
 
-    def times(mode: Recompute) -> PassTimes:
-        full = mode == "full"
-        fetches = full or refetches
-        kernel = (
-            [first for first, _ in attention],
-            [second + full * first for first, second in attention],
-        )
+    def times(attends_again: bool) -> tuple[tuple[int, int], tuple[float, float], int, int]:
+        """Attention on the slowest and on the mean rank; forward and backward with exchange."""
+        first = [there for there, *_ in ranks]
+        second = [back + attends_again * there for there, back, *_ in ranks]
+        fetches = attends_again or refetches
         layer = [
-            max(own + there for own, (there, _) in zip(kernel[0], exchange, strict=True)),
-            max(
-                own + back + fetches * there
-                for own, (there, back) in zip(kernel[1], exchange, strict=True)
-            ),
+            back + attends_again * there + gathers + fetches * fetch
+            for there, back, fetch, gathers in ranks
         ]
-        return PassTimes(
-            (max(kernel[0]), max(kernel[1])),
-            (sum(kernel[0]) / len(kernel[0]), sum(kernel[1]) / len(kernel[1])),
-            ((layer[0] + forward, layer[1] + backward + kind.again_ns(rows, mode)),),
+        return (
+            (max(first), max(second)),
+            (sum(first) / len(ranks), sum(second) / len(ranks)),
+            max(there + fetch for there, _, fetch, _ in ranks),
+            max(layer),
         )
 
-    return list(map(times, MODES))
+    kernel = {"none": times(False), "full": times(True)}
+    kernel["selective"] = kernel["none"]
+    result = []
+    for mode, added in zip(MODES, again, strict=True):
+        slowest, mean, there, back = kernel[mode]
+        result.append(PassTimes(slowest, mean, ((there + forward, back + backward + added),)))
+    return result
 
 
 def over_layers(

@@ -3,12 +3,13 @@
 The predictor connects the plan, the cost model and the simulator. A micro-batch is laid out on its
 context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
 takes the time of its stage's layers, its ends and its overhead; messages between stages are the
-simulator's transfers; parameters and gradients travel once, at the end. A micro-batch of several
-replicas (DP-Merge) begins when all of them can, and its keys travel over the links of the
-data-parallel axis. What the passes hold is in :mod:`~lightning_wlb.prediction.memory`.
+simulator's transfers; parameters and gradients travel behind the actions
+(:mod:`~lightning_wlb.prediction.traffic`). A micro-batch of several replicas (DP-Merge) begins when
+all of them can, and its keys travel over the links of the data-parallel axis. What the passes hold
+is in :mod:`~lightning_wlb.prediction.memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
-action. Communication is not overlapped with computation, because the executor overlaps none.
+action. Other communication is not overlapped with computation.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
 simulation.
@@ -40,6 +41,7 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
 from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
+from lightning_wlb.prediction.traffic import Traffic
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
     check_stages,
@@ -160,10 +162,9 @@ class Predictor:
         return StepMemory.of(model, self.stages)
 
     @cached_property
-    def synchronisation_ns(self) -> int:
-        """Parameters gathered, gradients reduced and applied, on the slowest pipeline rank."""
-        counts = map(self.memory.model.parameters, self.memory.rank_parts)
-        return max(map(self.latency.data_parallel_ns, counts))
+    def traffic(self) -> Traffic:
+        """When parameters are there, and gradients."""
+        return Traffic.of(self.latency, self.memory)
 
     @property
     def usable_bytes(self) -> int:
@@ -244,12 +245,14 @@ class Predictor:
         return self.run(self.prepare(replicas))
 
     def executed(
-        self, replicas: Sequence[ReplicaPlan]
+        self, replicas: Sequence[ReplicaPlan], *, estimated: bool = False
     ) -> tuple[list[ReplicaPlan], list[list[MicroBatchCost]]]:
-        """The replicas as they are executed, and the costs of their micro-batches."""
+        """The replicas as they are executed, and the costs of their micro-batches; see
+        :meth:`costs`.
+        """
         mesh = self.latency.mesh
         executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-        return executed, [self.costs(replica) for replica in executed]
+        return executed, [self.costs(replica, estimated=estimated) for replica in executed]
 
     def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
         """All that :meth:`run` simulates, of replicas that share with each other only."""
@@ -289,7 +292,11 @@ class Predictor:
             ),
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
             constant_bytes=memory.constant(costs),
-            synchronisation_ns=self.synchronisation_ns,
+            begins=lambda replica, action: self.traffic.begins(
+                action.stage, durations[replica][action]
+            ),
+            reduced=self.traffic.ends,
+            synchronisation_ns=self.traffic.optimise,
             shared=meetings_of(replicas),
         )
         peaks = [
@@ -342,11 +349,11 @@ class Predictor:
             for number, duration in enumerate(of_stage)
         }
 
-    def costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+    def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
         """Of every micro-batch of a replica that is as it is executed.
 
-        Where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``), they are
-        estimates for the whole replica (:mod:`~lightning_wlb.prediction.estimate`).
+        They are estimates (:mod:`~lightning_wlb.prediction.estimate`) where that is asked for, or
+        where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
         last = {  # micro-batch of each piece
             (part.document, part.origin): at
@@ -357,7 +364,7 @@ class Predictor:
             any(last[part.document, part.origin] > at for part in replica.slices_of(micro_batch))
             for at, micro_batch in enumerate(replica.forward)
         ]
-        if any(each.sharding == ADAPTIVE for each in replica.forward):
+        if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
             return estimated_costs(self.latency, replica, kept)
         return [
             self.micro_batch(

@@ -23,6 +23,9 @@ from lightning_wlb.prediction.step import MicroBatchCost
 from lightning_wlb.schedule.packflow import backward_orders, planned_warm_up
 from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
 
+_Order = tuple[Sequence[int], Sequence[int]]
+"""``order`` and ``planned`` of :class:`.Pipeline`."""
+
 
 class StepTotals(NamedTuple):
     """Of a predicted step: its length, and most bytes of a rank, state included."""
@@ -46,23 +49,55 @@ def step_totals(
         replicas: as they are executed; shared micro-batches come first on all that share them.
         costs: of each replica's micro-batches.
     """
-    constant = predictor.memory.constant(costs)
-    pipelines, peaks = [], [0]
-    for replica, of_replica, (order, needs) in zip(
-        replicas, costs, backward_orders(replicas), strict=True
-    ):
+    orders = [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
+    traffic = predictor.traffic
+    pipelines = []
+    for replica, of_replica, order in zip(replicas, costs, orders, strict=True):
+        forward, backward = predictor.stage_durations(of_replica)
         pipeline = Pipeline(
-            *predictor.stage_durations(of_replica),
+            forward,
+            backward,
             _travel(predictor, of_replica),
-            order,
-            planned_warm_up(needs),
+            *order,
             members_of(replica),
+            [traffic.begins(rank, each[0]) for rank, each in enumerate(forward)]
+            if of_replica
+            else (),
         )
         pipelines.append(pipeline)
-        if order:
-            peaks.append(_peak(predictor.memory, pipeline, replica, of_replica, constant))
-    return StepTotals(
-        max(step_ends(pipelines), default=0) + predictor.synchronisation_ns, max(peaks)
+    ends = step_ends(pipelines)
+    last: dict[int, list[tuple[int, int]]] = {}
+    for pipeline, of_ranks in zip(pipelines, ends, strict=True):
+        if pipeline.order:
+            for rank, end in enumerate(of_ranks):
+                took = pipeline.backward[rank][pipeline.order[-1]]
+                last.setdefault(rank, []).append((end, took))
+    end = max(max(map(max, ends), default=0), traffic.ends(last))
+    return StepTotals(end + traffic.optimise, _peak_of(predictor.memory, replicas, costs, orders))
+
+
+def peak_bytes(
+    predictor: Predictor, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
+) -> int:
+    """That of :func:`step_totals` alone."""
+    orders = [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
+    return _peak_of(predictor.memory, replicas, costs, orders)
+
+
+def _peak_of(
+    memory: StepMemory,
+    replicas: Sequence[ReplicaPlan],
+    costs: Sequence[Sequence[MicroBatchCost]],
+    orders: Sequence[_Order],
+) -> int:
+    constant = memory.constant(costs)
+    return max(
+        (
+            _peak(memory, order, replica, of_replica, constant)
+            for replica, of_replica, order in zip(replicas, costs, orders, strict=True)
+            if of_replica
+        ),
+        default=0,
     )
 
 
@@ -79,20 +114,18 @@ def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[
 
 def _peak(
     memory: StepMemory,
-    pipeline: Pipeline,
+    backwards: _Order,
     replica: ReplicaPlan,
     costs: Sequence[MicroBatchCost],
     constant: Sequence[int],
 ) -> int:
     """Most bytes on a rank in a backward; arrays are [backwards, ranks]."""
     ranks, count = len(constant), len(costs)
-    order = np.array(pipeline.order)
+    order = np.array(backwards[0])
     place = np.empty_like(order)
     place[order] = np.arange(count)
     # Forwards that each rank has run before each backward.
-    run = np.minimum(
-        count, np.array(pipeline.planned)[:, None] + np.arange(ranks - 1, -1, -1)[None, :]
-    )
+    run = np.minimum(count, np.array(backwards[1])[:, None] + np.arange(ranks - 1, -1, -1)[None, :])
     saved = memory.saved_by_all(costs)
     held = np.array(constant) + _before(saved)[run, np.arange(ranks)] - _before(saved[order])[:-1]
     if ranks > 1:
@@ -110,7 +143,7 @@ def _peak(
             made[reader + 1] += size[owner]
             made[place[owner] + 1] -= size[owner]
         held += np.cumsum(made, axis=0)[:count]
-    return _fullest(memory, held, [costs[each] for each in pipeline.order])
+    return _fullest(memory, held, [costs[each] for each in backwards[0]])
 
 
 def _before(values: np.ndarray) -> np.ndarray:

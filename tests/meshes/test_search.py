@@ -112,7 +112,7 @@ def test_more_devices_do_not_help_sizes_that_are_all_given() -> None:
 
 def test_a_profile_without_network_says_so() -> None:
     alone = replace(ASKED.profile, links={"node": ASKED.profile.links["node"]})
-    with pytest.raises(ValueError, match="no link\\s+between nodes"):
+    with pytest.raises(ValueError, match="no link between nodes"):
         choose_mesh(request(devices=16, profile=alone))
 
 
