@@ -48,7 +48,7 @@ def test_the_report_and_its_rows_planned_again(
     capsys: pytest.CaptureFixture[str], lengths: str, tmp_path: Path
 ) -> None:
     picture = tmp_path / "meshes.png"
-    report = searched(capsys, lengths, "--steps", "2", "--picture", str(picture))
+    report = searched(capsys, lengths, "--steps", "1", "--picture", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
     times = [row["step_ms"] for row in report["rows"]]
     assert times == sorted(times)
@@ -67,7 +67,7 @@ def test_the_report_and_its_rows_planned_again(
     pipeline = next(row for row in report["rows"] if row["mesh"]["virtual_stages"] == 2)
     for row in (report["rows"][0], pipeline):
         sizes = [str(row["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")]
-        options = ["--schedule", row["schedule"], "--steps", "2", "--packing", "auto", "--json"]
+        options = ["--schedule", row["schedule"], "--steps", "1", "--packing", "auto", "--json"]
         options += ["--virtual-stages", str(row["mesh"]["virtual_stages"])]
         code, out, err = run(capsys, lengths, *options, mesh=",".join(sizes))
         assert code == 0, err
@@ -94,8 +94,9 @@ def test_the_lines_to_paste_make_that_strategy(
 def test_short_documents_are_told_that_it_does_not_pay(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    np.save(tmp_path / "short.npy", np.full(4000, 100))
-    report = searched(capsys, str(tmp_path / "short.npy"), "--steps", "1")
+    np.save(tmp_path / "short.npy", np.full(400, 256))
+    short = str(tmp_path / "short.npy")
+    report = searched(capsys, short, "--steps", "1", "--schedule", "1f1b", "--micro-batches", "2")
     verdict = report["verdict"]
     assert not verdict["worth_it"]
     assert verdict["packing"] == "best_fit"
