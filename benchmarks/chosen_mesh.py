@@ -137,10 +137,10 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--ranks", default="2,4", help="numbers of ranks")
     add("--profile", default="cpu", help="by which the mesh is chosen and steps are planned")
-    add("--rounds", type=int, default=5, help="in each every mesh trains twice")
-    add("--steps", type=int, default=4, help="of a turn; the first is left out")
+    add("--rounds", type=int, default=3, help="in each every mesh trains twice")
+    add("--steps", type=int, default=3, help="of a turn; the first is left out")
     add("--window", type=int, default=4096)
-    add("--micro-batches", type=int, default=8, help="N of a global batch")
+    add("--micro-batches", type=int, default=4, help="N of a global batch")
     add(
         "--output",
         type=Path,

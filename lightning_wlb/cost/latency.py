@@ -301,19 +301,21 @@ class LatencyModel:
         size = -(-rows // self.mesh.tensor) * self.shape.dim * self._width
         return self.communication.message_ns(source, size)
 
-    def data_parallel_ns(self, parameters: int) -> int:
-        """Once a step: parameters gathered, gradients summed, and the optimizer's update.
-
-        ``parameters`` are a rank's stage and tensor share, before sharding over data × context.
-        """
+    def gather_ns(self, parameters: int) -> int:
+        """Parameters gathered, of a rank's tensor share before sharding over data × context."""
         ranks = self.mesh.data * self.mesh.context
-        shard = -(-parameters // ranks)
+        return self.communication.collective_ns("data", ranks, parameters * self._width)
+
+    def reduce_ns(self, parameters: int) -> int:
+        """The gradients of as many summed, which leaves each rank its shard."""
+        ranks = self.mesh.data * self.mesh.context
+        return self.communication.collective_ns("data", ranks, parameters * self._wide)
+
+    def optimise_ns(self, parameters: int) -> int:
+        """The optimizer's update of this rank's shard of as many."""
+        shard = -(-parameters // (self.mesh.data * self.mesh.context))
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
-        return (
-            self.communication.collective_ns("data", ranks, parameters * self._width)
-            + self.communication.collective_ns("data", ranks, parameters * self._wide)
-            + self._traffic_ns(28 * shard)
-        )
+        return self._traffic_ns(28 * shard)
 
     # Sizes
 

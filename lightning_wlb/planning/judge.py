@@ -107,7 +107,7 @@ class PipelineJudge:
                 for each, order, replica in zip(passes, orders, replicas, strict=True)
             ]
             peaks = map(_most_open, pipelines, passes)
-            return Verdict(max(step_ends(pipelines), default=0), max(peaks, default=0))
+            return Verdict(max(map(max, step_ends(pipelines)), default=0), max(peaks, default=0))
         programs = [
             [packflow(rank, ranks, *order, virtual) for rank in range(ranks)] for order in orders
         ]

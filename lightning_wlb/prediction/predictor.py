@@ -3,12 +3,13 @@
 The predictor connects the plan, the cost model and the simulator. A micro-batch is laid out on its
 context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
 takes the time of its stage's layers, its ends and its overhead; messages between stages are the
-simulator's transfers; parameters and gradients travel once, at the end. A micro-batch of several
-replicas (DP-Merge) begins when all of them can, and its keys travel over the links of the
-data-parallel axis. What the passes hold is in :mod:`~lightning_wlb.prediction.memory`.
+simulator's transfers; parameters and gradients travel behind the actions
+(:mod:`~lightning_wlb.prediction.traffic`). A micro-batch of several replicas (DP-Merge) begins when
+all of them can, and its keys travel over the links of the data-parallel axis. What the passes hold
+is in :mod:`~lightning_wlb.prediction.memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
-action. Communication is not overlapped with computation, because the executor overlaps none.
+action. Other communication is not overlapped with computation.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
 simulation.
@@ -40,6 +41,7 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
 from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
+from lightning_wlb.prediction.traffic import Traffic
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
     check_stages,
@@ -160,10 +162,9 @@ class Predictor:
         return StepMemory.of(model, self.stages)
 
     @cached_property
-    def synchronisation_ns(self) -> int:
-        """Parameters gathered, gradients reduced and applied, on the slowest pipeline rank."""
-        counts = map(self.memory.model.parameters, self.memory.rank_parts)
-        return max(map(self.latency.data_parallel_ns, counts))
+    def traffic(self) -> Traffic:
+        """When parameters are there, and gradients."""
+        return Traffic.of(self.latency, self.memory)
 
     @property
     def usable_bytes(self) -> int:
@@ -291,7 +292,11 @@ class Predictor:
             ),
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
             constant_bytes=memory.constant(costs),
-            synchronisation_ns=self.synchronisation_ns,
+            begins=lambda replica, action: self.traffic.begins(
+                action.stage, durations[replica][action]
+            ),
+            reduced=self.traffic.ends,
+            synchronisation_ns=self.traffic.optimise,
             shared=meetings_of(replicas),
         )
         peaks = [

@@ -100,10 +100,10 @@ class StepPrediction:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the pipeline ranks' time before synchronisation."""
-        ranks = [idle for simulation in self.simulations for idle in simulation.idle_ns]
-        whole = self.simulations[0].compute_ns * len(ranks)
-        return sum(ranks) / whole if whole else 0.0
+        """Idle share of the pipeline ranks' time from a replica's first action to the last one."""
+        idle = sum(sum(simulation.idle_ns) for simulation in self.simulations)
+        whole = idle + sum(sum(simulation.busy_ns) for simulation in self.simulations)
+        return idle / whole if whole else 0.0
 
     @property
     def context_ns(self) -> tuple[float, float]:

@@ -50,19 +50,30 @@ def step_totals(
         costs: of each replica's micro-batches.
     """
     orders = [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
-    pipelines = [
-        Pipeline(
-            *predictor.stage_durations(of_replica),
+    traffic = predictor.traffic
+    pipelines = []
+    for replica, of_replica, order in zip(replicas, costs, orders, strict=True):
+        forward, backward = predictor.stage_durations(of_replica)
+        pipeline = Pipeline(
+            forward,
+            backward,
             _travel(predictor, of_replica),
             *order,
             members_of(replica),
+            [traffic.begins(rank, each[0]) for rank, each in enumerate(forward)]
+            if of_replica
+            else (),
         )
-        for replica, of_replica, order in zip(replicas, costs, orders, strict=True)
-    ]
-    return StepTotals(
-        max(step_ends(pipelines), default=0) + predictor.synchronisation_ns,
-        _peak_of(predictor.memory, replicas, costs, orders),
-    )
+        pipelines.append(pipeline)
+    ends = step_ends(pipelines)
+    last: dict[int, list[tuple[int, int]]] = {}
+    for pipeline, of_ranks in zip(pipelines, ends, strict=True):
+        if pipeline.order:
+            for rank, end in enumerate(of_ranks):
+                took = pipeline.backward[rank][pipeline.order[-1]]
+                last.setdefault(rank, []).append((end, took))
+    end = max(max(map(max, ends), default=0), traffic.ends(last))
+    return StepTotals(end + traffic.optimise, _peak_of(predictor.memory, replicas, costs, orders))
 
 
 def peak_bytes(

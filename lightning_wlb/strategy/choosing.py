@@ -111,7 +111,7 @@ class ChoosingStrategy(CheckpointStrategy):
             self.num_processes,
             name_of(precision.parameter_dtype),
         )
-        mesh, self.schedule = searching.choose(asked, trainer, data, module, self.profile)
+        mesh, self.schedule = searching.agreed_mesh(asked, trainer, data, module, self.profile)
         return mesh
 
     def _profile(self, given: Profile | None, settled: bool) -> Profile | None:
