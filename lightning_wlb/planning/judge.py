@@ -256,23 +256,23 @@ class PredictedJudge:
         predictor, given = self.predictor, self.activation_checkpointing
         decides = given == "auto"
         replicas = recomputing(replicas, "none" if given == "auto" else given)
-        if has_totals(predictor):
-            executed, costs = predictor.executed(replicas)
+        if not has_totals(predictor):
+            step = predictor.prepare(replicas)
+            if decides:
+                costs = least_recomputation(predictor, replicas, step.executed, step.costs)
+                step = step._replace(costs=costs)
+            simulated = predictor.run(step)
+            ends = tuple(
+                max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
+                for each in simulated.simulations
+            )
+            return StepTotals(simulated.simulations[0].total_ns, simulated.peak_bytes, ends)
+        executed, costs = predictor.executed(replicas)
+        totals = step_totals(predictor, executed, costs)
+        if decides and totals.peak_bytes > self.limit:
+            costs = least_recomputation(predictor, replicas, executed, costs)
             totals = step_totals(predictor, executed, costs)
-            if decides and totals.peak_bytes > self.limit:
-                costs = least_recomputation(predictor, replicas, executed, costs)
-                totals = step_totals(predictor, executed, costs)
-            return totals
-        prepared = predictor.prepare(replicas)
-        if decides:
-            costs = least_recomputation(predictor, replicas, prepared.executed, prepared.costs)
-            prepared = prepared._replace(costs=costs)
-        step = predictor.run(prepared)
-        ends = tuple(
-            max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
-            for each in step.simulations
-        )
-        return StepTotals(step.simulations[0].total_ns, step.peak_bytes, ends)
+        return totals
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""

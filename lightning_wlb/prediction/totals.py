@@ -80,10 +80,10 @@ def step_totals(
             for rank, end in enumerate(of_ranks):
                 took = pipeline.backward[rank][pipeline.order[-1]]
                 last.setdefault(rank, []).append((end, took))
-    ends_ns = tuple(max(of_ranks, default=0) for of_ranks in ends)
-    end = max(max(ends_ns, default=0), traffic.ends(last))
+    of_replicas = tuple(map(max, ends))
+    end = max(max(of_replicas, default=0), traffic.ends(last))
     peak = _peak_of(predictor.memory, replicas, costs, orders)
-    return StepTotals(end + traffic.optimise, peak, ends_ns)
+    return StepTotals(end + traffic.optimise, peak, of_replicas)
 
 
 def orders_of(replicas: Sequence[ReplicaPlan]) -> list[_Order]:
