@@ -5,11 +5,12 @@ all parameters are waited for before the first action and no gradient travels be
 in the other gathers and reductions run behind the actions, as they do in training. Of each step
 it is measured how long it takes, and how long the rank waits for parameters and is busy behind its
 last action: what is *exposed*. *Hidden* is the share of it that is exposed no more. Medians over
-pairs of neighbouring steps.
+pairs of neighbouring steps. Where other processes use the machine, the ratio of processor times
+says whether travelling behind compute costs something by itself.
 
-``--gbit`` makes the link between the two slow: the ranks run in a network namespace of their own,
-whose loopback ``tc`` lets through so many Gbit/s (Linux, with ``unshare`` and ``tc``). Without it
-the loopback is as fast as it is, and what there is to hide is small.
+Once over the loopback as it is, where there is little to hide, and once over a slow link: the ranks
+run in a network namespace of their own, whose loopback ``tc`` lets through so many Gbit/s (Linux,
+with ``unshare`` and ``tc``).
 
 Run ``python -m benchmarks.gathering --help``. Prints a table and then, as its last line, one JSON
 object.
@@ -17,6 +18,8 @@ object.
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 import time
@@ -95,7 +98,7 @@ class Turns(L.Callback):
     """Lets steps take turns, and measures them."""
 
     def __init__(self) -> None:
-        self.steps: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        self.steps: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.gathering = trainer.strategy.executor.gathering
@@ -105,15 +108,15 @@ class Turns(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.gathering.at_once = trainer.global_step % 2 == 0
         trainer.strategy.barrier()
-        self.began = time.perf_counter()
+        self.began, self.worked = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.strategy.barrier()
-        seconds = time.perf_counter() - self.began
-        self.steps[self.gathering.at_once].append((seconds, self.gathering.exposed))
+        seconds, worked = time.perf_counter() - self.began, time.process_time() - self.worked
+        self.steps[self.gathering.at_once].append((seconds, self.gathering.exposed, worked))
 
 
-def on_rank(rank: int, arguments: dict[str, Any]) -> dict[bool, list[tuple[float, float]]]:
+def on_rank(rank: int, arguments: dict[str, Any]) -> dict[bool, list[tuple[float, float, float]]]:
     torch.set_num_threads(1)
     width, window = arguments["width"], arguments["tokens"]
     config = TransformerConfig(
@@ -150,23 +153,27 @@ def on_rank(rank: int, arguments: dict[str, Any]) -> dict[bool, list[tuple[float
     return turns.steps
 
 
-def summary(ranks: list[dict[bool, list[tuple[float, float]]]]) -> dict[str, Any]:
+def summary(ranks: list[dict[bool, list[tuple[float, float, float]]]]) -> dict[str, Any]:
     """Of the slower rank of every step."""
     old, new = (
         [max(each) for each in zip(*(rank[kind][WARM_UP:] for rank in ranks), strict=True)]
         for kind in (True, False)
     )
-    exposed = [before[1] for before in old]
     saved = [before[0] - after[0] for before, after in zip(old, new, strict=True)]
     return {
         "step_at_once_s": round(median(each[0] for each in old), 4),
         "step_behind_s": round(median(each[0] for each in new), 4),
-        "exposed_at_once_s": round(median(exposed), 4),
+        "exposed_at_once_s": round(median(each[1] for each in old), 4),
         "exposed_behind_s": round(median(each[1] for each in new), 4),
         "saved_s": round(median(saved), 4),
-        "hidden": round(median(gain / wait for gain, wait in zip(saved, exposed, strict=True)), 3),
+        "hidden": round(
+            median(1 - after[1] / before[1] for before, after in zip(old, new, strict=True)), 3
+        ),
         "step_ratio": round(
             median(after[0] / before[0] for before, after in zip(old, new, strict=True)), 4
+        ),
+        "processor_ratio": round(
+            median(after[2] / before[2] for before, after in zip(old, new, strict=True)), 4
         ),
     }
 
@@ -183,7 +190,7 @@ def slow_loopback(gbit: float) -> None:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = report.parser("gathering", __doc__)
-    parser.add_argument("--gbit", type=float, help="of the link; the loopback as it is if left out")
+    parser.add_argument("--gbit", type=float, default=0.5, help="slow link; 0: none (default 0.5)")
     parser.add_argument("--width", type=int, default=256, help="of the model (default 256)")
     parser.add_argument("--layers", type=int, default=8, help="of the model (default 8)")
     parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch (default 1024)")
@@ -191,22 +198,26 @@ def main(argv: list[str] | None = None) -> None:
         "--micro-batches", type=int, default=1, help="of each rank in a step (default 1)"
     )
     parser.add_argument("--pairs", type=int, default=20, help="of steps (default 20)")
-    parser.add_argument("--inside", action="store_true", help="the namespace is there already")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     arguments = vars(parser.parse_args(argv))
     output, inside = arguments.pop("output"), arguments.pop("inside")
-    if arguments["gbit"] and not inside:
-        again = [sys.executable, "-m", "benchmarks.gathering", *argv, "--inside"]
-        sys.exit(subprocess.run(["unshare", "--map-root-user", "--net", *again]).returncode)
     if inside:
         slow_loopback(arguments["gbit"])
-    ranks = run_ranks(on_rank, RANKS, arguments, process_group=False, timeout=1800)
-    row = summary(ranks)
-    link = f"{arguments['gbit']:g} Gbit/s" if inside else "loopback"
-    headings = [heading.replace("_", " ") for heading in row]
-    cells = [[str(value) for value in row.values()]]
-    Console(width=120).print(report.table(f"Gathering, two ranks, {link}", headings, cells))
-    report.finish({"benchmark": "gathering", **arguments, **row}, output)
+    ranks = run_ranks(on_rank, RANKS, arguments, process_group=False, timeout=3600)
+    rows = [{"gbit": arguments["gbit"] if inside else None, **summary(ranks)}]
+    if inside:
+        print(json.dumps(rows[0]))
+        return
+    if arguments["gbit"]:
+        again = [sys.executable, "-m", "benchmarks.gathering", *argv, "--inside"]
+        command = ["unshare", "--map-root-user", "--net", *again]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        rows.append(json.loads(lines.splitlines()[-1]))
+    headings = [heading.replace("_", " ") for heading in rows[0]]
+    cells = [[str(value) for value in row.values()] for row in rows]
+    Console(width=120).print(report.table("Gathering, two ranks", headings, cells))
+    report.finish({"benchmark": "gathering", **arguments, "rows": rows}, output)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -44,6 +45,20 @@ from lightning_wlb.plan import Recompute
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _PICOSECONDS = 1e12
+
+
+class RowsTime(NamedTuple):
+    """A layer on so many rows of a rank, without its attention kernel and the exchange of keys.
+
+    Attributes:
+        forward: in ns.
+        backward: without recomputation.
+        again: what each mode of ``Recompute`` adds to it.
+    """
+
+    forward: int
+    backward: int
+    again: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -185,6 +200,21 @@ class LatencyModel:
         share = 1000 * flops // layer_linear_flops(self._layer, 1)
         return forward * share // 1000 + self.tensor_parallel_ns(rows) // 2
 
+    def rows_ns(self, rows: int) -> RowsTime:
+        """What depends on rows only; remembered, because rows recur from plan to plan."""
+        if rows not in self._of_rows:
+            parallel = self.tensor_parallel_ns(rows)
+            self._of_rows[rows] = RowsTime(
+                self.linear_ns(rows, backward=False) + parallel,
+                self.linear_ns(rows, backward=True) + parallel,
+                tuple(self.again_ns(rows, mode) for mode in get_args(Recompute)),
+            )
+        return self._of_rows[rows]
+
+    @cached_property
+    def _of_rows(self) -> dict[int, RowsTime]:
+        return {}
+
     # Compute, the ends of the model
 
     def embedding_ns(self, rows: int, *, backward: bool) -> int:
@@ -271,19 +301,21 @@ class LatencyModel:
         size = -(-rows // self.mesh.tensor) * self.shape.dim * self._width
         return self.communication.message_ns(source, size)
 
-    def data_parallel_ns(self, parameters: int) -> int:
-        """Once a step: parameters gathered, gradients summed, and the optimizer's update.
-
-        ``parameters`` are a rank's stage and tensor share, before sharding over data × context.
-        """
+    def gather_ns(self, parameters: int) -> int:
+        """Parameters gathered, of a rank's tensor share before sharding over data × context."""
         ranks = self.mesh.data * self.mesh.context
-        shard = -(-parameters // ranks)
+        return self.communication.collective_ns("data", ranks, parameters * self._width)
+
+    def reduce_ns(self, parameters: int) -> int:
+        """The gradients of as many summed, which leaves each rank its shard."""
+        ranks = self.mesh.data * self.mesh.context
+        return self.communication.collective_ns("data", ranks, parameters * self._wide)
+
+    def optimise_ns(self, parameters: int) -> int:
+        """The optimizer's update of this rank's shard of as many."""
+        shard = -(-parameters // (self.mesh.data * self.mesh.context))
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
-        return (
-            self.communication.collective_ns("data", ranks, parameters * self._width)
-            + self.communication.collective_ns("data", ranks, parameters * self._wide)
-            + self._traffic_ns(28 * shard)
-        )
+        return self._traffic_ns(28 * shard)
 
     # Sizes
 

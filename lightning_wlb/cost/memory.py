@@ -3,7 +3,8 @@
 State is that of ZeRO-1 within a step (strategy/gathering.py): a rank holds its stage's
 tensor-parallel share of the parameters in the compute dtype and of their gradients in at least
 float32, and its data × context shard of the parameters at rest, of AdamW's two moments and, at the
-step's end, of the gradients.
+step's end, of the gradients. Where a rank has no others to share with, its sums of gradients are
+the gradients, and parameters at rest in the compute dtype are those of the step.
 
 Activations are the tensors that autograd saves of the reference decoder, tensor by tensor, from a
 micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
@@ -98,9 +99,12 @@ class MemoryModel:
     def state_bytes(self, parts: StageParts) -> int:
         """Parameters, gradients and optimizer state during a step, activations left out."""
         count = self.parameters(parts)
-        shard = -(-count // (self.mesh.data * self.mesh.context))
-        at_rest = 3 * DTYPE_BYTES[self.rest_dtype] + self._wide
-        return count * (self._width + self._wide) + shard * at_rest
+        ranks, rest = self.mesh.data * self.mesh.context, DTYPE_BYTES[self.rest_dtype]
+        if ranks == 1:
+            # Nothing is reduced, and parameters of the dtype of computation are not copied.
+            copied = 0 if self.dtype == self.rest_dtype else self._width
+            return count * (copied + self._wide + 3 * rest)
+        return count * (self._width + self._wide) + -(-count // ranks) * (3 * rest + self._wide)
 
     def layer_bytes(self, layer: LayerShape, rows: int, recompute: Recompute = "none") -> int:
         """Saved by one layer of a micro-batch that has ``rows`` rows on the rank, with padding."""

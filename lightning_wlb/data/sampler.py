@@ -6,9 +6,10 @@ carries the digest of the following plan: ranks that disagree are told so by the
 collective, before they hang.
 
 Planning runs ahead of training in loader workers: processes, because planning is Python, and a
-thread would take the interpreter's lock from the step. With W workers each plans every step and
-makes the tensors of every W-th one, so that the order is that of the plans; more workers help only
-where reading costs more than planning.
+thread would take the interpreter's lock from the step. With W workers each makes the tensors of
+every W-th step, so that the order is that of the plans. It plans these steps and, for the digest,
+the ones after them; of the others it only finds out what enters them. So W workers plan W / 2 times
+as fast as one or two.
 
 The position of a run is the planner's state after a step. The step's batch carries it, since
 workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is
@@ -50,7 +51,7 @@ from lightning_wlb.data.opening import Documents
 from lightning_wlb.data.reading import count_targets
 from lightning_wlb.data.sample import samples_of
 from lightning_wlb.mesh import Rank
-from lightning_wlb.plan import ActivationCheckpointing
+from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor
@@ -186,21 +187,25 @@ class StepDataset(IterableDataset[StepBatch]):
         planner = self.planner()
         # A run that ended with its epoch (max_tokens) and is continued stands before an empty
         # rest of that epoch: pass over it.
-        plan = planner.next_step() or planner.next_step()
+        release = planner.release() or planner.release()
+        plan: StepPlan | None = None
         index = 0
-        while plan is not None:
+        while release is not None:
             state = planner.state_dict()
-            following = planner.next_step()
+            following = planner.release()
             if following is None:
                 # The epoch or the run is over: a resume must not find an empty rest of it.
                 state = planner.state_dict()
+            ahead: StepPlan | None = None
             if index % shares == share:
+                plan = plan or planner.place(release)
+                ahead = None if following is None else planner.place(following)
                 batch = make_step_batch(
                     plan,
                     self.store,
                     self.rank,
                     state,
-                    next_digest=0 if following is None else following.digest,
+                    next_digest=0 if ahead is None else ahead.digest,
                     last=following is None and planner.finished,
                     sliding_window=self.work.total.window,
                     vocab_size=self.vocab_size,
@@ -209,7 +214,7 @@ class StepDataset(IterableDataset[StepBatch]):
                     batch.samples = samples_of(self.store)
                 self.state = state
                 yield batch
-            plan = following
+            release, plan = following, ahead
             index += 1
 
     def state_dict(self) -> dict[str, Any]:

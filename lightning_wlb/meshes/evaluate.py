@@ -130,7 +130,10 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
         ranks = latency.mesh.pipeline * latency.mesh.data
         whole += ranks * step.total_ns
         spent["pipeline bubble"] += sum(sum(each.idle_ns) for each in step.simulations)
-        spent["gathering parameters"] += ranks * step.simulations[0].synchronisation_ns
+        spent["gathering parameters"] += sum(
+            latency.mesh.pipeline * (each.begin_ns + each.synchronisation_ns)
+            for each in step.simulations
+        )
         for cost in (cost for of_replica in step.costs for cost in of_replica):
             least, rows = cost.by_mode[0], cost.rows
             parallel = 2 * sum(

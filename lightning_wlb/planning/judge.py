@@ -30,12 +30,15 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.prediction.step import MODES
-from lightning_wlb.prediction.totals import StepTotals, has_totals, step_totals
+from lightning_wlb.prediction.totals import StepTotals, has_totals, peak_bytes, step_totals
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
 from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.simulate import simulate_replicas
+
+CLEARLY_PERCENT = 90
+"""Bytes that are estimated to be at most so much of the limit are not counted exactly."""
 
 
 class Verdict(NamedTuple):
@@ -120,7 +123,7 @@ class PipelineJudge:
                 for each, order, replica in zip(passes, orders, replicas, strict=True)
             ]
             peaks = map(_most_open, pipelines, passes)
-            return Verdict(max(step_ends(pipelines), default=0), max(peaks, default=0))
+            return Verdict(max(map(max, step_ends(pipelines)), default=0), max(peaks, default=0))
         programs = [
             [packflow(rank, ranks, *order, virtual) for rank in range(ranks)] for order in orders
         ]
@@ -250,29 +253,35 @@ class PredictedJudge:
         return self._totals(replicas).ends_ns
 
     def _totals(self, replicas: Sequence[ReplicaPlan]) -> StepTotals:
-        predictor = self.predictor
-        if self.activation_checkpointing != "auto":
-            replicas = recomputing(replicas, self.activation_checkpointing)
-            if has_totals(predictor):
-                return step_totals(predictor, *predictor.executed(replicas))
-            step = predictor.simulate(replicas)
-        elif has_totals(predictor):
-            executed, costs = predictor.executed(recomputing(replicas, "none"))
+        predictor, given = self.predictor, self.activation_checkpointing
+        decides = given == "auto"
+        replicas = recomputing(replicas, "none" if given == "auto" else given)
+        if not has_totals(predictor):
+            step = predictor.prepare(replicas)
+            if decides:
+                costs = least_recomputation(predictor, replicas, step.executed, step.costs)
+                step = step._replace(costs=costs)
+            simulated = predictor.run(step)
+            ends = tuple(
+                max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
+                for each in simulated.simulations
+            )
+            return StepTotals(simulated.simulations[0].total_ns, simulated.peak_bytes, ends)
+        executed, costs = predictor.executed(replicas)
+        totals = step_totals(predictor, executed, costs)
+        if decides and totals.peak_bytes > self.limit:
+            costs = least_recomputation(predictor, replicas, executed, costs)
             totals = step_totals(predictor, executed, costs)
-            if totals.peak_bytes > self.limit:
-                prepared = least_recomputation(predictor, replicas)
-                totals = step_totals(predictor, prepared.executed, prepared.costs)
-            return totals
-        else:
-            step = predictor.run(least_recomputation(predictor, replicas))
-        ends = tuple(
-            max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
-            for each in step.simulations
-        )
-        return StepTotals(step.simulations[0].total_ns, step.peak_bytes, ends)
+        return totals
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""
-        if self.activation_checkpointing == "auto":
-            return settled(self.predictor, replicas)
-        return recomputing(replicas, self.activation_checkpointing)
+        predictor = self.predictor
+        if self.activation_checkpointing != "auto":
+            return recomputing(replicas, self.activation_checkpointing)
+        if has_totals(predictor):
+            without = recomputing(replicas, "none")
+            peak = peak_bytes(predictor, *predictor.executed(without, estimated=True))
+            if 100 * peak <= CLEARLY_PERCENT * self.limit:
+                return without
+        return settled(predictor, replicas)

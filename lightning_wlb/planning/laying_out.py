@@ -53,26 +53,27 @@ def laid_out(
         kernel_cost: of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
     """
-    keys = {
-        (replica.slices_of(each), len(each.replicas)): None
-        for replica in replicas
-        for _, micro_batches in replica.passes
-        for each in micro_batches
-    }
+    keys: dict[_Key, None] = {}
+    of_replicas = []
+    for replica in replicas:
+        own: dict[MicroBatch, _Key] = {}
+        for each in (*replica.forward, *replica.backward):
+            if each not in own:
+                own[each] = replica.slices_of(each), len(each.replicas)
+        keys.update(dict.fromkeys(own.values()))
+        of_replicas.append(own)
     chosen = dict(zip(keys, _chosen(list(keys), mesh, sharding, kernel_cost), strict=True))
-
-    def with_layout(replica: ReplicaPlan, micro_batch: MicroBatch) -> MicroBatch:
-        name, rows = chosen[replica.slices_of(micro_batch), len(micro_batch.replicas)]
-        return replace(micro_batch, sharding=name, rows=rows)
-
-    return [
-        ReplicaPlan(
-            replica.slices,
-            tuple(with_layout(replica, each) for each in replica.forward),
-            tuple(with_layout(replica, each) for each in replica.backward),
+    result = []
+    for replica, own in zip(replicas, of_replicas, strict=True):
+        made = {}
+        for each, key in own.items():
+            name, rows = chosen[key]
+            made[each] = replace(each, sharding=name, rows=rows)
+        forward, backward = (
+            tuple(made[each] for each in micro_batches) for _, micro_batches in replica.passes
         )
-        for replica in replicas
-    ]
+        result.append(ReplicaPlan(replica.slices, forward, backward))
+    return result
 
 
 def _chosen(

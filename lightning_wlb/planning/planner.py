@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,22 @@ from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 Targets = Callable[[int, int, int], int]
+
+
+class Release(NamedTuple):
+    """What enters a step, whatever the mesh.
+
+    Attributes:
+        step: its number.
+        epoch: pass over the documents.
+        micro_batches: the pieces of each; see :class:`.Released`.
+        drain: whether the step empties what waits after the epoch's last arrival.
+    """
+
+    step: int
+    epoch: int
+    micro_batches: MicroBatches
+    drain: bool
 
 
 class Planner:
@@ -137,6 +153,15 @@ class Planner:
             None once when the epoch is over, and the next call starts the next one; None for ever
             when ``max_tokens`` is reached (:attr:`finished`).
         """
+        release = self.release()
+        return None if release is None else self.place(release)
+
+    def release(self) -> Release | None:
+        """What enters the next step, and the planner stands after it; None as :meth:`next_step`.
+
+        It takes a small part of the time of a plan, and whoever needs no plan of a step can leave
+        it at that.
+        """
         if self.finished:
             return None
         micro_batches, drain = self._packer.next_step(self._arrivals, self._step)
@@ -144,10 +169,33 @@ class Planner:
             self._arrivals.start_epoch(self._arrivals.epoch + 1)
             self._packer.reset()
             return None
-        plan = self._plan(micro_batches, drain).validate()
+        release = Release(self._step, self._arrivals.epoch, micro_batches, drain)
         self._step += 1
-        self._tokens += plan.tokens
-        return plan
+        self._tokens += sum(piece.tokens for packed in micro_batches for piece in packed)
+        return release
+
+    def place(self, release: Release) -> StepPlan:
+        """Arrange what enters a step on the mesh, and write the step down."""
+        pieces = tuple(sorted(piece for packed in release.micro_batches for piece in packed))
+        replicas = laid_out(
+            self._packer.replicas(release.micro_batches, self._place),
+            self._mesh,
+            self._sharding,
+            self._kernel_cost,
+        )
+        return StepPlan(
+            step=release.step,
+            epoch=release.epoch,
+            replicas=tuple(self._settled(replicas)),
+            pieces=pieces,
+            target_tokens=sum(
+                self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
+            ),
+            cap=self._packer.cap(self._place),
+            micro_batches=self._data.micro_batches,
+            nominal_tokens=self._data.nominal_tokens,
+            drain=release.drain,
+        ).validate()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands after the last plan, in plain ints, strings, lists and dicts.
@@ -187,29 +235,6 @@ class Planner:
         self._step = state["step"]
         self._tokens = state["tokens"]
         self._packer.load_state_dict(state["packer"])
-
-    def _plan(self, micro_batches: MicroBatches, drain: bool) -> StepPlan:
-        """Arrange micro-batches on the replicas and write the step down."""
-        pieces = tuple(sorted(piece for packed in micro_batches for piece in packed))
-        replicas = laid_out(
-            self._packer.replicas(micro_batches, self._place),
-            self._mesh,
-            self._sharding,
-            self._kernel_cost,
-        )
-        return StepPlan(
-            step=self._step,
-            epoch=self._arrivals.epoch,
-            replicas=tuple(self._settled(replicas)),
-            pieces=pieces,
-            target_tokens=sum(
-                self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
-            ),
-            cap=self._packer.cap(self._place),
-            micro_batches=self._data.micro_batches,
-            nominal_tokens=self._data.nominal_tokens,
-            drain=drain,
-        )
 
     def _settled(self, replicas: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
         """The same replicas, with what their micro-batches compute again in backward."""

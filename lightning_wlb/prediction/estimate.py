@@ -3,10 +3,10 @@
 While a packing looks for the best plan, no sharding is chosen yet, because choosing one takes
 longer than everything else. But that choice ends where ranks have equal rows and nearly equal
 attention (:mod:`~lightning_wlb.sharding.choice`). So the mean rank stands here for the slowest: it
-has as many rows as the others; of a piece that will be cut it has a chunk from the front and one
-from the back, whose attention is a rank's share under any sharding by pairs; of the pieces that
-stay whole it has its part of their work. A piece is taken to be cut from 1/8 of a rank's attention
-or 1/4 of its rows on (:mod:`~lightning_wlb.sharding.hybrid`).
+has as many rows as the others, and its part of everything else. A piece of less than 1/8 of a
+rank's attention and 1/4 of its rows stays whole; a longer one is dealt to so many ranks that each
+part is that small, or to all, as a chunk from the front and one from the back
+(:mod:`~lightning_wlb.sharding.hybrid`).
 
 On a single rank nothing is estimated. On more, a micro-batch takes mostly up to 2 % more than
 estimated, and further above that the shorter its pieces are, as remainders and tiles do not divide
@@ -22,16 +22,19 @@ from itertools import chain
 
 import numpy as np
 
+from lightning_wlb.cost.kernel import TILE
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.prediction.micro_batch import PASSES, Exchange, by_mode, over_layers, reach_of
 from lightning_wlb.prediction.step import MicroBatchCost
 from lightning_wlb.sharding.arrays import Integers, offsets
+from lightning_wlb.sharding.hybrid import LEAST_TILES
+from lightning_wlb.sharding.indices import ALL_TO_ALL_PERCENT
 
 CUT_ATTENTION = 8
-"""A piece is cut if it has more than 1/8 of a rank's attention."""
+"""A piece of more than 1/8 of a rank's attention is cut."""
 CUT_ROWS = 4
-"""Or more than 1/4 of its rows."""
+"""And one of more than 1/4 of its rows."""
 
 
 def estimated_costs(
@@ -50,8 +53,13 @@ def estimated_costs(
     rows = -(every.sum_of(-every.tokens) // ranks // size) * size
     earlier = every.sum_of(np.minimum(every.context, reach))
     sliced = (every.sum_of(every.context) > 0) | np.array(kept, dtype=bool)
-    spread = -(-every.sum_of(every.tokens * every.cut) // ranks)
-    travelling = (ranks - 1) * np.where(sliced, rows - (-earlier // ranks), spread)
+    gathered = (ranks - 1) * -(every.sum_of(-every.tokens * (every.parts > 1)) // ranks)
+    moved = every.sum_of(every.tokens * (every.parts - 1)) // ranks
+    travelling = np.where(
+        sliced,
+        (ranks - 1) * (rows - (-earlier // ranks)),
+        np.where(100 * moved <= ALL_TO_ALL_PERCENT * gathered, moved, gathered),
+    )
     keys = every.on_a_rank(
         np.minimum(every.near, every.queries + reach), np.minimum(every.far, every.queries + reach)
     )
@@ -97,10 +105,10 @@ class _Slices:
         ranks: int64 [micro-batches], of the context-parallel group.
         tokens: int64 [slices], as are all that follow.
         context: tokens of the piece before the slice.
-        cut: whether it lies on all ranks, as two chunks on each; else it is on one rank.
-        queries: of its segment on a rank, or of each of both.
-        near: keys of that segment, or of the first.
-        far: of the second segment; the same where there is none.
+        parts: ranks that it lies on; as two chunks on each if they are several.
+        queries: of a chunk, or of the whole slice.
+        near: keys that the first chunk reads, or the whole slice.
+        far: keys that the second chunk of the same rank reads.
     """
 
     def __init__(self, latency: LatencyModel, replica: ReplicaPlan) -> None:
@@ -115,12 +123,16 @@ class _Slices:
         self.context = table[:, 2] - table[:, 1]
         ranks = np.repeat(self.ranks, counts)
         pairs = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
-        self.cut = (ranks > 1) & (
-            (CUT_ROWS * self.tokens * ranks > np.repeat(self.sum_of(self.tokens), counts))
-            | (CUT_ATTENTION * pairs * ranks > np.repeat(self.sum_of(pairs), counts))
+        shares = np.maximum(
+            -(-CUT_ROWS * self.tokens * ranks // np.repeat(self.sum_of(self.tokens), counts)),
+            -(-CUT_ATTENTION * pairs * ranks // np.repeat(self.sum_of(pairs), counts)),
         )
+        most = self.tokens // (LEAST_TILES * TILE)
+        shares = np.where(most >= ranks, np.where(shares > 1, ranks, 1), np.minimum(shares, most))
+        self.parts = np.clip(shares, 1, ranks)
         self.far = self.context + self.tokens
-        self.queries = np.where(self.cut, -(-self.tokens // (2 * ranks)), self.tokens)
+        two = 2 * self.parts
+        self.queries = np.where(self.parts > 1, -(-self.tokens // two), self.tokens)
         self.near = self.context + self.queries
 
     def sum_of(self, values: Integers) -> Integers:
@@ -129,17 +141,16 @@ class _Slices:
 
     def on_a_rank(self, near: Integers, far: Integers) -> Integers:
         """What the mean rank of each micro-batch has, of a value for each segment."""
-        whole = self.sum_of(np.where(self.cut, 0, near))
-        mean: Integers = whole // self.ranks + self.sum_of(np.where(self.cut, near + far, 0))
+        both = np.where(self.parts > 1, near + far, near)
+        mean: Integers = self.sum_of(both * self.parts) // self.ranks
         return mean
 
     def attention_ns(self, kind: LatencyModel, *, backward: bool) -> list[int]:
         """The attention kernel of a layer, of each micro-batch on the mean rank."""
         near = kind.segments_ps(self.queries, self.near, backward=backward)
         far = np.zeros_like(near)
-        far[self.cut] = kind.segments_ps(
-            self.queries[self.cut], self.far[self.cut], backward=backward
-        )
+        cut = self.parts > 1
+        far[cut] = kind.segments_ps(self.queries[cut], self.far[cut], backward=backward)
         call = kind.call_ns(backward=backward) * (np.diff(self._first) > 0)
         times: list[int] = (self.on_a_rank(near, far) // 1000 + call).tolist()
         return times

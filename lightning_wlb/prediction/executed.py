@@ -15,6 +15,7 @@ Cost: linear in slices.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan
@@ -36,11 +37,11 @@ def units(
         same in both passes; a unit has the sharding and the replicas of its forward micro-batch,
         and rows of its own.
     """
-    forward_slices, backward_slices = (
-        sorted(sorted(micro_batch.slices) for micro_batch in micro_batches)
-        for micro_batches in (replica.forward, replica.backward)
-    )
-    if forward_slices == backward_slices:
+    passes = [[each.slices for each in micro_batches] for _, micro_batches in replica.passes]
+    if not set(passes[0]).issuperset(passes[1]):
+        # In another order they may still be the same slices.
+        passes = [[tuple(sorted(each)) for each in keys] for keys in passes]
+    if Counter(passes[0]) == Counter(passes[1]):
         return replica
     place = {
         index: number

@@ -3,12 +3,13 @@
 The predictor connects the plan, the cost model and the simulator. A micro-batch is laid out on its
 context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
 takes the time of its stage's layers, its ends and its overhead; messages between stages are the
-simulator's transfers; parameters and gradients travel once, at the end. A micro-batch of several
-replicas (DP-Merge) begins when all of them can, and its keys travel over the links of the
-data-parallel axis. What the passes hold is in :mod:`~lightning_wlb.prediction.memory`.
+simulator's transfers; parameters and gradients travel behind the actions
+(:mod:`~lightning_wlb.prediction.traffic`). A micro-batch of several replicas (DP-Merge) begins when
+all of them can, and its keys travel over the links of the data-parallel axis. What the passes hold
+is in :mod:`~lightning_wlb.prediction.memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
-action. Communication is not overlapped with computation, because the executor overlaps none.
+action. Other communication is not overlapped with computation.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
 simulation.
@@ -19,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +36,16 @@ from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel, StageParts
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.estimate import estimated_costs
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.executed import layout_of, units
 from lightning_wlb.prediction.memory import StepMemory, most_open
-from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
-from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
+from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost, most_keys
+from lightning_wlb.prediction.step import (
+    MicroBatchCost,
+    PreparedReplicas,
+    SimulatedReplicas,
+    StepPrediction,
+)
+from lightning_wlb.prediction.traffic import Traffic
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
     check_stages,
@@ -47,9 +53,9 @@ from lightning_wlb.schedule.programs import (
     meetings_of,
     program_of,
 )
-from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.schedule.simulate import simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
-from lightning_wlb.sharding import ADAPTIVE, layout
+from lightning_wlb.sharding import ADAPTIVE, HEADS, layout
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -81,40 +87,6 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
     counts = piece_counts(lengths, context_window)
     pairs = sum(count * causal_pairs(tokens) for tokens, count in counts.items())
     return pairs // max(int(lengths.sum()), 1)
-
-
-class PreparedReplicas(NamedTuple):
-    """What is known of the steps of some replicas before they are simulated.
-
-    Attributes:
-        executed: the replicas as they are executed (``prediction.executed``).
-        costs: of each replica's micro-batches.
-        programs: of each replica's ranks.
-        freed: of each replica, see :meth:`.StepMemory.freed`.
-    """
-
-    executed: list[ReplicaPlan]
-    costs: list[list[MicroBatchCost]]
-    programs: list[list[list[Action]]]
-    freed: list[Mapping[Action, int]]
-
-
-class SimulatedReplicas(NamedTuple):
-    """The steps of some replicas.
-
-    Attributes:
-        costs: of each replica's micro-batches.
-        durations: of each replica, how long each action computes, in ns.
-        programs: of each replica's ranks.
-        simulations: one for each replica.
-        peak_bytes: of the fullest rank, state included.
-    """
-
-    costs: list[list[MicroBatchCost]]
-    durations: list[dict[Action, int]]
-    programs: list[list[list[Action]]]
-    simulations: list[Simulation]
-    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -160,10 +132,9 @@ class Predictor:
         return StepMemory.of(model, self.stages)
 
     @cached_property
-    def synchronisation_ns(self) -> int:
-        """Parameters gathered, gradients reduced and applied, on the slowest pipeline rank."""
-        counts = map(self.memory.model.parameters, self.memory.rank_parts)
-        return max(map(self.latency.data_parallel_ns, counts))
+    def traffic(self) -> Traffic:
+        """When parameters are there, and gradients."""
+        return Traffic.of(self.latency, self.memory)
 
     @property
     def usable_bytes(self) -> int:
@@ -244,31 +215,41 @@ class Predictor:
         return self.run(self.prepare(replicas))
 
     def executed(
-        self, replicas: Sequence[ReplicaPlan]
+        self, replicas: Sequence[ReplicaPlan], *, estimated: bool = False
     ) -> tuple[list[ReplicaPlan], list[list[MicroBatchCost]]]:
-        """The replicas as they are executed, and the costs of their micro-batches."""
+        """The replicas as they are executed, and the costs of their micro-batches; see
+        :meth:`costs`.
+        """
         mesh = self.latency.mesh
         executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-        return executed, [self.costs(replica) for replica in executed]
+        return executed, [self.costs(replica, estimated=estimated) for replica in executed]
 
     def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
         """All that :meth:`run` simulates, of replicas that share with each other only."""
+        executed, costs = self.executed(replicas)
+        return PreparedReplicas(executed, costs, *self.programs(executed, costs))
+
+    def programs(
+        self,
+        executed: Sequence[ReplicaPlan],
+        costs: Sequence[Sequence[MicroBatchCost]],
+    ) -> tuple[list[list[list[Action]]], list[Mapping[Action, int]]]:
+        """``programs`` and ``freed`` of :class:`.PreparedReplicas`."""
         mesh = self.latency.mesh
-        replicas, costs = self.executed(replicas)
         programs = [
             [
                 program_of(
-                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number
+                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, executed, number
                 )
                 for rank in range(mesh.pipeline)
             ]
-            for number in range(len(replicas))
+            for number in range(len(executed))
         ]
         freed = [
             self.memory.freed(of_replica, replica, each)
-            for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
+            for of_replica, replica, each in zip(programs, executed, costs, strict=True)
         ]
-        return PreparedReplicas(replicas, costs, programs, freed)
+        return programs, freed
 
     def run(self, prepared: PreparedReplicas) -> SimulatedReplicas:
         """Simulate what :meth:`prepare` has made; its costs may have other recomputation by now."""
@@ -289,7 +270,11 @@ class Predictor:
             ),
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
             constant_bytes=memory.constant(costs),
-            synchronisation_ns=self.synchronisation_ns,
+            begins=lambda replica, action: self.traffic.begins(
+                action.stage, durations[replica][action]
+            ),
+            reduced=self.traffic.ends,
+            synchronisation_ns=self.traffic.optimise,
             shared=meetings_of(replicas),
         )
         peaks = [
@@ -342,11 +327,11 @@ class Predictor:
             for number, duration in enumerate(of_stage)
         }
 
-    def costs(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+    def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
         """Of every micro-batch of a replica that is as it is executed.
 
-        Where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``), they are
-        estimates for the whole replica (:mod:`~lightning_wlb.prediction.estimate`).
+        They are estimates (:mod:`~lightning_wlb.prediction.estimate`) where that is asked for, or
+        where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
         last = {  # micro-batch of each piece
             (part.document, part.origin): at
@@ -357,7 +342,7 @@ class Predictor:
             any(last[part.document, part.origin] > at for part in replica.slices_of(micro_batch))
             for at, micro_batch in enumerate(replica.forward)
         ]
-        if any(each.sharding == ADAPTIVE for each in replica.forward):
+        if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
             return estimated_costs(self.latency, replica, kept)
         return [
             self.micro_batch(
@@ -368,3 +353,22 @@ class Predictor:
             )._replace(recompute=micro_batch.recompute)
             for micro_batch, keeps in zip(replica.forward, kept, strict=True)
         ]
+
+    def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        """:meth:`costs` of a replica that is laid out, with its sizes, but estimated times."""
+        if any(each.sharding == HEADS for each in replica.forward):
+            return self.costs(replica)
+        mesh, costs = self.latency.mesh, self.costs(replica, estimated=True)
+        result = []
+        for micro_batch, cost in zip(replica.forward, costs, strict=True):
+            placed = layout_of(replica, micro_batch, mesh.context, mesh.tensor)
+            keys = most_keys(self.latency, replica.slices_of(micro_batch), placed)
+            result.append(
+                cost._replace(
+                    rows=placed.rows,
+                    keys=keys,
+                    indexed=keys if placed.ranks > 1 else 0,
+                    kept_rows=placed.rows if cost.kept_rows else 0,
+                )
+            )
+        return result

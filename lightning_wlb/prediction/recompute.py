@@ -8,8 +8,10 @@ What a rank holds while it runs an action does not depend on times: it is a pref
 program, and largest in one of its backwards. So nothing is simulated. All micro-batches begin with
 ``"none"``. While a rank holds too much, the mode of one of the micro-batches that are open in its
 fullest backward is raised: the one that frees most of the excess for each nanosecond of
-recomputation, the first of equal ones. Then every raised one is lowered again as far as the step
-still fits, the dearest first, because what was raised later may have made it needless.
+recomputation, the first of equal ones. Then every mode is lowered again as far as the step still
+fits, the dearest first, because what was raised later may have made it needless. Two more results
+come from lowering ``"selective"`` and ``"full"`` of all; the one with the shortest estimate of the
+step is taken: the sum of its actions, and the bubble that the longest of them makes.
 
 Replicas raise a micro-batch that they share together. The micro-batches of an asymmetric plan share
 slices, so that all of a replica's get the same mode.
@@ -20,21 +22,31 @@ another choice of modes can then be missed by less than a micro-batch's hidden s
 fits with the same mode for all never is. Where nothing fits the fullest rank holds the least that
 was found.
 
-Cost: about 0.1 ms per micro-batch that is raised, beside what preparing a simulation takes.
+Cost: some tenths of a millisecond per micro-batch that is raised, beside what preparing a
+simulation takes; where nothing is raised a part of that.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_wlb.plan import Recompute, ReplicaPlan
-from lightning_wlb.prediction.predictor import Predictor, PreparedReplicas
-from lightning_wlb.prediction.step import MODES
-from lightning_wlb.schedule.actions import FORWARD
+from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import MODES, MicroBatchCost
+from lightning_wlb.prediction.totals import (
+    backwards_before,
+    has_totals,
+    held_besides,
+    orders_of,
+)
+from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.sharding.arrays import Integers
 
 Place = tuple[int, int]
 """A replica by its place among those that are settled together, and a micro-batch by number."""
@@ -43,7 +55,9 @@ Place = tuple[int, int]
 def recomputing(replicas: Sequence[ReplicaPlan], mode: Recompute) -> list[ReplicaPlan]:
     """The same replicas, all of whose micro-batches recompute the same."""
     return [
-        ReplicaPlan(
+        replica
+        if all(each.recompute == mode for each in (*replica.forward, *replica.backward))
+        else ReplicaPlan(
             replica.slices,
             tuple(replace(each, recompute=mode) for each in replica.forward),
             tuple(replace(each, recompute=mode) for each in replica.backward),
@@ -60,11 +74,14 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
         replicas: those that share micro-batches share them with each other only; what they
             recompute so far does not matter.
     """
-    step = least_recomputation(predictor, replicas)
+    mesh = predictor.latency.mesh
+    executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
+    costs = list(map(predictor.sizes, executed))
+    found = least_recomputation(predictor, replicas, executed, costs)
     result = []
-    for replica, executed, costs in zip(replicas, step.executed, step.costs, strict=True):
+    for replica, as_executed, of_replica in zip(replicas, executed, found, strict=True):
         modes: dict[int, Recompute] = {}
-        for unit, cost in zip(executed.forward, costs, strict=True):
+        for unit, cost in zip(as_executed.forward, of_replica, strict=True):
             modes.update(dict.fromkeys(unit.slices, cost.recompute))
         forward, backward = (
             tuple(
@@ -77,93 +94,190 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
     return result
 
 
-def least_recomputation(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
-    """The replicas prepared for a simulation, with the least recomputation that fits in memory.
+def least_recomputation(
+    predictor: Predictor,
+    replicas: Sequence[ReplicaPlan],
+    executed: Sequence[ReplicaPlan],
+    costs: Sequence[Sequence[MicroBatchCost]],
+) -> list[list[MicroBatchCost]]:
+    """The costs with the least recomputation that fits in memory.
 
-    The arguments are those of :func:`.settled`.
+    Args:
+        predictor: of the model on the mesh.
+        replicas: as of :func:`.settled`.
+        executed: the same as they are executed (``prediction.executed``).
+        costs: of each replica's micro-batches; what they recompute so far does not matter.
     """
-    step = predictor.prepare(recomputing(replicas, "none"))
-    constant = predictor.memory.constant(step.costs)
-    accounts = [_Account(predictor, step, at, constant) for at in range(len(replicas))]
-    if all(account.excess <= 0 for account in accounts):
-        return step
-    together = _together(replicas, step.executed)
-    _raise(accounts, together)
-    if all(account.excess <= 0 for account in accounts):
-        _lower(accounts, together)
-    else:
-        _choose_one(accounts)
-    costs = [
+    accounts = [
+        _Account(predictor, of_replica, backwards)
+        for of_replica, backwards in zip(costs, _backwards(predictor, executed, costs), strict=True)
+    ]
+    for group in _sharing(executed):
+        alike = _alike(replicas, executed, group)
+        search = _Search({at: accounts[at] for at in group}, alike)
+        if search.excess > 0:
+            search.run()
+    return [
         [
             cost._replace(recompute=MODES[mode])
             for cost, mode in zip(of_replica, account.modes, strict=True)
         ]
-        for of_replica, account in zip(step.costs, accounts, strict=True)
+        for of_replica, account in zip(costs, accounts, strict=True)
     ]
-    return step._replace(costs=costs)
 
 
-def _together(
-    replicas: Sequence[ReplicaPlan], executed: Sequence[ReplicaPlan]
+def _sharing(executed: Sequence[ReplicaPlan]) -> list[list[int]]:
+    """Replicas by place, in groups that share micro-batches with each other only."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for at, replica in enumerate(executed):
+        # Sets of replicas that share are aligned, so that one of two that meet holds the other.
+        widest = max((each.replicas for each in replica.forward), key=len, default=())
+        groups[widest if len(widest) > 1 else at].append(at)
+    return list(groups.values())
+
+
+def _alike(
+    replicas: Sequence[ReplicaPlan], executed: Sequence[ReplicaPlan], group: Sequence[int]
 ) -> dict[Place, list[Place]]:
-    """For each micro-batch all those that have the same mode, itself among them."""
-    groups: dict[object, list[Place]] = defaultdict(list)
-    for at, (planned, units) in enumerate(zip(replicas, executed, strict=True)):
-        for number, unit in enumerate(units.forward):
-            shared = len(unit.replicas) > 1  # and so first on all that share it
-            alike = number if planned is units else -1
-            groups[unit.replicas if shared else at, alike].append((at, number))
-    return {place: group for group in groups.values() for place in group}
+    """For each micro-batch of some replicas all those that have the same mode, itself included."""
+    found: dict[object, list[Place]] = defaultdict(list)
+    for at in group:
+        asymmetric = executed[at] is not replicas[at]
+        for number, unit in enumerate(executed[at].forward):
+            # What is shared comes first, and so has the same number on all that share it.
+            owner = unit.replicas if len(unit.replicas) > 1 else at
+            found[owner, -1 if asymmetric else number].append((at, number))
+    return {place: places for places in found.values() for place in places}
 
 
-def _raise(accounts: Sequence[_Account], together: Mapping[Place, Sequence[Place]]) -> None:
-    """Raise modes until every replica fits, or until nothing more helps its fullest rank."""
-    for at, account in enumerate(accounts):
-        while account.excess > 0 and (found := account.best()) is not None:
-            number, mode = found
-            _change(accounts, together[at, number], mode)
+class _Search:
+    """Looks for the modes of replicas that share micro-batches with each other only.
 
+    Args:
+        accounts: of each replica, by its place.
+        alike: for each micro-batch those with the same mode.
+    """
 
-def _lower(accounts: Sequence[_Account], together: Mapping[Place, Sequence[Place]]) -> None:
-    """Lower raised modes as far as all still fits, the dearest first."""
+    def __init__(
+        self, accounts: dict[int, _Account], alike: Mapping[Place, Sequence[Place]]
+    ) -> None:
+        self._accounts = accounts
+        self._alike = alike
 
-    def cost(place: Place) -> int:
-        at, number = place
-        return int(accounts[at].costs_ns[accounts[at].modes[number], number])
+    @property
+    def excess(self) -> int:
+        """Bytes by which the fullest rank is above what may be filled; negative where it is not."""
+        return max(account.excess for account in self._accounts.values())
 
-    raised = {
-        together[at, number][0]: None
-        for at, account in enumerate(accounts)
-        for number in np.flatnonzero(account.modes).tolist()
-    }
-    for place in sorted(raised, key=lambda place: (-cost(place), place)):
-        group = together[place]
-        before = int(accounts[place[0]].modes[place[1]])
-        for mode in range(before):
-            _change(accounts, group, mode)
-            if all(accounts[at].excess <= 0 for at, _ in group):
-                break
-        else:
-            _change(accounts, group, before)
+    def run(self) -> None:
+        """Give all micro-batches the modes of the best search."""
+        best: tuple[bool, int] | None = None
+        for start in (0, self._raise, 1, 2):
+            if callable(start):
+                start()
+            else:
+                self._give({at: [start] * len(each.modes) for at, each in self._accounts.items()})
+            excess = self.excess
+            if excess <= 0:
+                self._lower()
+            slowest = max(account.step_ns for account in self._accounts.values())
+            score = excess > 0, excess if excess > 0 else slowest
+            if best is None or score < best:
+                best = score
+                modes = {at: each.modes.tolist() for at, each in self._accounts.items()}
+        self._give(modes)
 
-
-def _choose_one(accounts: Sequence[_Account]) -> None:
-    """Give all the same mode, where its fullest rank holds less than with the modes found."""
-
-    def give(modes: Sequence[Sequence[int]]) -> int:
-        for account, of_replica in zip(accounts, modes, strict=True):
+    def _give(self, modes: Mapping[int, Sequence[int]]) -> None:
+        for at, of_replica in modes.items():
             for number, mode in enumerate(of_replica):
-                account.change(number, mode)
-        return max(account.excess for account in accounts)
+                self._accounts[at].change(number, mode)
 
-    found = [account.modes.tolist() for account in accounts]
-    same = ([[mode] * len(each) for each in found] for mode in range(len(MODES)))
-    give(min([found, *same], key=give))
+    def _raise(self) -> None:
+        """Raise modes until every replica fits, or nothing more helps its fullest rank."""
+        for at, account in self._accounts.items():
+            while account.excess > 0 and (found := account.best()) is not None:
+                number, mode = found
+                self._change(self._alike[at, number], mode)
+
+    def _lower(self) -> None:
+        """Lower modes as far as all still fits, the dearest first."""
+
+        def spent(place: Place) -> int:
+            at, number = place
+            account = self._accounts[at]
+            return int(account.costs_ns[account.modes[number], number])
+
+        first = sorted({places[0] for places in self._alike.values()})
+        for place in sorted(first, key=lambda place: (-spent(place), place)):
+            places = self._alike[place]
+            before = int(self._accounts[place[0]].modes[place[1]])
+            for mode in range(before):
+                self._change(places, mode)
+                if all(self._accounts[at].excess <= 0 for at, _ in places):
+                    break
+            else:
+                self._change(places, before)
+
+    def _change(self, places: Sequence[Place], mode: int) -> None:
+        for at, number in places:
+            self._accounts[at].change(number, mode)
 
 
-def _change(accounts: Sequence[_Account], group: Sequence[Place], mode: int) -> None:
-    for at, number in group:
-        accounts[at].change(number, mode)
+class _Backwards(NamedTuple):
+    """What is known of a replica's backwards without what its micro-batches save.
+
+    Attributes:
+        first: int64 [stages, micro-batches], backwards of a rank that are done before a forward.
+        last: the same before a backward.
+        held: int64 [ranks, backwards], bytes that a rank holds besides what forwards have saved.
+    """
+
+    first: Integers
+    last: Integers
+    held: Integers
+
+
+def _backwards(
+    predictor: Predictor,
+    executed: Sequence[ReplicaPlan],
+    costs: Sequence[Sequence[MicroBatchCost]],
+) -> Iterator[_Backwards]:
+    """Of each replica."""
+    memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
+    constant = memory.constant(costs)
+    if not has_totals(predictor):
+        programs, freed = predictor.programs(executed, costs)
+        for of_ranks, free in zip(programs, freed, strict=True):
+            yield _of_programs(of_ranks, free, constant, len(memory.parts))
+        return
+    for replica, of_replica, order in zip(executed, costs, orders_of(executed), strict=True):
+        held = held_besides(memory, order, replica, of_replica, constant)
+        yield _Backwards(*backwards_before(order, ranks), held.T.copy())
+
+
+def _of_programs(
+    programs: Sequence[Sequence[Action]],
+    freed: Mapping[Action, int],
+    constant: Sequence[int],
+    stages: int,
+) -> _Backwards:
+    """From the programs of a replica's ranks, and what their actions free."""
+    ranks = len(programs)
+    passes = len(programs[0]) // 2  # of a rank
+    first, last = np.zeros((2, stages, passes * ranks // stages), np.int64)
+    bytes_held = np.zeros((ranks, passes), np.int64)
+    for rank, program in enumerate(programs):
+        held, done = constant[rank], 0
+        for action in program:
+            if action.kind == FORWARD:
+                first[action.stage, action.micro_batch] = done
+            else:
+                last[action.stage, action.micro_batch] = done
+                bytes_held[rank, done] = held
+                done += 1
+            # As the simulator has it: when a forward begins, and when a backward has ended.
+            held -= freed.get(action, 0)
+    return _Backwards(first, last, bytes_held)
 
 
 class _Account:
@@ -175,29 +289,14 @@ class _Account:
     """
 
     def __init__(
-        self, predictor: Predictor, step: PreparedReplicas, at: int, constant: Sequence[int]
+        self, predictor: Predictor, costs: Sequence[MicroBatchCost], backwards: _Backwards
     ) -> None:
         unit = predictor.latency.mesh.tensor
-        memory, costs, freed = predictor.memory, step.costs[at], step.freed[at]
+        memory = predictor.memory
         self._limit = predictor.usable_bytes
+        self._first, self._last, self._held = backwards
         stages, count = len(memory.parts), len(costs)
-        self._ranks = len(step.programs[at])
-        # The backwards of a rank that are done before a forward, and before a backward.
-        self._first = np.zeros((stages, count), np.int64)
-        self._last = np.zeros((stages, count), np.int64)
-        self._held = np.zeros((self._ranks, stages // self._ranks * count), np.int64)
-        for rank, program in enumerate(step.programs[at]):
-            held, done = constant[rank], 0
-            for action in program:
-                free = freed.get(action, 0)
-                held -= min(free, 0)  # what it leaves for others is there from its begin
-                if action.kind == FORWARD:
-                    self._first[action.stage, action.micro_batch] = done
-                else:
-                    self._last[action.stage, action.micro_batch] = done
-                    self._held[rank, done] = held
-                    done += 1
-                held -= max(free, 0)
+        self._ranks = len(self._held)
         self._saved = np.zeros((len(MODES), stages, count), np.int64)
         self._inside = np.zeros_like(self._saved)
         rows, kept = (
@@ -223,7 +322,7 @@ class _Account:
             [
                 [
                     sum(
-                        number * of_kind[True]
+                        number * sum(of_kind)
                         for number, of_kind in zip(layers, times.layer_ns, strict=True)
                     )
                     for times in cost.by_mode
@@ -232,6 +331,7 @@ class _Account:
             ],
             np.int64,
         ).reshape(count, len(MODES))
+        self._times_ns = times.T
         self.costs_ns = (times - times[:, :1]).T
         self.modes = np.zeros(count, np.int64)
         for number in range(count):
@@ -242,8 +342,16 @@ class _Account:
         """Bytes by which the fullest rank is above what may be filled; negative where it is not."""
         return int(self._held.max(initial=0)) - self._limit
 
+    @property
+    def step_ns(self) -> int:
+        """An estimate of the step on all ranks: every action, and a pipeline's bubble."""
+        spent = self._times_ns[self.modes, np.arange(len(self.modes))]
+        return int(spent.sum() + (self._ranks - 1) * spent.max(initial=0))
+
     def change(self, number: int, mode: int) -> None:
         """Give a micro-batch another mode."""
+        if mode == self.modes[number]:
+            return
         self._hold(number, -1)
         self.modes[number] = mode
         self._hold(number, 1)

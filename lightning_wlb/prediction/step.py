@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.plan import Recompute, StepPlan
+from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
+from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.simulate import Simulation
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
@@ -68,6 +70,40 @@ class MicroBatchCost(NamedTuple):
         return self.by_mode[MODES.index(self.recompute)]
 
 
+class PreparedReplicas(NamedTuple):
+    """What is known of the steps of some replicas before they are simulated.
+
+    Attributes:
+        executed: the replicas as they are executed (``prediction.executed``).
+        costs: of each replica's micro-batches.
+        programs: of each replica's ranks.
+        freed: of each replica, see :meth:`.StepMemory.freed`.
+    """
+
+    executed: list[ReplicaPlan]
+    costs: list[list[MicroBatchCost]]
+    programs: list[list[list[Action]]]
+    freed: list[Mapping[Action, int]]
+
+
+class SimulatedReplicas(NamedTuple):
+    """The steps of some replicas.
+
+    Attributes:
+        costs: of each replica's micro-batches.
+        durations: of each replica, how long each action computes, in ns.
+        programs: of each replica's ranks.
+        simulations: one for each replica.
+        peak_bytes: of the fullest rank, state included.
+    """
+
+    costs: list[list[MicroBatchCost]]
+    durations: list[dict[Action, int]]
+    programs: list[list[list[Action]]]
+    simulations: list[Simulation]
+    peak_bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class StepPrediction:
     """A simulated step.
@@ -100,10 +136,10 @@ class StepPrediction:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the pipeline ranks' time before synchronisation."""
-        ranks = [idle for simulation in self.simulations for idle in simulation.idle_ns]
-        whole = self.simulations[0].compute_ns * len(ranks)
-        return sum(ranks) / whole if whole else 0.0
+        """Idle share of the pipeline ranks' time from a replica's first action to the last one."""
+        idle = sum(sum(simulation.idle_ns) for simulation in self.simulations)
+        whole = idle + sum(sum(simulation.busy_ns) for simulation in self.simulations)
+        return idle / whole if whole else 0.0
 
     @property
     def context_ns(self) -> tuple[float, float]:

@@ -38,6 +38,7 @@ class Pipeline(NamedTuple):
             :func:`~lightning_wlb.schedule.packflow.planned_warm_up`.
         members: the replicas that share each of the first micro-batches, by their places among the
             replicas; one for each that is shared.
+        begins: before which each rank runs nothing; nothing given: time 0.
     """
 
     forward: Durations
@@ -46,6 +47,7 @@ class Pipeline(NamedTuple):
     order: Sequence[int]
     planned: Sequence[int]
     members: Sequence[tuple[int, ...]] = ()
+    begins: Sequence[int] = ()
 
 
 def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
@@ -53,8 +55,8 @@ def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
     return [each.replicas for each in replica.forward if len(each.replicas) > 1]
 
 
-def step_ends(pipelines: Sequence[Pipeline]) -> list[int]:
-    """When the last action of each replica has ended.
+def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:
+    """When the last action of each rank of each replica has ended; its begin where it has none.
 
     Args:
         pipelines: of replicas that share micro-batches with each other only.
@@ -76,7 +78,7 @@ class _Run:
         self.pipeline = pipeline
         self.ranks = len(pipeline.forward)
         self.count = len(pipeline.order)
-        self.clock = [0] * self.ranks
+        self.clock = list(pipeline.begins) or [0] * self.ranks
         self.arrived = [0] * self.count  # when the last rank to run a forward has ended it
         self.done = [0] * self.ranks  # forwards
         self.ready = 0  # when the rank before has ended the backward that is passing through
@@ -85,9 +87,9 @@ class _Run:
         """Forwards of the rank before the backward at this place."""
         return min(self.count, self.pipeline.planned[place] + self.ranks - 1 - rank)
 
-    def finish(self, place: int) -> int:
-        """Run everything from the backward at this place on; when the last one has ended."""
-        forward, backward, travel, order, planned, _ = self.pipeline
+    def finish(self, place: int) -> list[int]:
+        """Run everything from the backward at this place on; when each rank's last has ended."""
+        forward, backward, travel, order, planned = self.pipeline[:5]
         count, ranks, clock, arrived, done = (
             self.count,
             self.ranks,
@@ -122,7 +124,7 @@ class _Run:
                     ready = now
                 ready += backward[rank][index]
                 clock[rank] = ready
-        return clock[0]
+        return clock
 
     def forward_begin(self, rank: int, index: int) -> int:
         """When the rank can begin this forward, which is its next."""

@@ -6,8 +6,9 @@ that one ran on another rank. One pass in topological order gives every time, in
 time linear in the number of actions (``benchmarks/simulator_scale.py``). Replicas and steps with
 the same programs share their graph.
 
-Gradients are synchronised when the last action of the last replica has ended, because the executor
-sums the loss over all ranks before it reduces gradients.
+What else bounds a step is given by functions: ``begins``, before which the first forward of a stage
+cannot run (its parameters travel), and ``reduced``, when the gradients of the last backwards are
+there, which may be after all actions.
 
 A prediction is a lower bound in three respects: messages do not share links and do not occupy the
 rank's compute; a send does not wait for its receive; ranks do not slow each other down.
@@ -20,12 +21,12 @@ are added by ``freed_bytes``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from operator import index as as_integer
 from typing import NamedTuple
 
-from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.graph import NONE, Graph, Programs, graph_of
 from lightning_wlb.schedule.timeline import Span
 
@@ -38,7 +39,8 @@ class Simulation:
 
     Attributes:
         compute_ns: when the last action of the step ends, on this or on another replica.
-        synchronisation_ns: how long gradients are synchronised after that.
+        synchronisation_ns: how long the step goes on after that: gradients that still travel, and
+            what follows them.
     """
 
     def __init__(
@@ -71,12 +73,19 @@ class Simulation:
         )
 
     @cached_property
-    def idle_ns(self) -> tuple[int, ...]:
-        """For each rank the time before synchronisation in which it runs no action: its bubble.
+    def begin_ns(self) -> int:
+        """When the first action of this pipeline begins, which may wait for its parameters."""
+        return min(self._begin, default=0)
 
-        Where several replicas were simulated it includes the wait for the slowest.
+    @cached_property
+    def idle_ns(self) -> tuple[int, ...]:
+        """For each rank the time in which it runs no action: its bubble.
+
+        From the first action of this pipeline to the last one of all: where several replicas were
+        simulated it includes the wait for the slowest.
         """
-        return tuple(self.compute_ns - busy for busy in self.busy_ns)
+        whole = self.compute_ns - self.begin_ns
+        return tuple(whole - busy for busy in self.busy_ns)
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -147,6 +156,8 @@ def simulate_replicas(
     opened_bytes: _Function | None = None,
     freed_bytes: _Function | None = None,
     constant_bytes: Sequence[int] | None = None,
+    begins: _Function | None = None,
+    reduced: Callable[[Mapping[int, Sequence[tuple[int, int]]]], int] | None = None,
     synchronisation_ns: int = 0,
     shared: Callable[[int, Action], Hashable] | None = None,
 ) -> list[Simulation]:
@@ -164,8 +175,10 @@ def simulate_replicas(
         freed_bytes: what other actions left and this one frees, minus what this one leaves for
             others. A forward frees it when it begins, a backward when it ends.
         constant_bytes: what each rank holds all the time, the same for all replicas; None: 0.
-        synchronisation_ns: how long gradients are synchronised once the slowest replica has
-            computed.
+        begins: the earliest begin of an action. Called only for the first forward of each stage.
+        reduced: given (end, duration) of the last backward on each stage, of each replica that has
+            one, when the gradients are there.
+        synchronisation_ns: how long the step goes on after that and after the last action.
         shared: the name of the action on all replicas that run it together (DP-Merge) and that
             begin it together; None for an action of one replica.
 
@@ -179,12 +192,14 @@ def simulate_replicas(
         TypeError: if a number is not an integer.
     """
     runs = [
-        _run(replica, of_replica, duration, transfer, opened_bytes, freed_bytes)
+        _run(replica, of_replica, duration, transfer, opened_bytes, freed_bytes, begins)
         for replica, of_replica in enumerate(programs)
     ]
     if shared is not None:
         runs = _begin_together(runs, shared)
     compute_ns = max((max(run.end, default=0) for run in runs), default=0)
+    if reduced is not None:
+        synchronisation_ns += max(reduced(_last_backwards(runs)) - compute_ns, 0)
     simulations = []
     for run in runs:
         ranks = len(run.graph.ranks)
@@ -201,6 +216,7 @@ class _Run(NamedTuple):
     Attributes:
         opened: bytes that are held from the action's begin on, less those it frees then.
         freed: bytes that are free from its end on; negative where it leaves more than it frees.
+        earliest: before which actions cannot begin.
     """
 
     graph: Graph
@@ -210,6 +226,7 @@ class _Run(NamedTuple):
     freed: list[int]
     durations: list[int]
     transfers: list[int]
+    earliest: list[int]
 
 
 def _run(
@@ -219,6 +236,7 @@ def _run(
     transfer: _Function | None,
     opened_bytes: _Function | None,
     freed_bytes: _Function | None,
+    begins: _Function | None,
 ) -> _Run:
     """The run of a replica that meets no other."""
     graph = graph_of(tuple(map(tuple, programs)))
@@ -233,8 +251,24 @@ def _run(
                 opened[number] -= size
             else:
                 freed[number] += size
-    begin, end = _times(graph, durations, transfers, None)
-    return _Run(graph, begin, end, opened, freed, durations, transfers)
+    firsts = {graph.actions[number].stage: number for number in reversed(graph.forwards)}
+    earliest = _integers("begins", begins, replica, graph, list(firsts.values()))
+    begin, end = _times(graph, durations, transfers, earliest)
+    return _Run(graph, begin, end, opened, freed, durations, transfers, earliest)
+
+
+def _last_backwards(runs: Sequence[_Run]) -> dict[int, list[tuple[int, int]]]:
+    """By stage, (end, duration) of the last backward of each replica that has one."""
+    last: dict[int, list[tuple[int, int]]] = {}
+    for run in runs:
+        numbers = {
+            action.stage: number
+            for number, action in enumerate(run.graph.actions)
+            if action.kind == BACKWARD
+        }
+        for stage, number in numbers.items():
+            last.setdefault(stage, []).append((run.end[number], run.durations[number]))
+    return last
 
 
 def _integers(
@@ -253,7 +287,7 @@ def _integers(
 
 
 def _times(
-    graph: Graph, durations: list[int], transfers: list[int], earliest: list[int] | None
+    graph: Graph, durations: list[int], transfers: list[int], earliest: list[int]
 ) -> tuple[list[int], list[int]]:
     """Begin and end of every action, by number; none begins before ``earliest``."""
     count = len(graph.actions)
@@ -266,7 +300,7 @@ def _times(
             arrival = end[needed[number]] + transfers[number]
             if arrival > now:
                 now = arrival
-            if earliest is not None and earliest[number] > now:
+            if earliest[number] > now:
                 now = earliest[number]
             begin[number] = now
             now += durations[number]
@@ -288,7 +322,7 @@ def _begin_together(runs: list[_Run], shared: Callable[[int, Action], Hashable])
             name = shared(replica, action)
             if name is not None:
                 names.setdefault(name, []).append((replica, number))
-    earliest = [[0] * len(run.begin) for run in runs]
+    earliest = [list(run.earliest) for run in runs]
     for _ in range(len(names) + 1):
         moved: set[int] = set()
         for places in names.values():

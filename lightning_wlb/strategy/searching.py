@@ -5,7 +5,8 @@ the ranks before it prepares data and builds the model, so they are asked for ea
 are connected and the process groups of a mesh are not made yet:
 
 1. The first rank of each node prepares the documents while the others wait, as long as it takes,
-   as Lightning lets them wait for ``prepare_data``. Then every rank opens them.
+   as Lightning lets them wait for ``prepare_data``. Then every rank opens them. (Lightning calls
+   ``prepare_data`` again later, which finds everything made.)
 2. Every rank says what it would choose a mesh for. Where one says other than rank 0, all end in an
    error that names the ranks and what differs.
 3. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
@@ -49,7 +50,6 @@ from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress, choose_mesh
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.strategy.mesh import Size
 
 PREPARING = timedelta(days=100)
 """How long ranks wait for a node's first one to prepare documents; tokenising may take hours."""
@@ -69,7 +69,7 @@ class Asked(NamedTuple):
         rest_dtype: of parameters and optimizer state at rest.
     """
 
-    sizes: Sequence[Size]
+    sizes: Sequence[int | str]
     schedule: str
     virtual_stages: int | None
     devices: int
@@ -77,17 +77,7 @@ class Asked(NamedTuple):
     rest_dtype: str
 
 
-def unknown(trainer: pl.Trainer, module: object, profile: Profile | None) -> str | None:
-    """What is missing to choose a mesh by, in words; None where nothing is."""
-    data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, WLBDataModule):
-        return "the documents are not in a WLBDataModule"
-    if not isinstance(module, LanguageModule):
-        return "the model is in no LanguageModule"
-    return "there is no device profile of these devices" if profile is None else None
-
-
-def choose(
+def agreed_mesh(
     asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
 ) -> tuple[Mesh, str]:
     """The mesh and its schedule; collective over all ranks.
@@ -132,7 +122,7 @@ def _request(
     if model is None:
         with torch.device("meta"):
             model = module.build_model()
-    fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if n != "auto"}
+    fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if isinstance(n, int)}
     if "tensor" not in fixed and not _can_split(model):
         fixed["tensor"] = 1
     return MeshRequest(

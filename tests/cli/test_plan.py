@@ -160,6 +160,8 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         report = json.loads(out.splitlines()[-1])
         steps[name] = report["rows"][0]["step_ms_mean"]
         assert report["virtual_stages"] == (2 if name == "interleaved" else 1)
+        share = 1.0 if name == "full" else 0.0
+        assert report["rows"][0]["recomputed_full"] == report["rows"][0]["recomputed"] == share
     assert steps["full"] > steps["1f1b"]
     assert steps["interleaved"] != steps["1f1b"]
 
@@ -272,6 +274,19 @@ def test_a_row_that_does_not_fit_is_named_beside_those_that_do(
     assert [row["packing"] for row in report["does_not_fit"]] == ["wlb"]
     assert report["does_not_fit"][0]["peak_gigabytes"] > 73.6
     assert "Does not fit in memory: wlb" in out
+
+
+def test_each_plan_recomputes_as_little_as_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(
+        capsys, "--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000",
+        "--steps", "5", "--json",
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads(out.splitlines()[-1])
+    shares = {row["packing"]: row["recomputed"] for row in report["rows"]}
+    assert shares["original"] == shares["best_fit"] == 0 < shares["wlb"] < 0.5
+    assert report["does_not_fit"] == []
+    assert max(row["peak_gigabytes"] for row in report["rows"]) <= 73.6
 
 
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

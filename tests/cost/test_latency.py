@@ -203,7 +203,8 @@ def test_communication_in_bytes_over_bandwidth() -> None:
     # Stages lie on different nodes here: 0.1 GB/s.
     assert model.pipeline_ns(1000, 0) == 250 * 4096 * 2 * 10
     # A ring over data × context, two ranks in each node.
-    assert model.data_parallel_ns(4_000_000) == 3 * 1_000_000 * (2 + 4) * 5
+    assert model.gather_ns(4_000_000) == 3 * 1_000_000 * 2 * 5
+    assert model.reduce_ns(4_000_000) == 3 * 1_000_000 * 4 * 5
 
 
 def test_attention_split_by_heads() -> None:
@@ -228,7 +229,7 @@ def test_one_rank_sends_nothing() -> None:
     assert model.tensor_parallel_ns(1000) == 0
     assert model.context_parallel_ns(1000, 1000, backward=True) == 0
     assert model.pipeline_ns(1000, 0) == 0
-    assert model.data_parallel_ns(1000) == 0
+    assert model.gather_ns(1000) == model.reduce_ns(1000) == 0
 
 
 def test_an_unknown_dtype_and_an_indivisible_model_are_refused() -> None:

@@ -102,6 +102,21 @@ def test_state_is_whole_parameters_and_gradients_and_a_shard_of_the_rest() -> No
     assert memory.state_bytes(StageParts((1,))) == count * (2 + 4) + count // 4 * (4 + 8 + 4)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rest", "each"),
+    [
+        ("bfloat16", "float32", 2 + 4 + 12),
+        ("bfloat16", "bfloat16", 4 + 6),
+        ("float64",) * 2 + (32,),
+    ],
+)
+def test_a_rank_alone_holds_gradients_once_and_copies_parameters_to_another_dtype(
+    dtype: str, rest: str, each: int
+) -> None:
+    memory = MemoryModel(CONFIG.shape, dtype=dtype, rest_dtype=rest)
+    assert memory.state_bytes(StageParts((1,))) == memory.parameters(StageParts((1,))) * each
+
+
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(context=2), Mesh(tensor=2), Mesh(context=4)])
 @pytest.mark.parametrize("recompute", MODES)
 def test_the_longest_micro_batch_fits_and_one_more_row_does_not(

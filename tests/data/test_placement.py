@@ -19,11 +19,11 @@ from lightning_wlb.sharding import choose
 from tests.data.test_datamodule import SHAPE, data
 
 
-def stand(documents: WLBDataModule, **strategy: Any) -> None:
-    """Give it a Trainer of which only the strategy is told."""
+def stand(documents: WLBDataModule, checkpointing: str = "auto", **strategy: Any) -> None:
+    """Give it a Trainer of which only the strategy and a module are told."""
     documents.trainer = SimpleNamespace(  # type: ignore[assignment]
         strategy=SimpleNamespace(root_device=torch.device("cpu"), **strategy),
-        lightning_module=SimpleNamespace(model_shape=SHAPE),
+        lightning_module=SimpleNamespace(model_shape=SHAPE, planned_checkpointing=checkpointing),
         global_step=0,
     )
 
@@ -124,3 +124,32 @@ def test_documents_are_sliced_where_the_strategys_schedule_runs_slices(
     stand(documents, rank=Rank(Mesh(pipeline=4)), schedule=schedule)
     (replica,) = next(iter(documents.train_dataloader())).plan.replicas
     assert any(part.context > 0 for part in replica.slices) == slices
+
+
+def test_plans_recompute_what_the_module_asks_for() -> None:
+    """By itself as little as fits, or as fits best."""
+    shape = replace(SHAPE, vocab_size=0, layers=4)
+    found = {}
+    for checkpointing, memory in (("auto", 10**9), ("auto", 1), ("full", 10**9), ("none", 1)):
+        documents = data(
+            documents=[[1] * 100, [1] * 60],
+            context_window=100,
+            micro_batches=2,
+            packing="original",
+            shuffle=False,
+            model_shape=shape,
+            profile=replace(Profile.load("h100"), memory_bytes=memory),
+        )
+        stand(documents, checkpointing, rank=Rank())
+        batch = next(iter(documents.train_dataloader()))
+        forward = batch.plan.replicas[0].forward
+        found[checkpointing, memory] = {each.recompute for each in forward}
+        assert [each.recompute for each in batch.micro_batches] == [
+            each.recompute for each in forward
+        ]
+    assert found == {
+        ("auto", 10**9): {"none"},
+        ("auto", 1): {"full"},
+        ("full", 10**9): {"full"},
+        ("none", 1): {"none"},
+    }

@@ -28,7 +28,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.planning.planner import DataSettings, Planner
+from lightning_wlb.planning.planner import DataSettings, Planner, Release
 from tests import ranks  # noqa: F401  (what a new process has imported already)
 
 # Documents wait in queues and are drained at the end of an epoch.
@@ -124,6 +124,29 @@ def test_workers_change_nothing(workers: int) -> None:
     assert [content(batch) for batch in loader] == [content(batch) for batch in whole[-7:]]
 
 
+def test_a_worker_places_its_own_steps_and_those_whose_digest_they_carry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed: list[int] = []
+    place = Planner.place
+
+    def noting(planner: Planner, release: Release) -> Any:
+        placed.append(release.step)
+        return place(planner, release)
+
+    whole = list(dataset())
+    monkeypatch.setattr(Planner, "place", noting)
+    monkeypatch.setattr(sampler, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=4))
+    own = list(dataset())
+    assert [content(batch) for batch in own] == [content(batch) for batch in whole[1::4]]
+    assert placed == [step for step in range(len(whole)) if step % 4 in (1, 2)]
+    placed.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(Planner, "place", noting)
+    list(dataset())
+    assert placed == list(range(len(whole))), "one worker places each step once"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_broken_anywhere_goes_on_with_the_first_step_not_taken(seed: int) -> None:
     """The worker has planned ahead of the break; steps that fail are taken again."""
@@ -148,13 +171,13 @@ PLANNING = 0.1  # seconds
 
 def waits(workers: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What a training of 0.2 s a step waits for a planner that takes half of that, when warm."""
-    plan = Planner.next_step
+    place = Planner.place
 
-    def slowly(planner: Planner) -> Any:
+    def slowly(planner: Planner, release: Release) -> Any:
         time.sleep(PLANNING)
-        return plan(planner)
+        return place(planner, release)
 
-    monkeypatch.setattr(Planner, "next_step", slowly)
+    monkeypatch.setattr(Planner, "place", slowly)
     waited = []
     for batch in StepLoader(dataset(), lambda: None, num_workers=workers):
         waited.append(batch.to("cpu").wait_seconds)

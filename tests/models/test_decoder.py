@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.decoder import Decoder, check_decoder
 from lightning_wlb.models.initialise import initial_values
+from lightning_wlb.models.language_module import LanguageModule
+from tests.models.steps import config, documents, step_batch
 
 
 class Bare(Decoder):
@@ -39,3 +41,29 @@ def test_forward_is_the_subclasss():
     assert Bare().tied == {}
     with pytest.raises(NotImplementedError, match=r"Bare\.forward"):
         Bare()(None)
+
+
+@pytest.mark.parametrize("own", ["none", "selective", "auto"])
+@pytest.mark.parametrize("asked", ["auto", "none", "full"])
+def test_plans_ask_for_what_the_model_recomputes(own, asked):
+    """What the model always does, or else what was asked for; one is not turned into the other."""
+    module = LanguageModule(config(), activation_checkpointing=asked)
+    assert module.planned_checkpointing == asked  # before there is a model
+    module.model = Bare()
+    module.model.activation_checkpointing = own
+    if own == "auto" or asked in ("auto", own):
+        check_decoder(module.model, asked)
+        assert module.planned_checkpointing == (asked if own == "auto" else own)
+    else:
+        with pytest.raises(ValueError, match=f"'{asked}', but the Bare that .* has '{own}'"):
+            check_decoder(module.model, asked)
+
+
+@pytest.mark.parametrize(("asked", "own"), [("auto", "none"), ("none", "auto")])
+def test_a_plan_with_another_recomputation_is_refused(asked, own):
+    module = LanguageModule(config(), activation_checkpointing=asked)
+    module.model = Bare()
+    module.model.activation_checkpointing = own
+    batch = step_batch(documents(), recompute=("none", "full"))
+    with pytest.raises(ValueError, match=r"recomputes 'full', but plans .*checkpointing='none'"):
+        module.step(batch)

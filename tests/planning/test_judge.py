@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -176,3 +177,30 @@ def test_units_take_what_the_executor_runs():
         # Three units, each forward and backward on every stage.
         assert judge([plan]).time == total(100) + virtual * 6 * 6
         assert judge([plan]).peak == 100 * virtual
+
+
+def test_plans_are_judged_with_the_recomputation_that_they_get():
+    shape = ModelShape(1024, 8, 16, 4, 64, 2816, 32000)
+    latency = LatencyModel(Profile.load("h100"), shape, Mesh(pipeline=2))
+    stages = (range(4), range(4, 8))
+    data = DataSettings(8192, 4, packing="original", shuffle=False)
+    planned = [[8192] * 4, data, Work.of(shape), Mesh(pipeline=2)]
+    plan = Planner(*planned).next_step()
+    none, full = (
+        PredictedJudge(Predictor(latency, stages), mode)(plan.replicas) for mode in ("none", "full")
+    )
+    assert none.time < full.time
+    assert none.peak > full.peak
+    between = (none.peak + full.peak) // 2 * 100 // 92
+    small = replace(latency, profile=replace(latency.profile, memory_bytes=between))
+    judge = PredictedJudge(Predictor(small, stages))
+    verdict = judge(plan.replicas)
+    assert none.time < verdict.time < full.time
+    assert full.peak < verdict.peak <= judge.limit < none.peak
+    # The plan that is made says what it was judged with.
+    settled = Planner(*planned, judge=judge).next_step()
+    fixed = PredictedJudge(Predictor(small, stages), "none")
+    assert {each.recompute for each in settled.replicas[0].forward} != {"none"}
+    assert judge.predictor.predict(settled).peak_bytes == verdict.peak
+    assert fixed.settled(settled.replicas) == list(plan.replicas)
+    assert Planner(*planned, judge=fixed, activation_checkpointing="none").next_step() == plan

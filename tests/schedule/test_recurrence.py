@@ -11,7 +11,7 @@ from lightning_wlb.schedule.simulate import simulate_replicas
 from tests.schedule.test_shared import plan_of
 
 
-def pipelines_of(replicas, ranks, numbers):
+def pipelines_of(replicas, ranks, numbers, begins):
     """Pipelines with durations and transfers drawn from a pool of numbers."""
 
     def table(number, salt):
@@ -33,6 +33,7 @@ def pipelines_of(replicas, ranks, numbers):
                 order,
                 planned_warm_up(needs),
                 members_of(replica),
+                begins,
             )
         )
     return found
@@ -45,10 +46,12 @@ def pipelines_of(replicas, ranks, numbers):
     st.lists(st.lists(st.integers(1, 5), max_size=5), min_size=4, max_size=4),
     st.integers(1, 5),
     st.lists(st.integers(0, 100), min_size=1, max_size=40),
+    st.lists(st.integers(0, 300), min_size=5, max_size=5),
 )
-def test_replicas_end_when_the_simulator_ends_them(quads, pairs, own, ranks, numbers):
+def test_replicas_end_when_the_simulator_ends_them(quads, pairs, own, ranks, numbers, begins):
     replicas = plan_of(quads, pairs, own)
-    pipelines = pipelines_of(replicas, ranks, numbers)
+    begins = begins[:ranks]
+    pipelines = pipelines_of(replicas, ranks, numbers, begins)
 
     def duration(replica, action):
         each = pipelines[replica]
@@ -67,11 +70,18 @@ def test_replicas_end_when_the_simulator_ends_them(quads, pairs, own, ranks, num
         ],
         duration,
         transfer,
+        begins=lambda replica, action: begins[action.stage],
         shared=meetings_of(replicas),
     )
-    ends = [max((spans[-1].end_ns for spans in each.spans if spans), default=0) for each in steps]
+    ends = [
+        [
+            spans[-1].end_ns if spans else begin
+            for spans, begin in zip(each.spans, begins, strict=True)
+        ]
+        for each in steps
+    ]
     assert step_ends(pipelines) == ends
 
 
 def test_a_pipeline_without_micro_batches_takes_no_time():
-    assert step_ends([Pipeline([[], []], [[], []], [[], []], [], [])]) == [0]
+    assert step_ends([Pipeline([[], []], [[], []], [[], []], [], [])]) == [[0, 0]]

@@ -238,6 +238,30 @@ def test_replicas_end_together(counts, seed):
         assert together.idle_ns == tuple(slowest - busy for busy in each.busy_ns)
 
 
+def test_forwards_wait_for_parameters_and_the_step_for_gradients():
+    seen = []
+
+    def begins(replica, action):
+        seen.append((replica, str(action)))
+        return 7 if action.stage == 0 else 30
+
+    def reduced(last):
+        assert last == {0: [(55, 5), (45, 5)], 1: [(50, 5), (40, 5)]}
+        return 70
+
+    programs = [make_programs("1f1b", 2, count) for count in (2, 1)]
+    long, short = simulate_replicas(
+        programs, lambda *_: 5, begins=begins, reduced=reduced, synchronisation_ns=4
+    )
+    assert sorted(seen) == [(0, "0F0"), (0, "1F0"), (1, "0F0"), (1, "1F0")]
+    # 0F0 begins at 7 and 1F0, whose input is there at 12, at 30.
+    assert [str(span.action) for span in long.spans[1]] == ["1F0", "1B0", "1F1", "1B1"]
+    assert [span.begin_ns for span in long.spans[1]] == [30, 35, 40, 45]
+    assert (long.begin_ns, long.compute_ns, long.synchronisation_ns) == (7, 55, 15 + 4)
+    assert long.total_ns == short.total_ns == 74
+    assert long.idle_ns == (55 - 7 - 20, 55 - 7 - 20)
+
+
 def test_no_micro_batches():
     found = simulate(make_programs("1f1b", 3, 0), lambda _: 1, synchronisation_ns=4)
     assert (found.total_ns, found.spans, found.idle_ns) == (4, ((), (), ()), (0, 0, 0))

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.sampler import StepDataset
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from lightning_wlb.planning.planner import Release
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import ADAPTIVE, layout
@@ -170,9 +171,8 @@ class ChangingPlanner:
     def __init__(self, planner: Any, change: Callable[[StepPlan], StepPlan]) -> None:
         self._planner, self._change = planner, change
 
-    def next_step(self) -> StepPlan | None:
-        plan = self._planner.next_step()
-        return None if plan is None else self._change(plan)
+    def place(self, release: Release) -> StepPlan:
+        return self._change(self._planner.place(release))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)

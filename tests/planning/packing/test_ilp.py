@@ -27,6 +27,8 @@ def test_solver_finds_what_greed_misses(solver) -> None:
     """Longest first gives 3+2+2 | 3+2 = 7; the optimum is 3+3 | 2+2+2 = 6."""
     problem = Problem([3, 3, 2, 2, 2], [1] * 5, 2, 5)
     assert problem.bound == 6
+    # Of three heavy pieces two share one of two micro-batches.
+    assert Problem([5, 1, 5, 5], [1] * 4, 2, 5).bound == 10
     answer = solve(problem, solver, 1000, None)
     assert heaviest_of(problem, answer) == 6
     assert answer == solve(problem, solver, 1000, None)
