@@ -271,12 +271,11 @@ class _InStep:
         shares = [self.unit.shares[number] for number in self._trained]
         sizes = [prod(share.chunk) for share in shares]
         self._sums = torch.empty(self._ranks, sum(sizes), dtype=self._run.wide, device=device)
+        # What pads a parameter stays as it is: nobody reads the sums of it.
         for number, share, part in zip(
             self._trained, shares, self._sums.split(sizes, 1), strict=True
         ):
             self._places[number] = part.unflatten(1, share.chunk)
-            if share.rows * self._ranks > share.shape[share.dim]:
-                part.zero_()  # padding
 
     def awaits_last(self) -> None:
         """The last backward of the step is next: each parameter's gradient is added once more.

@@ -42,7 +42,8 @@ def test_the_steps_are_those_of_the_run() -> None:
 )
 def test_what_a_mesh_loses_by_is_named(mesh: Mesh, loss: str) -> None:
     # Few parameters beside the tokens, where keys are to be what travels most.
-    asked = request(micro_batches=4 if mesh.context == 1 else 64)
+    many = {"lengths": [4096] * 128, "micro_batches": 64}
+    asked = request(**(many if mesh.context > 1 else {}))
     # A link so slow that whatever waits for it is most of the step.
     slow = {"node": Link(0, 1e9), "network": Link(0, 1e9)}
     if loss != "pipeline bubble":
