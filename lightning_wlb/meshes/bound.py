@@ -4,14 +4,14 @@ Of a sample of global batches it takes the tokens, the attention of all pieces (
 summed once for each tensor-parallel size) and the longest piece. On a mesh, with M micro-batches
 for each replica of equal tokens and equal work, a step takes
 
-    M · r + (P - 1) · a + 2·(P - 1) · message + gathering and reducing parameters
+    M · r + f + 2·(P - 1) · message + gathering and reducing parameters
 
-where r is forward and backward of one micro-batch on all stages of the busiest rank, and a on the
-slowest stage: matrix products at the profile's rate for so many rows, communication over tensor-
-and context-parallel ranks, an even share of the attention. A replica never takes less than its
-longest piece, unless the packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times
-the least number that the cap allows, and as few of them recompute as fit in memory with as many
-open as 1F1B opens.
+where r is forward and backward of one micro-batch on all stages of the busiest rank, and f on all
+other stages, over the stages of a rank (the time in which the pipeline fills and drains): matrix
+products at the profile's rate for so many rows, communication over tensor- and context-parallel
+ranks, an even share of the attention. A replica never takes less than its longest piece, unless the
+packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times the least number that the
+cap allows, and as few of them recompute as fit in memory with as many open as 1F1B opens.
 
 What it leaves out is what planning decides: how even micro-batches become. So among good meshes its
 order says next to nothing (rank correlation about 0), but what it finds slow is slow.
@@ -163,14 +163,14 @@ class ClosedForm:
         cost = self._cost(predictor, rows, count, mode)
         stages = _stage_ns(predictor, cost)
         ranks, slices = mesh.pipeline, self._slices(mesh)
-        busy, slowest = count * _busiest(stages, ranks), max(stages)
+        busy, filling = count * _busiest(stages, ranks), _filling(stages, mesh)
         if not (slices and mesh.virtual_stages == 1):
             # The longest piece runs on one replica, in one micro-batch where it is not sliced.
             longest = _stage_ns(predictor, self._longest(predictor))
             busy = max(busy, _busiest(longest, ranks))
-            slowest = slowest if slices else max(slowest, *longest)
+            filling = filling if slices else max(filling, _filling(longest, mesh))
         messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
-        return busy + (ranks - 1) * slowest + messages + _exposed_ns(predictor, stages)
+        return busy + filling + messages + _exposed_ns(predictor, stages)
 
     def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
         """A micro-batch with an even share of everything."""
@@ -286,3 +286,8 @@ def _exposed_ns(predictor: Predictor, stage_ns: list[int]) -> int:
 def _busiest(stage_ns: list[int], ranks: int) -> int:
     """Of the busiest rank, which has every so-many-th stage."""
     return max(sum(stage_ns[rank::ranks]) for rank in range(ranks))
+
+
+def _filling(stage_ns: list[int], mesh: Mesh) -> int:
+    """How long the busiest rank waits for its first micro-batch and after its last."""
+    return (sum(stage_ns) - max(stage_ns)) // mesh.virtual_stages

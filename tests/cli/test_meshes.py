@@ -1,0 +1,145 @@
+"""``lightning-wlb plan --mesh auto``: what it prints, and that its rows come out the same again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_wlb.cli.main import main
+from lightning_wlb.cli.meshes import is_searched
+from lightning_wlb.strategy.wlb import WLBStrategy
+
+MODEL = "dim=512,layers=4,heads=8,kv_heads=4,ffn_dim=1408,vocab_size=32000"
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("lengths") / "lengths.npy"
+    np.save(path, np.where(rng.random(60) < 0.1, 16_384, rng.integers(64, 2048, 60)))
+    return str(path)
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], lengths: str, *options: str, mesh: str = "auto"
+) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    given = ["plan", "--lengths", lengths, "--model", MODEL, "--mesh", mesh, "--profile", "h100"]
+    given += ["--context-window", "16384", "--micro-batches", "4", *options]
+    code = main(given)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def searched(capsys: pytest.CaptureFixture[str], lengths: str, *options: str) -> dict[str, Any]:
+    code, out, err = run(capsys, lengths, "--devices", "4", "--json", *options)
+    assert code == 0, err
+    report = json.loads(out.splitlines()[-1])
+    for line in report["verdict"]["text"] + report["verdict"]["trainer"]:
+        assert line[:40] in out
+    return report
+
+
+def test_the_report_and_its_rows_planned_again(
+    capsys: pytest.CaptureFixture[str], lengths: str, tmp_path: Path
+) -> None:
+    picture = tmp_path / "meshes.png"
+    report = searched(capsys, lengths, "--steps", "1", "--picture", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    times = [row["step_ms"] for row in report["rows"]]
+    assert times == sorted(times)
+    assert report["simulated"]
+    assert report["devices"] == 4
+    tokens = [row["tokens_per_second"] for row in (report["rows"][0], report["best_fit"])]
+    verdict = report["verdict"]
+    assert verdict["times_best_fit"] == pytest.approx(tokens[0] / tokens[1])
+    assert "is not measured" in verdict["text"][0]
+    flat = {tuple(row["mesh"].values())[:4] for row in report["rows"] + report["planned_by_work"]}
+    assert len(flat) == 10
+    for axis, best in report["best_by_axis"].items():
+        sizes = {row["mesh"][axis] for row in report["rows"]}
+        assert {int(size) for size in best} == sizes
+    # The advised row, and one of a pipeline, by the command without a search.
+    pipeline = next(row for row in report["rows"] if row["mesh"]["virtual_stages"] == 2)
+    for row in (report["rows"][0], pipeline):
+        sizes = [str(row["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")]
+        options = ["--schedule", row["schedule"], "--steps", "1", "--packing", "auto", "--json"]
+        options += ["--virtual-stages", str(row["mesh"]["virtual_stages"])]
+        code, out, err = run(capsys, lengths, *options, mesh=",".join(sizes))
+        assert code == 0, err
+        again = json.loads(out.splitlines()[-1])["rows"][-1]
+        assert again["packing"] == "auto"
+        assert again["step_ms_mean"] == pytest.approx(row["step_ms"], rel=1e-12)
+        assert again["peak_gigabytes"] == pytest.approx(row["peak_bytes"] / 1e9, rel=1e-12)
+        assert again["recomputed"] == row["recomputed"]
+
+
+def test_the_lines_to_paste_make_that_strategy(
+    capsys: pytest.CaptureFixture[str], lengths: str
+) -> None:
+    report = searched(capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto")
+    trainer = report["verdict"]["trainer"][0]
+    assert trainer.startswith("Trainer(devices=4, strategy=WLBStrategy(")
+    strategy = eval(trainer[trainer.index("WLBStrategy(") : -1], {"WLBStrategy": WLBStrategy})
+    assert repr(strategy).startswith(
+        f"WLBStrategy({', '.join(report['verdict']['mesh'].split(','))}"
+    )
+    assert "Of best_fit, mesh" in report["verdict"]["text"][1]
+
+
+def test_short_documents_are_told_that_it_does_not_pay(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "short.npy", np.full(400, 256))
+    short = str(tmp_path / "short.npy")
+    report = searched(capsys, short, "--steps", "1", "--schedule", "1f1b", "--micro-batches", "2")
+    verdict = report["verdict"]
+    assert not verdict["worth_it"]
+    assert verdict["packing"] == "best_fit"
+    assert "Balancing is not for you" in verdict["text"][1]
+    assert verdict["mesh"] == ",".join(
+        str(report["best_fit"]["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        ("auto", (), "--mesh auto needs --devices"),
+        ("auto,2", ("--devices", "4"), "neither auto nor data,pipeline,context,tensor"),
+        ("auto,x,1,1", ("--devices", "4"), "neither auto nor data,pipeline,context,tensor"),
+        ("auto,3,1,1", ("--devices", "4"), "together 3, which does not go into 4 devices"),
+        ("auto", ("--devices", "4", "--packing", "slim,auto"), "one at a time"),
+        ("auto", ("--devices", "4", "--sharding", "adaptive,heads"), "one at a time"),
+        ("auto", ("--devices", "4", "--trace", "t.json"), "--trace shows one mesh"),
+        ("auto", ("--devices", "0"), "--devices=0"),
+        ("2,2,1,1", ("--devices", "8"), "has 4 devices, not --devices 8"),
+    ],
+)
+def test_mistakes_are_answered(
+    capsys: pytest.CaptureFixture[str],
+    lengths: str,
+    mesh: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    code, _, err = run(capsys, lengths, *options, mesh=mesh)
+    assert code == 2
+    assert message in " ".join(err.split())
+
+
+def test_micro_batches_have_to_be_given(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", MODEL, "--profile", "h100", "--context-window", "16384"]
+    given = ["plan", "--lengths", lengths, "--mesh", "auto", "--devices", "4", *options]
+    assert main(given) == 2
+    assert "needs --micro-batches" in " ".join(capsys.readouterr().err.split())
+
+
+def test_only_open_sizes_are_searched() -> None:
+    assert is_searched("auto")
+    assert is_searched("auto,2,auto,1")
+    assert not is_searched("1,2,2,1")
