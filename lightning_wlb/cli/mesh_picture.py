@@ -30,7 +30,7 @@ def draw_meshes(path: Path, found: MeshChoice, reference: MeshRow, title: str) -
         reference: the best mesh of ``best_fit``, drawn as a line.
         title: above the picture.
     """
-    rows = sorted(found.rows + found.others, key=lambda row: row.steps_ns)[:MOST_BARS]
+    rows = sorted(found.rows + found.others, key=lambda row: row.step_ms)[:MOST_BARS]
     figure = new_figure(11, 2 + 0.26 * len(rows))
     axes = figure.subplots()
     names = list(rows[0].shares)

@@ -280,7 +280,7 @@ def _best(verdict: MeshVerdict) -> Table:
 def _by_axis(found: MeshChoice) -> Table:
     table = Table(title="The best mesh with each size of an axis", title_justify="left")
     table.add_column("axis")
-    for heading in ("size", "mesh", "step (ms)", "times the best"):
+    for heading in ("size", "mesh", "step (ms)", "times the best", "planned by"):
         table.add_column(heading, justify="right")
     for axis in COMPARED_AXES:
         for size, row in found.best_by(axis).items():
@@ -289,7 +289,8 @@ def _by_axis(found: MeshChoice) -> Table:
                 str(size),
                 name_of(row.mesh),
                 f"{row.step_ms:,.1f}",
-                f"{row.steps_ns / found.best.steps_ns:.2f}",
+                f"{row.times(found.best):.2f}",
+                "profile" if row.by_profile else "work",
             )
         table.add_section()
     return table

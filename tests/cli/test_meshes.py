@@ -61,7 +61,7 @@ def test_the_report_and_its_rows_planned_again(
     flat = {tuple(row["mesh"].values())[:4] for row in report["rows"] + report["planned_by_work"]}
     assert len(flat) == 10
     for axis, best in report["best_by_axis"].items():
-        sizes = {row["mesh"][axis] for row in report["rows"]}
+        sizes = {row["mesh"][axis] for row in report["rows"] + report["planned_by_work"]}
         assert {int(size) for size in best} == sizes
     # The advised row, and one of a pipeline, by the command without a search.
     pipeline = next(row for row in report["rows"] if row["mesh"]["virtual_stages"] == 2)

@@ -80,11 +80,19 @@ def test_a_mesh_that_only_planning_by_profile_makes_fit_is_found() -> None:
     (mesh,) = legal_meshes(asked, Reasons())
     by_profile = evaluate(asked, mesh)
     by_work = evaluate(asked, mesh, by_profile=False)
-    made = search._worth_planning([replace(by_work, fits=False)])
+    made = search._worth_planning([replace(by_work, fits=False)], large=False)
     assert [each.row.mesh for each in made] == [mesh]
     faster = replace(by_work, row=replace(by_work.row, steps_ns=1), fits=False)
     slower = replace(by_work, row=replace(by_work.row, steps_ns=10**15), fits=False)
-    assert search._worth_planning([by_profile, faster, slower]) == [by_profile, faster]
+    assert search._worth_planning([by_profile, faster, slower], large=False) == [by_profile, faster]
+
+
+def test_on_many_devices_less_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "LARGE", 3)
+    found = choose_mesh(replace(ASKED, steps=2))
+    assert len(found.rows) == search.SHOWN_LARGE
+    assert {row.steps for row in found.rows} == {2}
+    assert {row.steps for row in found.others} == {1}
 
 
 def with_memory(gigabytes: float) -> Profile:
