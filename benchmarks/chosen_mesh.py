@@ -6,10 +6,13 @@ mesh trains the same first steps of the same documents, planned by that profile,
 other, and in each round once more in reverse, so that a machine that slows down slows all of them.
 The first step of each turn is left out.
 
-What is compared is the wall clock of the slowest rank per token; of several rounds the median. With
-more ranks than cores a rank that waits leaves its core to another one, so that bubbles and
-imbalance cost less than on a core of one's own, and arithmetic and messages more: ``shared_cores``
-says where that is so. Ratios are taken within a round, mesh over chosen one.
+What is compared is the time of a step with a core for each rank, per token, from processor time,
+which other programs and ranks on the same core do not change: the length of the step's schedule
+with each action's own processor time, and what the busiest rank's process needs besides (messages,
+parameters and gradients on their way, the optimizer). The time in which a message travels is left
+out. The wall clock of the slowest rank stands beside it; with more ranks than cores a rank that
+waits leaves its core to another one, so that the wall clock does not show bubbles and imbalance.
+Ratios are taken within a round, mesh over chosen one; of several rounds the median.
 
 Run ``python -m benchmarks.chosen_mesh --help``. Prints a table and as its last line one JSON
 object. Nothing else should run on the machine.
@@ -23,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.measured import RankStep, train
+from benchmarks.measured import RankStep, replayed, train
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stdlib import StdlibDocuments
@@ -80,34 +83,51 @@ def train_rank(
     return result
 
 
-def us_per_token(steps: Sequence[Sequence[RankStep]]) -> float:
-    """Microseconds of wall clock per token, of each step's slowest rank; by rank, then step."""
-    each = list(zip(*steps, strict=True))
-    tokens = sum(StepPlan.from_json(ranks[0].plan).tokens for ranks in each)
-    return 1e6 * sum(max(rank.wall for rank in ranks) for ranks in each) / tokens
+class Times(NamedTuple):
+    """Of a turn, µs per token: from processor time, and by the wall clock."""
+
+    processor: float
+    wall: float
+
+
+def times_of(mesh: Mesh, schedule: str, steps: Sequence[Sequence[RankStep]]) -> Times:
+    """How long a mesh has taken for its steps; ``steps`` by rank, then step."""
+    tokens, processor, wall = 0, 0.0, 0.0
+    for ranks in zip(*steps, strict=True):
+        plan = StepPlan.from_json(ranks[0].plan)
+        tokens += plan.tokens
+        wall += max(rank.wall for rank in ranks)
+        ran = replayed(mesh, plan, [rank.compute for rank in ranks], schedule)
+        processor += ran[0].compute_ns / 1e9
+        processor += max(rank.cpu - sum(seconds for _, seconds in rank.compute) for rank in ranks)
+    return Times(1e6 * processor / tokens, 1e6 * wall / tokens)
 
 
 def compared(
-    rounds: Sequence[dict[Mesh, float]], chosen: Mesh, predicted: dict[Mesh, float]
+    rounds: Sequence[dict[Mesh, Times]], chosen: Mesh, predicted: dict[Mesh, float]
 ) -> dict[str, Any]:
     """Every mesh against the chosen one.
 
     Args:
-        rounds: µs per token of every mesh in each round.
+        rounds: times of every mesh in each round.
         chosen: the mesh that was chosen.
         predicted: µs per token of every mesh.
     """
     rows = []
     for mesh in rounds[0]:
-        ratios = [times[mesh] / times[chosen] for times in rounds]
+        ratios = [times[mesh].processor / times[chosen].processor for times in rounds]
         rows.append(
             {
                 "mesh": name_of(mesh),
                 "predicted_us_per_token": predicted[mesh],
-                "us_per_token": median(times[mesh] for times in rounds),
+                "us_per_token": median(times[mesh].processor for times in rounds),
                 "over_chosen": median(ratios),
                 "over_chosen_least": min(ratios),
                 "over_chosen_most": max(ratios),
+                "wall_us_per_token": median(times[mesh].wall for times in rounds),
+                "wall_over_chosen": median(
+                    times[mesh].wall / times[chosen].wall for times in rounds
+                ),
             }
         )
     rows.sort(key=lambda row: row["over_chosen"])
@@ -125,7 +145,12 @@ def measured(ranks: int, profile: Profile, settings: DataSettings, options: Any)
     arguments = meshes, request, options.rounds, options.steps
     by_rank = run_ranks(train_rank, ranks, *arguments, timeout=3600, process_group=False)
     rounds = [
-        {mesh: us_per_token([rank[number][mesh] for rank in by_rank]) for mesh in meshes}
+        {
+            mesh: times_of(
+                mesh, request.schedule_of(mesh), [rank[number][mesh] for rank in by_rank]
+            )
+            for mesh in meshes
+        }
         for number in range(options.rounds)
     ]
     shared = ranks > (os.cpu_count() or 1)
@@ -139,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--profile", default="cpu", help="by which the mesh is chosen and steps are planned")
     add("--rounds", type=int, default=3, help="in each every mesh trains twice")
     add("--steps", type=int, default=3, help="of a turn; the first is left out")
-    add("--window", type=int, default=4096)
+    add("--window", type=int, default=2048)
     add("--micro-batches", type=int, default=4, help="N of a global batch")
     add(
         "--output",
@@ -155,13 +180,14 @@ def main(argv: list[str] | None = None) -> None:
         str(ranks): measured(ranks, replace(profile, devices_per_node=ranks), settings, arguments)
         for ranks in numbers
     }
-    headings = ["mesh", "µs/token", "over the chosen", "from", "to", "predicted µs/token"]
+    headings = ["mesh", "µs/token", "over the chosen", "from", "to", "predicted", "wall", "over"]
     for ranks, run in runs.items():
         title = f"{ranks} ranks: {run['chosen']} was chosen, place {run['place']} of {run['of']}"
         cells = [
             [row["mesh"], *(f"{value:.2f}" for value in (
                 row["us_per_token"], row["over_chosen"], row["over_chosen_least"],
                 row["over_chosen_most"], row["predicted_us_per_token"],
+                row["wall_us_per_token"], row["wall_over_chosen"],
             ))]
             for row in run["rows"]
         ]  # fmt: skip

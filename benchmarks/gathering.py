@@ -5,7 +5,8 @@ all parameters are waited for before the first action and no gradient travels be
 in the other gathers and reductions run behind the actions, as they do in training. Of each step
 it is measured how long it takes, and how long the rank waits for parameters and is busy behind its
 last action: what is *exposed*. *Hidden* is the share of it that is exposed no more. Medians over
-pairs of neighbouring steps.
+pairs of neighbouring steps. Where other processes use the machine, the ratio of processor times
+says whether travelling behind compute costs something by itself.
 
 Once over the loopback as it is, where there is little to hide, and once over a slow link: the ranks
 run in a network namespace of their own, whose loopback ``tc`` lets through so many Gbit/s (Linux,
@@ -97,7 +98,7 @@ class Turns(L.Callback):
     """Lets steps take turns, and measures them."""
 
     def __init__(self) -> None:
-        self.steps: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        self.steps: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.gathering = trainer.strategy.executor.gathering
@@ -107,15 +108,15 @@ class Turns(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.gathering.at_once = trainer.global_step % 2 == 0
         trainer.strategy.barrier()
-        self.began = time.perf_counter()
+        self.began, self.worked = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.strategy.barrier()
-        seconds = time.perf_counter() - self.began
-        self.steps[self.gathering.at_once].append((seconds, self.gathering.exposed))
+        seconds, worked = time.perf_counter() - self.began, time.process_time() - self.worked
+        self.steps[self.gathering.at_once].append((seconds, self.gathering.exposed, worked))
 
 
-def on_rank(rank: int, arguments: dict[str, Any]) -> dict[bool, list[tuple[float, float]]]:
+def on_rank(rank: int, arguments: dict[str, Any]) -> dict[bool, list[tuple[float, float, float]]]:
     torch.set_num_threads(1)
     width, window = arguments["width"], arguments["tokens"]
     config = TransformerConfig(
@@ -152,7 +153,7 @@ def on_rank(rank: int, arguments: dict[str, Any]) -> dict[bool, list[tuple[float
     return turns.steps
 
 
-def summary(ranks: list[dict[bool, list[tuple[float, float]]]]) -> dict[str, Any]:
+def summary(ranks: list[dict[bool, list[tuple[float, float, float]]]]) -> dict[str, Any]:
     """Of the slower rank of every step."""
     old, new = (
         [max(each) for each in zip(*(rank[kind][WARM_UP:] for rank in ranks), strict=True)]
@@ -170,6 +171,9 @@ def summary(ranks: list[dict[bool, list[tuple[float, float]]]]) -> dict[str, Any
         ),
         "step_ratio": round(
             median(after[0] / before[0] for before, after in zip(old, new, strict=True)), 4
+        ),
+        "processor_ratio": round(
+            median(after[2] / before[2] for before, after in zip(old, new, strict=True)), 4
         ),
     }
 

@@ -39,6 +39,7 @@ class RankStep:
         compute: (action, CPU seconds) in the order in which they ran; empty unless timed.
         held: bytes of activations after each action; empty unless counted.
         stages: first and last layer + 1 of every stage.
+        cpu: processor seconds of the process, all its threads together.
     """
 
     plan: str
@@ -47,6 +48,7 @@ class RankStep:
     compute: list[tuple[str, float]]
     held: list[int]
     stages: list[tuple[int, int]]
+    cpu: float = 0.0
 
 
 class Recorder(L.Callback):
@@ -59,7 +61,7 @@ class Recorder(L.Callback):
     def __init__(self, counted: bool = False) -> None:
         self.counted = counted
         self.steps: list[RankStep] = []
-        self.begin = 0.0
+        self.begin = self.cpu = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Time or count every action from here on."""
@@ -70,8 +72,8 @@ class Recorder(L.Callback):
             executor.measure()
 
     def on_train_batch_start(self, *arguments: Any) -> None:
-        """Start the step's clock."""
-        self.begin = time.monotonic()
+        """Start the step's clocks."""
+        self.begin, self.cpu = time.monotonic(), time.process_time()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, _: int
@@ -86,6 +88,7 @@ class Recorder(L.Callback):
                 compute=[(str(each.action), each.compute) for each in executor.timings()],
                 held=executor.activations.held_bytes if self.counted else [],
                 stages=[(part.start, part.stop) for part in executor.pipeline.stages],
+                cpu=time.process_time() - self.cpu,
             )
         )
 
@@ -138,15 +141,19 @@ def train(
 
 
 def replayed(
-    mesh: Mesh, plan: StepPlan, timings: Sequence[Sequence[tuple[str, float]]]
+    mesh: Mesh,
+    plan: StepPlan,
+    timings: Sequence[Sequence[tuple[str, float]]],
+    schedule: str = "1f1b",
 ) -> list[Simulation]:
     """The step's schedule with each action's own time, the slowest rank's of a context and tensor
     group; no communication.
 
     Args:
-        mesh: that the step ran on, one stage per rank.
+        mesh: that the step ran on.
         plan: of the step.
         timings: of each rank, (action, seconds).
+        schedule: of the pipeline.
     """
     measured: dict[tuple[int, Action], int] = {}
     for rank, of_rank in enumerate(timings):
@@ -157,7 +164,7 @@ def replayed(
     replicas = [units(replica, mesh.context, mesh.tensor) for replica in plan.replicas]
     programs = [
         [
-            program_of("1f1b", rank, mesh.pipeline, 1, replicas, number)
+            program_of(schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number)
             for rank in range(mesh.pipeline)
         ]
         for number in range(len(replicas))

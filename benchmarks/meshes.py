@@ -3,16 +3,15 @@
 Eight settings, written down before the first run (:data:`SETTINGS`). Of each, documents, global
 batches and device profile (analytic) are fixed, and the mesh is free. *Exhaustive* means that every
 data × pipeline × context × tensor mesh whose sizes are powers of two (data: what is left), with
-1, 2 and 4 stages per pipeline rank, is simulated with best-fit packing and with ``auto``. First
-``auto`` plans by exact work, which is fast; meshes that are then within 30 % of the best are
-planned again by the profile, as in training. *Search* is
+1, 2 and 4 stages per pipeline rank, is planned by profile and simulated, with best-fit packing and
+with ``auto``. *Search* is
 :func:`lightning_wlb.meshes.search.choose_mesh`, which simulates few of them. *Regret* is what the
 mesh that it chose takes over the best mesh of the exhaustive simulation, in percent. *Proposal*
 is Hydraulis' dynamic programme (:mod:`lightning_wlb.meshes.proposal`): the best of its meshes, and
 the time to propose and to simulate them.
 
-A step's time is given with the gathering of parameters and the reduction of gradients, and
-``compute`` without, which is what perfect overlap would leave.
+A step's time counts what of the gathering of parameters and of the reduction of gradients is not
+hidden behind actions; it is also given with all of that (``unhidden_ms``) and with none.
 
 The result is written after every mesh, and meshes that are in the file are not simulated again.
 
@@ -47,11 +46,10 @@ from lightning_wlb.meshes.proposal import proposed_meshes
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import choose_mesh
 from lightning_wlb.planning import DataSettings
+from lightning_wlb.prediction.predictor import Predictor
 
 PACKINGS = ("best_fit", "auto")
 VIRTUAL_STAGES = (1, 2, 4)
-NEAR = 1.3
-"""Times the best mesh, planned by work: meshes up to there are planned by profile."""
 SEED = 1
 """Of the documents."""
 
@@ -136,40 +134,47 @@ def powers(most: int) -> Iterator[int]:
 class Row(TypedDict):
     """A simulated mesh; ``step_ms`` is 0 where the model cannot be split so.
 
-    ``by_work_ms`` is the step as planned by exact work, ``compute_ms`` the step without gathering
-    and reducing, ``recomputed`` the share of tokens with activation checkpointing, ``cpu`` seconds
-    of a core.
+    ``compute_ms`` is the step without gathering, reducing and the optimizer, ``unhidden_ms`` with
+    all of them before and after it, ``recomputed`` the share of tokens with activation
+    checkpointing, ``cpu`` seconds of a core.
     """
 
     step_ms: float
-    by_work_ms: float
     compute_ms: float
+    unhidden_ms: float
     recomputed: float
     gigabytes: float
     fits: bool
-    by_profile: bool
     cpu: float
 
 
-def simulated(request: MeshRequest, mesh: Mesh, by_profile: bool) -> Row:
-    """One mesh."""
+def simulated(request: MeshRequest, mesh: Mesh) -> Row:
+    """One mesh, planned by profile."""
     begin = time.process_time()
     try:
-        made = evaluate(request, mesh, by_profile=by_profile)
+        made = evaluate(request, mesh)
     except ValueError:
-        return Row(step_ms=0, by_work_ms=0, compute_ms=0, recomputed=0, gigabytes=0, fits=False,
-            by_profile=by_profile, cpu=0)  # fmt: skip
-    links = sum(step.simulations[0].synchronisation_ns for step in made.steps) / 1e6
+        return Row(step_ms=0, compute_ms=0, unhidden_ms=0, recomputed=0, gigabytes=0, fits=False,
+            cpu=0)  # fmt: skip
+    runs = [step.simulations for step in made.steps]
+    compute = sum(each[0].compute_ns - min(one.begin_ns for one in each) for each in runs)
+    compute_ms = compute / len(runs) / 1e6
     return Row(
         step_ms=round(made.row.step_ms, 2),
-        by_work_ms=round(made.row.step_ms, 2),
-        compute_ms=round(made.row.step_ms - links / len(made.steps), 2),
+        compute_ms=round(compute_ms, 2),
+        unhidden_ms=round(compute_ms + links_ns(request.predictor(mesh)) / 1e6, 2),
         recomputed=round(made.row.recomputed, 3),
         gigabytes=round(made.row.peak_bytes / 1e9, 1),
         fits=made.fits,
-        by_profile=by_profile,
         cpu=round(time.process_time() - begin, 3),
     )
+
+
+def links_ns(predictor: Predictor) -> int:
+    """Parameters gathered, gradients reduced and applied, of the slowest pipeline rank."""
+    traffic = predictor.traffic
+    both = [gather + reduce for gather, reduce in zip(traffic.gather, traffic.reduce, strict=True)]
+    return max(sum(both[rank :: traffic.ranks]) for rank in range(traffic.ranks)) + traffic.optimise
 
 
 def searched(request: MeshRequest) -> dict[str, Any]:
@@ -212,19 +217,9 @@ def run(name: str, request: MeshRequest, rows: dict[str, Row], save: Callable[[]
     meshes = {
         name_of(mesh): mesh for mesh in SETTINGS[name].meshes(request.profile.devices_per_node)
     }
-    plans_by_work = packing == "auto"  # the others plan alike with and without a profile
     for key in track(meshes, f"{name}, {packing}", console=Console(stderr=True)):
         if key not in rows:
-            rows[key] = simulated(request, meshes[key], by_profile=not plans_by_work)
-            save()
-    least = min(row["step_ms"] for row in rows.values() if row["fits"])
-    near = [key for key in meshes if 0 < rows[key]["step_ms"] <= NEAR * least]
-    for key in track(near, f"{name}, {packing} by profile", console=Console(stderr=True)):
-        if not rows[key]["by_profile"]:
-            before = rows[key]
-            rows[key] = simulated(request, meshes[key], by_profile=True)
-            rows[key]["by_work_ms"] = before["step_ms"]
-            rows[key]["cpu"] += before["cpu"]
+            rows[key] = simulated(request, meshes[key])
             save()
 
 
@@ -240,7 +235,8 @@ def summary(part: Mapping[str, Any]) -> dict[str, Any]:
         "best": best,
         "best_ms": found["step_ms"],
         "best_compute_ms": found["compute_ms"],
-        "least_compute_ms": min(row["compute_ms"] for row in fit.values()),
+        "best_unhidden_ms": found["unhidden_ms"],
+        "least_unhidden_ms": min(row["unhidden_ms"] for row in fit.values()),
         "median_ms": round(median(times), 2),
         "worst_ms": max(times),
         "cpu": round(sum(row["cpu"] for row in rows.values()), 1),

@@ -8,6 +8,8 @@ and :meth:`~Decoder.tensor_parallel_plan`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.dropout import _DropoutNd
@@ -16,7 +18,7 @@ from lightning_wlb.attention.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.initialise import initialise
-from lightning_wlb.plan import ActivationCheckpointing, Recompute
+from lightning_wlb.plan import ActivationCheckpointing
 
 
 class Decoder(nn.Module):
@@ -119,8 +121,14 @@ def check_decoder(model: Decoder, activation_checkpointing: ActivationCheckpoint
         ValueError: the model recomputes something else, or has dropout, with the remedy.
     """
     name = type(model).__name__
-    if activation_checkpointing != "auto":
-        check_recomputation(model, activation_checkpointing)
+    asked, own = activation_checkpointing, model.activation_checkpointing
+    if "auto" not in (asked, own) and asked != own:
+        raise ValueError(
+            f"activation_checkpointing={asked!r}, but the {name} that build_model returned always"
+            f" has {own!r}. Give {own!r} or 'auto'; or let its layers recompute what"
+            " micro_batch.recompute says, and say so by its attribute"
+            " activation_checkpointing='auto' (docs/guide.md, 'A model of your own')."
+        )
     for place, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             raise ValueError(
@@ -130,21 +138,22 @@ def check_decoder(model: Decoder, activation_checkpointing: ActivationCheckpoint
             )
 
 
-def check_recomputation(model: Decoder, asked: Recompute) -> None:
-    """Refuse a model that would compute something else again in backward.
+def check_micro_batches(
+    micro_batches: Iterable[MicroBatchTensors], planned: ActivationCheckpointing
+) -> None:
+    """Refuse micro-batches of plans that were made with another activation checkpointing.
 
     Args:
-        model: the whole one, or a stage.
-        asked: what it shall compute again of a micro-batch.
+        micro_batches: of a step.
+        planned: what plans for the module and its model are made with.
 
     Raises:
-        ValueError: it always computes something else again, with the remedy.
+        ValueError: one recomputes something else, with the remedy.
     """
-    if model.activation_checkpointing not in ("auto", asked):
-        raise ValueError(
-            f"activation checkpointing {asked!r} is asked for, but {type(model).__name__} has"
-            f" activation_checkpointing={model.activation_checkpointing!r}. Give"
-            f" activation_checkpointing={model.activation_checkpointing!r} or 'auto'; or let the"
-            " model's layers recompute what micro_batch.recompute says, and say so by its attribute"
-            " activation_checkpointing='auto' (docs/guide.md, 'A model of your own')."
-        )
+    for micro_batch in micro_batches:
+        if planned not in ("auto", micro_batch.recompute):
+            raise ValueError(
+                f"the plan has a micro-batch that recomputes {micro_batch.recompute!r}, but plans"
+                f" for this module and its model have activation_checkpointing={planned!r}. Give"
+                " StepDataset.for_model activation_checkpointing=module.planned_checkpointing."
+            )

@@ -36,7 +36,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, preset_names
-from lightning_wlb.models.decoder import Decoder, check_decoder, check_recomputation
+from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches
 from lightning_wlb.models.loading import NOTHING_IMPORTED, is_of_cli, load_stored, numbered
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
@@ -172,14 +172,11 @@ class LanguageModule(L.LightningModule):
 
     @property
     def planned_checkpointing(self) -> ActivationCheckpointing:
-        """``activation_checkpointing`` of plans for this module.
-
-        That is what was asked for; but a model that always recomputes the same has plans say so.
-        """
+        """``activation_checkpointing`` of plans for this module, see :meth:`checkpointing_with`."""
         return self.checkpointing_with(self.model)
 
     def checkpointing_with(self, model: Decoder | None) -> ActivationCheckpointing:
-        """The same for a model that :meth:`build_model` has returned, None for any."""
+        """What was asked for; or what the model does, if that is always the same (None: any)."""
         own = "auto" if model is None else model.activation_checkpointing
         return self.activation_checkpointing if own == "auto" else own
 
@@ -200,13 +197,13 @@ class LanguageModule(L.LightningModule):
             0-dim, float32 or wider. Zero, with zero gradients, where no token has a target.
 
         Raises:
-            ValueError: the plan asks for a recomputation that the model does not do.
+            MisconfigurationException: the batch is no step batch.
+            ValueError: its plan was made with another activation checkpointing.
         """
-        assert self.model is not None
-        for recompute in {each.recompute: None for each in batch.micro_batches}:
-            check_recomputation(self.model, recompute)
+        self.check_batch(batch)
         if self.executor is not None:
             return self.executor(batch)
+        assert self.model is not None
         # A step without micro-batches has a gradient too: zero, for every parameter.
         total = torch.zeros((), device=self.device)
         if not batch.micro_batches:
@@ -234,7 +231,6 @@ class LanguageModule(L.LightningModule):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""
-        self.check_batch(batch)
         loss = self.step(batch)
         self.tokens_seen += batch.tokens
         self.log("train_loss", loss.detach(), prog_bar=True)
@@ -254,7 +250,6 @@ class LanguageModule(L.LightningModule):
         refuse_prediction()
 
     def _evaluate(self, batch: StepBatch, name: str) -> None:
-        self.check_batch(batch)
         total = self.step(batch) * self.loss_denominator(batch.plan)
         if batch.target_tokens:
             loss = total / batch.target_tokens
@@ -262,7 +257,7 @@ class LanguageModule(L.LightningModule):
             self.log(name, loss, prog_bar=True, batch_size=batch.target_tokens, sync_dist=True)
 
     def check_batch(self, batch: object) -> None:
-        """Refuse what is not a step batch: a DataLoader of the user's own."""
+        """Refuse what is not a step batch, or planned with other activation checkpointing."""
         if not isinstance(batch, StepBatch):
             raise MisconfigurationException(
                 f"LanguageModule got a batch of type {type(batch).__name__}, but one batch must be"
@@ -271,6 +266,7 @@ class LanguageModule(L.LightningModule):
                 " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=..."
                 "))."
             )
+        check_micro_batches(batch.micro_batches, self.planned_checkpointing)
 
     def log(self, *args: Any, **options: Any) -> None:
         """As in Lightning; a mean over an epoch gives each step the same weight by default.

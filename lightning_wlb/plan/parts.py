@@ -136,7 +136,8 @@ class ReplicaPlan:
 
     def slices_of(self, micro_batch: MicroBatch) -> tuple[Slice, ...]:
         """The slices of a micro-batch, in layout order."""
-        return tuple(self.slices[index] for index in micro_batch.slices)
+        slices = self.slices
+        return tuple([slices[index] for index in micro_batch.slices])
 
     def tokens_of(self, micro_batch: MicroBatch) -> int:
         """New tokens of a micro-batch, over its whole context-parallel group."""

@@ -5,7 +5,7 @@ The cost is linear in the number of slices, except for sorting them.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import get_args
 
@@ -160,14 +160,17 @@ def _check_recomputation(where: str, replica: ReplicaPlan) -> None:
 
 def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
     """Slices of a piece are on the same replicas and run forward in order, backward reversed."""
-    on: dict[tuple[int, int], tuple[int, ...]] = {}
+    on: dict[tuple[int, ...], tuple[int, ...]] = {}
+    slices = Counter(part[:2] for part in {each for replica in replicas for each in replica.slices})
+    sliced = {key for key, count in slices.items() if count > 1}
     for number, replica in enumerate(replicas):
         for pass_name, micro_batches in replica.passes:
             rising = pass_name == "forward"
-            seen: dict[tuple[int, int], tuple[int, Slice]] = {}
+            seen: dict[tuple[int, ...], tuple[int, Slice]] = {}
             for index, micro_batch in enumerate(micro_batches):
-                for part in sorted(replica.slices_of(micro_batch), reverse=not rising):
-                    key = part.document, part.origin
+                own = [part for part in replica.slices_of(micro_batch) if part[:2] in sliced]
+                for part in sorted(own, reverse=not rising):
+                    key = part[:2]
                     if on.setdefault(key, micro_batch.replicas) != micro_batch.replicas:
                         raise ValueError(
                             f"step {step}: slices of the piece of document {part.document} at"

@@ -218,22 +218,22 @@ class PredictedJudge:
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes, with the recomputation that it would be settled with."""
-        predictor = self.predictor
-        if self.activation_checkpointing != "auto":
-            replicas = recomputing(replicas, self.activation_checkpointing)
-            if has_totals(predictor):
-                return Verdict(*step_totals(predictor, *predictor.executed(replicas)))
-            step = predictor.simulate(replicas)
-        elif has_totals(predictor):
-            executed, costs = predictor.executed(recomputing(replicas, "none"))
+        predictor, given = self.predictor, self.activation_checkpointing
+        decides = given == "auto"
+        replicas = recomputing(replicas, "none" if given == "auto" else given)
+        if not has_totals(predictor):
+            step = predictor.prepare(replicas)
+            if decides:
+                costs = least_recomputation(predictor, replicas, step.executed, step.costs)
+                step = step._replace(costs=costs)
+            simulated = predictor.run(step)
+            return Verdict(simulated.simulations[0].total_ns, simulated.peak_bytes)
+        executed, costs = predictor.executed(replicas)
+        totals = step_totals(predictor, executed, costs)
+        if decides and totals.peak_bytes > self.limit:
+            costs = least_recomputation(predictor, replicas, executed, costs)
             totals = step_totals(predictor, executed, costs)
-            if totals.peak_bytes > self.limit:
-                prepared = least_recomputation(predictor, replicas)
-                totals = step_totals(predictor, prepared.executed, prepared.costs)
-            return Verdict(*totals)
-        else:
-            step = predictor.run(least_recomputation(predictor, replicas))
-        return Verdict(step.simulations[0].total_ns, step.peak_bytes)
+        return Verdict(*totals)
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""

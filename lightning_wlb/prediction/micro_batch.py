@@ -24,6 +24,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import Slice
 from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
 from lightning_wlb.sharding import Layout, traffic, uses_all_to_all
+from lightning_wlb.sharding.arrays import offsets
 
 PASSES = (False, True)  # whether it is backward
 UNBOUNDED = 2**62  # more keys than any query sees
@@ -59,13 +60,13 @@ def micro_batch_cost(
         travelling = _travelling(placed, window)
 
     exchange = Exchange(travelling, placed.ranks, earlier, replicas)
-    segments = []  # of each rank: queries, keys, and how many keys it reads in all
     _, document, start, stop = placed.table.T
-    for first, end in pairwise(placed.first.tolist()):
-        own = slice(first, end)
-        queries = stop[own] - start[own]
-        keys = stop[own] + before[document[own]]
-        segments.append((queries, keys, int(np.minimum(keys, queries + reach).sum())))
+    every_query, every_key = stop - start, stop + before[document]
+    read = np.diff(offsets(np.minimum(every_key, every_query + reach))[placed.first]).tolist()
+    segments = [
+        (every_query[first:end], every_key[first:end])
+        for first, end in pairwise(placed.first.tolist())
+    ]
     costs = []
     for kind in latency.kinds:
         attention = [
@@ -73,18 +74,26 @@ def micro_batch_cost(
                 kind.attention_ns(queries, keys, backward=False),
                 kind.attention_ns(queries, keys, backward=True),
             )
-            for queries, keys, _ in segments
+            for queries, keys in segments
         ]
-        exchanges = [exchange.ns(kind, read) for _, _, read in segments]
+        exchanges = [exchange.ns(kind, keys) for keys in read]
         costs.append(by_mode(kind, placed.rows, attention, exchanges, refetches=True))
-    most_keys = max(read for _, _, read in segments)
     return MicroBatchCost(
         rows=placed.rows,
-        keys=most_keys,
-        indexed=most_keys if placed.ranks > 1 else 0,
+        keys=max(read),
+        indexed=max(read) if placed.ranks > 1 else 0,
         kept_rows=placed.rows if kept else 0,
         by_mode=over_layers(latency, costs),
     )
+
+
+def most_keys(latency: LatencyModel, slices: Sequence[Slice], placed: Layout) -> int:
+    """``keys`` of :class:`.MicroBatchCost`, where ranks exchange keys."""
+    before = np.array([each.context for each in slices], dtype=np.int64)
+    _, document, start, stop = placed.table.T
+    seen = stop - start + reach_of(latency.shape.sliding_window)
+    read = offsets(np.minimum(stop + before[document], seen))[placed.first]
+    return int(np.diff(read).max())
 
 
 class Exchange(NamedTuple):

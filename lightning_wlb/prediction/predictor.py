@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +36,15 @@ from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel, StageParts
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.estimate import estimated_costs
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.executed import layout_of, units
 from lightning_wlb.prediction.memory import StepMemory, most_open
-from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost
-from lightning_wlb.prediction.step import MicroBatchCost, StepPrediction
+from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost, most_keys
+from lightning_wlb.prediction.step import (
+    MicroBatchCost,
+    PreparedReplicas,
+    SimulatedReplicas,
+    StepPrediction,
+)
 from lightning_wlb.prediction.traffic import Traffic
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
@@ -49,9 +53,9 @@ from lightning_wlb.schedule.programs import (
     meetings_of,
     program_of,
 )
-from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.schedule.simulate import simulate_replicas
 from lightning_wlb.schedule.stages import split_stages
-from lightning_wlb.sharding import ADAPTIVE, layout
+from lightning_wlb.sharding import ADAPTIVE, HEADS, layout
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -83,40 +87,6 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
     counts = piece_counts(lengths, context_window)
     pairs = sum(count * causal_pairs(tokens) for tokens, count in counts.items())
     return pairs // max(int(lengths.sum()), 1)
-
-
-class PreparedReplicas(NamedTuple):
-    """What is known of the steps of some replicas before they are simulated.
-
-    Attributes:
-        executed: the replicas as they are executed (``prediction.executed``).
-        costs: of each replica's micro-batches.
-        programs: of each replica's ranks.
-        freed: of each replica, see :meth:`.StepMemory.freed`.
-    """
-
-    executed: list[ReplicaPlan]
-    costs: list[list[MicroBatchCost]]
-    programs: list[list[list[Action]]]
-    freed: list[Mapping[Action, int]]
-
-
-class SimulatedReplicas(NamedTuple):
-    """The steps of some replicas.
-
-    Attributes:
-        costs: of each replica's micro-batches.
-        durations: of each replica, how long each action computes, in ns.
-        programs: of each replica's ranks.
-        simulations: one for each replica.
-        peak_bytes: of the fullest rank, state included.
-    """
-
-    costs: list[list[MicroBatchCost]]
-    durations: list[dict[Action, int]]
-    programs: list[list[list[Action]]]
-    simulations: list[Simulation]
-    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -256,22 +226,30 @@ class Predictor:
 
     def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
         """All that :meth:`run` simulates, of replicas that share with each other only."""
+        executed, costs = self.executed(replicas)
+        return PreparedReplicas(executed, costs, *self.programs(executed, costs))
+
+    def programs(
+        self,
+        executed: Sequence[ReplicaPlan],
+        costs: Sequence[Sequence[MicroBatchCost]],
+    ) -> tuple[list[list[list[Action]]], list[Mapping[Action, int]]]:
+        """``programs`` and ``freed`` of :class:`.PreparedReplicas`."""
         mesh = self.latency.mesh
-        replicas, costs = self.executed(replicas)
         programs = [
             [
                 program_of(
-                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number
+                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, executed, number
                 )
                 for rank in range(mesh.pipeline)
             ]
-            for number in range(len(replicas))
+            for number in range(len(executed))
         ]
         freed = [
             self.memory.freed(of_replica, replica, each)
-            for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
+            for of_replica, replica, each in zip(programs, executed, costs, strict=True)
         ]
-        return PreparedReplicas(replicas, costs, programs, freed)
+        return programs, freed
 
     def run(self, prepared: PreparedReplicas) -> SimulatedReplicas:
         """Simulate what :meth:`prepare` has made; its costs may have other recomputation by now."""
@@ -375,3 +353,22 @@ class Predictor:
             )._replace(recompute=micro_batch.recompute)
             for micro_batch, keeps in zip(replica.forward, kept, strict=True)
         ]
+
+    def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        """:meth:`costs` of a replica that is laid out, with its sizes, but estimated times."""
+        if any(each.sharding == HEADS for each in replica.forward):
+            return self.costs(replica)
+        mesh, costs = self.latency.mesh, self.costs(replica, estimated=True)
+        result = []
+        for micro_batch, cost in zip(replica.forward, costs, strict=True):
+            placed = layout_of(replica, micro_batch, mesh.context, mesh.tensor)
+            keys = most_keys(self.latency, replica.slices_of(micro_batch), placed)
+            result.append(
+                cost._replace(
+                    rows=placed.rows,
+                    keys=keys,
+                    indexed=keys if placed.ranks > 1 else 0,
+                    kept_rows=placed.rows if cost.kept_rows else 0,
+                )
+            )
+        return result

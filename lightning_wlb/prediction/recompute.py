@@ -29,15 +29,24 @@ simulation takes; where nothing is raised a part of that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_wlb.plan import Recompute, ReplicaPlan
-from lightning_wlb.prediction.predictor import Predictor, PreparedReplicas
-from lightning_wlb.prediction.step import MODES
-from lightning_wlb.schedule.actions import FORWARD
+from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import MODES, MicroBatchCost
+from lightning_wlb.prediction.totals import (
+    backwards_before,
+    has_totals,
+    held_besides,
+    orders_of,
+)
+from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.sharding.arrays import Integers
 
 Place = tuple[int, int]
 """A replica by its place among those that are settled together, and a micro-batch by number."""
@@ -46,7 +55,9 @@ Place = tuple[int, int]
 def recomputing(replicas: Sequence[ReplicaPlan], mode: Recompute) -> list[ReplicaPlan]:
     """The same replicas, all of whose micro-batches recompute the same."""
     return [
-        ReplicaPlan(
+        replica
+        if all(each.recompute == mode for each in (*replica.forward, *replica.backward))
+        else ReplicaPlan(
             replica.slices,
             tuple(replace(each, recompute=mode) for each in replica.forward),
             tuple(replace(each, recompute=mode) for each in replica.backward),
@@ -63,11 +74,14 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
         replicas: those that share micro-batches share them with each other only; what they
             recompute so far does not matter.
     """
-    step = least_recomputation(predictor, replicas)
+    mesh = predictor.latency.mesh
+    executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
+    costs = list(map(predictor.sizes, executed))
+    found = least_recomputation(predictor, replicas, executed, costs)
     result = []
-    for replica, executed, costs in zip(replicas, step.executed, step.costs, strict=True):
+    for replica, as_executed, of_replica in zip(replicas, executed, found, strict=True):
         modes: dict[int, Recompute] = {}
-        for unit, cost in zip(executed.forward, costs, strict=True):
+        for unit, cost in zip(as_executed.forward, of_replica, strict=True):
             modes.update(dict.fromkeys(unit.slices, cost.recompute))
         forward, backward = (
             tuple(
@@ -80,28 +94,36 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
     return result
 
 
-def least_recomputation(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
-    """The replicas prepared for a simulation, with the least recomputation that fits in memory.
+def least_recomputation(
+    predictor: Predictor,
+    replicas: Sequence[ReplicaPlan],
+    executed: Sequence[ReplicaPlan],
+    costs: Sequence[Sequence[MicroBatchCost]],
+) -> list[list[MicroBatchCost]]:
+    """The costs with the least recomputation that fits in memory.
 
-    The arguments are those of :func:`.settled`.
+    Args:
+        predictor: of the model on the mesh.
+        replicas: as of :func:`.settled`.
+        executed: the same as they are executed (``prediction.executed``).
+        costs: of each replica's micro-batches; what they recompute so far does not matter.
     """
-    replicas = recomputing(replicas, "none")
-    step = predictor.prepare(replicas)
-    constant = predictor.memory.constant(step.costs)
-    accounts = [_Account(predictor, step, at, constant) for at in range(len(replicas))]
-    for group in _sharing(step.executed):
-        alike = _alike(replicas, step.executed, group)
+    accounts = [
+        _Account(predictor, of_replica, backwards)
+        for of_replica, backwards in zip(costs, _backwards(predictor, executed, costs), strict=True)
+    ]
+    for group in _sharing(executed):
+        alike = _alike(replicas, executed, group)
         search = _Search({at: accounts[at] for at in group}, alike)
         if search.excess > 0:
             search.run()
-    costs = [
+    return [
         [
             cost._replace(recompute=MODES[mode])
             for cost, mode in zip(of_replica, account.modes, strict=True)
         ]
-        for of_replica, account in zip(step.costs, accounts, strict=True)
+        for of_replica, account in zip(costs, accounts, strict=True)
     ]
-    return step._replace(costs=costs)
 
 
 def _sharing(executed: Sequence[ReplicaPlan]) -> list[list[int]]:
@@ -201,6 +223,63 @@ class _Search:
             self._accounts[at].change(number, mode)
 
 
+class _Backwards(NamedTuple):
+    """What is known of a replica's backwards without what its micro-batches save.
+
+    Attributes:
+        first: int64 [stages, micro-batches], backwards of a rank that are done before a forward.
+        last: the same before a backward.
+        held: int64 [ranks, backwards], bytes that a rank holds besides what forwards have saved.
+    """
+
+    first: Integers
+    last: Integers
+    held: Integers
+
+
+def _backwards(
+    predictor: Predictor,
+    executed: Sequence[ReplicaPlan],
+    costs: Sequence[Sequence[MicroBatchCost]],
+) -> Iterator[_Backwards]:
+    """Of each replica."""
+    memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
+    constant = memory.constant(costs)
+    if not has_totals(predictor):
+        programs, freed = predictor.programs(executed, costs)
+        for of_ranks, free in zip(programs, freed, strict=True):
+            yield _of_programs(of_ranks, free, constant, len(memory.parts))
+        return
+    for replica, of_replica, order in zip(executed, costs, orders_of(executed), strict=True):
+        held = held_besides(memory, order, replica, of_replica, constant)
+        yield _Backwards(*backwards_before(order, ranks), held.T.copy())
+
+
+def _of_programs(
+    programs: Sequence[Sequence[Action]],
+    freed: Mapping[Action, int],
+    constant: Sequence[int],
+    stages: int,
+) -> _Backwards:
+    """From the programs of a replica's ranks, and what their actions free."""
+    ranks = len(programs)
+    passes = len(programs[0]) // 2  # of a rank
+    first, last = np.zeros((2, stages, passes * ranks // stages), np.int64)
+    bytes_held = np.zeros((ranks, passes), np.int64)
+    for rank, program in enumerate(programs):
+        held, done = constant[rank], 0
+        for action in program:
+            if action.kind == FORWARD:
+                first[action.stage, action.micro_batch] = done
+            else:
+                last[action.stage, action.micro_batch] = done
+                bytes_held[rank, done] = held
+                done += 1
+            # As the simulator has it: when a forward begins, and when a backward has ended.
+            held -= freed.get(action, 0)
+    return _Backwards(first, last, bytes_held)
+
+
 class _Account:
     """What the ranks of one replica hold in each of their backwards.
 
@@ -210,28 +289,14 @@ class _Account:
     """
 
     def __init__(
-        self, predictor: Predictor, step: PreparedReplicas, at: int, constant: Sequence[int]
+        self, predictor: Predictor, costs: Sequence[MicroBatchCost], backwards: _Backwards
     ) -> None:
         unit = predictor.latency.mesh.tensor
-        memory, costs, freed = predictor.memory, step.costs[at], step.freed[at]
+        memory = predictor.memory
         self._limit = predictor.usable_bytes
+        self._first, self._last, self._held = backwards
         stages, count = len(memory.parts), len(costs)
-        self._ranks = len(step.programs[at])
-        # The backwards of a rank that are done before a forward, and before a backward.
-        self._first = np.zeros((stages, count), np.int64)
-        self._last = np.zeros((stages, count), np.int64)
-        self._held = np.zeros((self._ranks, stages // self._ranks * count), np.int64)
-        for rank, program in enumerate(step.programs[at]):
-            held, done = constant[rank], 0
-            for action in program:
-                if action.kind == FORWARD:
-                    self._first[action.stage, action.micro_batch] = done
-                else:
-                    self._last[action.stage, action.micro_batch] = done
-                    self._held[rank, done] = held
-                    done += 1
-                # As the simulator has it: when a forward begins, and when a backward has ended.
-                held -= freed.get(action, 0)
+        self._ranks = len(self._held)
         self._saved = np.zeros((len(MODES), stages, count), np.int64)
         self._inside = np.zeros_like(self._saved)
         rows, kept = (

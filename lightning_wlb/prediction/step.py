@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.plan import Recompute, StepPlan
+from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
+from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.simulate import Simulation
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
@@ -66,6 +68,40 @@ class MicroBatchCost(NamedTuple):
     @property
     def _times(self) -> PassTimes:
         return self.by_mode[MODES.index(self.recompute)]
+
+
+class PreparedReplicas(NamedTuple):
+    """What is known of the steps of some replicas before they are simulated.
+
+    Attributes:
+        executed: the replicas as they are executed (``prediction.executed``).
+        costs: of each replica's micro-batches.
+        programs: of each replica's ranks.
+        freed: of each replica, see :meth:`.StepMemory.freed`.
+    """
+
+    executed: list[ReplicaPlan]
+    costs: list[list[MicroBatchCost]]
+    programs: list[list[list[Action]]]
+    freed: list[Mapping[Action, int]]
+
+
+class SimulatedReplicas(NamedTuple):
+    """The steps of some replicas.
+
+    Attributes:
+        costs: of each replica's micro-batches.
+        durations: of each replica, how long each action computes, in ns.
+        programs: of each replica's ranks.
+        simulations: one for each replica.
+        peak_bytes: of the fullest rank, state included.
+    """
+
+    costs: list[list[MicroBatchCost]]
+    durations: list[dict[Action, int]]
+    programs: list[list[list[Action]]]
+    simulations: list[Simulation]
+    peak_bytes: int
 
 
 @dataclass(frozen=True, eq=False)

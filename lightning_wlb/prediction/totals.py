@@ -22,6 +22,7 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MicroBatchCost
 from lightning_wlb.schedule.packflow import backward_orders, planned_warm_up
 from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
+from lightning_wlb.sharding.arrays import Integers
 
 _Order = tuple[Sequence[int], Sequence[int]]
 """``order`` and ``planned`` of :class:`.Pipeline`."""
@@ -49,7 +50,7 @@ def step_totals(
         replicas: as they are executed; shared micro-batches come first on all that share them.
         costs: of each replica's micro-batches.
     """
-    orders = [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
+    orders = orders_of(replicas)
     traffic = predictor.traffic
     pipelines = []
     for replica, of_replica, order in zip(replicas, costs, orders, strict=True):
@@ -76,11 +77,16 @@ def step_totals(
     return StepTotals(end + traffic.optimise, _peak_of(predictor.memory, replicas, costs, orders))
 
 
+def orders_of(replicas: Sequence[ReplicaPlan]) -> list[_Order]:
+    """``order`` and ``planned`` of :class:`.Pipeline`, of each replica."""
+    return [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
+
+
 def peak_bytes(
     predictor: Predictor, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
 ) -> int:
     """That of :func:`step_totals` alone."""
-    orders = [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
+    orders = orders_of(replicas)
     return _peak_of(predictor.memory, replicas, costs, orders)
 
 
@@ -114,44 +120,92 @@ def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[
 
 def _peak(
     memory: StepMemory,
-    backwards: _Order,
+    order: _Order,
     replica: ReplicaPlan,
     costs: Sequence[MicroBatchCost],
     constant: Sequence[int],
 ) -> int:
     """Most bytes on a rank in a backward; arrays are [backwards, ranks]."""
-    ranks, count = len(constant), len(costs)
-    order = np.array(backwards[0])
-    place = np.empty_like(order)
-    place[order] = np.arange(count)
-    # Forwards that each rank has run before each backward.
-    run = np.minimum(count, np.array(backwards[1])[:, None] + np.arange(ranks - 1, -1, -1)[None, :])
+    backwards = np.array(order[0], dtype=np.int64)
+    run = _forwards_run(order, len(constant))
     saved = memory.saved_by_all(costs)
-    held = np.array(constant) + _before(saved)[run, np.arange(ranks)] - _before(saved[order])[:-1]
-    if ranks > 1:
-        # Rank p holds a gradient that it sent until p - 1 has run it and sent the next forward on.
-        sent = _before(memory.boundaries(costs)[order])
-        for rank in range(1, ranks):
-            received = np.searchsorted(run[:, rank - 1], run[:, rank] - 1, side="right")
-            held[:, rank] += sent[:-1] - sent[received]
+    held = held_besides(memory, order, replica, costs, constant)
+    held += _before(saved)[run, np.arange(len(constant))] - _before(saved[backwards])[:-1]
+    return _fullest(memory, held, [costs[each] for each in order[0]])
+
+
+def _forwards_run(order: _Order, ranks: int) -> Integers:
+    """Forwards that each rank has run before each backward, int64 [backwards, ranks]."""
+    more = np.arange(ranks - 1, -1, -1)
+    run: Integers = np.minimum(len(order[0]), np.array(order[1], dtype=np.int64)[:, None] + more)
+    return run
+
+
+def backwards_before(order: _Order, ranks: int) -> tuple[Integers, Integers]:
+    """Backwards that each rank has run before each forward, and before each backward.
+
+    Args:
+        order: of the replica's backwards, as :func:`orders_of` has it.
+        ranks: of its pipeline.
+
+    Returns:
+        Both int64 [ranks, micro-batches].
+    """
+    run, numbers = _forwards_run(order, ranks), np.arange(len(order[0]))
+    first = np.array([np.searchsorted(of_rank, numbers, side="right") for of_rank in run.T])
+    last = np.empty_like(first)
+    last[:, order[0]] = numbers
+    return first, last
+
+
+def held_besides(
+    memory: StepMemory,
+    order: _Order,
+    replica: ReplicaPlan,
+    costs: Sequence[MicroBatchCost],
+    constant: Sequence[int],
+) -> Integers:
+    """What each rank holds while it runs each backward, besides what forwards have saved.
+
+    Args:
+        memory: of the model on the mesh.
+        order: of the replica's backwards, as :func:`orders_of` has it.
+        replica: as it is executed.
+        costs: of its micro-batches; what they recompute does not matter.
+        constant: what each rank holds all along.
+
+    Returns:
+        int64 [backwards, ranks].
+    """
+    ranks, count = len(constant), len(costs)
+    backwards = np.array(order[0], dtype=np.int64)
+    held = np.tile(np.array(constant, dtype=np.int64), (count, 1))
+    run = _forwards_run(order, ranks)
+    # Rank p holds a gradient that it sent until p - 1 has run it and sent the next forward on.
+    sent = _before(memory.boundaries(costs)[backwards])
+    for rank in range(1, ranks):
+        received = np.searchsorted(run[:, rank - 1], run[:, rank] - 1, side="right")
+        held[:, rank] += sent[:-1] - sent[received]
     readers = first_readers(replica)
     if readers:
         # Held from the end of the reader's backward to that of the owner's.
         size = memory.key_gradients_of_all(costs)
+        place = np.empty_like(backwards)
+        place[backwards] = np.arange(count)
         made = np.zeros((count + 2, ranks), np.int64)
         for owner, reader in readers.items():
             made[reader + 1] += size[owner]
             made[place[owner] + 1] -= size[owner]
         held += np.cumsum(made, axis=0)[:count]
-    return _fullest(memory, held, [costs[each] for each in backwards[0]])
+    return held
 
 
-def _before(values: np.ndarray) -> np.ndarray:
+def _before(values: Integers) -> Integers:
     """Sums of the first 0, 1, ... all rows."""
     return np.concatenate((np.zeros_like(values[:1]), np.cumsum(values, axis=0)))
 
 
-def _fullest(memory: StepMemory, held: np.ndarray, costs: Sequence[MicroBatchCost]) -> int:
+def _fullest(memory: StepMemory, held: Integers, costs: Sequence[MicroBatchCost]) -> int:
     """Most of what a rank holds in a backward and of what lives only inside it."""
 
     def inside(rank: int, rows: int, keys: int, recompute: Recompute) -> int:

@@ -29,6 +29,7 @@ from lightning_wlb.strategy.devices import profile_of
 from lightning_wlb.strategy.mesh import Size, is_settled
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
 from lightning_wlb.strategy.saving import CheckpointStrategy
+from lightning_wlb.strategy.whereabouts import BETWEEN, HERE
 
 
 class ChoosingStrategy(CheckpointStrategy):
@@ -86,14 +87,16 @@ class ChoosingStrategy(CheckpointStrategy):
         module: Any = self.lightning_module
         trainer, precision = module.trainer, self.precision_plugin
         assert isinstance(precision, WLBPrecision)
+        data = getattr(trainer, "datamodule", None)
+        given = getattr(data, "profile", None)
         previous = getattr(getattr(module, "model", None), "parallelized_by", None)
         if previous is not None and previous._is_as_asked_by(self):
-            self.schedule, self.profile = previous.schedule, previous.profile
+            self.schedule = previous.schedule
+            self.profile = self._profile(given, settled=previous.profile is None)
             return super()._chosen(previous.mesh)
         self.schedule, _ = _usual(*self._asked_schedule)
         settled = is_settled(self.world_size, self._asked)
-        data = getattr(trainer, "datamodule", None)
-        self.profile = self._profile(getattr(data, "profile", None), settled)
+        self.profile = self._profile(given, settled)
         if settled or not isinstance(data, WLBDataModule) or not isinstance(module, LanguageModule):
             # Without the two nothing can be trained, which is answered later.
             return super()._chosen(mesh)
@@ -111,7 +114,9 @@ class ChoosingStrategy(CheckpointStrategy):
             self.num_processes,
             name_of(precision.parameter_dtype),
         )
+        HERE.note(BETWEEN, "the choice of a mesh")
         mesh, self.schedule = searching.agreed_mesh(asked, trainer, data, module, self.profile)
+        HERE.begin()
         return mesh
 
     def _profile(self, given: Profile | None, settled: bool) -> Profile | None:

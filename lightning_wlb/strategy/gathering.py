@@ -152,8 +152,12 @@ class Gathering:
         return self._zeros[:count]
 
     def _before_forward(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._open:  # else a forward outside of a step
-            self._open[number].arrive()
+        if not self._open:
+            raise RuntimeError(
+                "The model was called outside of a step, where a rank has only its shards of the"
+                " parameters. Call self.step(batch), in validation and prediction too."
+            )
+        self._open[number].arrive()
         if self.dtype == torch.bfloat16:
             return _cast(args, self.dtype), _cast(kwargs, self.dtype)
         return None

@@ -252,7 +252,6 @@ class WLBStrategy(ChoosingStrategy):
         assert self.executor is not None
         module = self.lightning_module
         assert isinstance(module, LanguageModule)
-        module.check_batch(batch)
         self.check_saves()
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():

@@ -57,6 +57,8 @@ def test_rows_are_known_before_a_sharding_is_chosen(lengths, packs, context, ten
     for guess, exact in zip(model.costs(open_plan), model.costs(final), strict=True):
         assert abs(guess.rows - exact.rows) <= tensor
         assert (guess.kept_rows > 0) == (exact.kept_rows > 0)
+    for size, exact in zip(model.sizes(final), model.costs(final), strict=True):
+        assert size[:4] == exact[:4]
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])

@@ -32,7 +32,7 @@ class Case:
     packing: str = "wlb"
     sharding: str = "per_document_contiguous"
     tied: bool = False
-    activation_checkpointing: str = "none"
+    activation_checkpointing: str = "auto"
     masked: bool = False
     sliding_window: int | None = None
     layers: int = 4

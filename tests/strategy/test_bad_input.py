@@ -131,7 +131,7 @@ def on_one_rank(rank: int) -> None:
     for callback in (StochasticWeightAveraging(0.1), EMAWeightAveraging()):
         refused("Averaging copies the whole model", "wlb", callbacks=[callback])
     refused(
-        "checkpointing 'full' is asked for, but Own has activation_checkpointing='none'",
+        "activation_checkpointing='full', but the Own .* always has 'none'",
         "wlb",
         Ignoring(),
     )

@@ -277,9 +277,11 @@ def a_failed_step(rank: int) -> float:
 
 
 def not_called(rank: int) -> str:
-    """A forward that computes with a module's parameters and does not call it."""
+    """A forward that computes with a module's parameters and does not call it; one too early."""
     model, gathering = sharded(torch.float64)
     bypassed = nn.Sequential(model.first)
+    with pytest.raises(RuntimeError, match="outside of a step"):
+        model.second(torch.ones(WIDTH, dtype=torch.float64))
     with pytest.raises(ValueError, match="without calling") as info:
         run(bypassed, gathering, [each.requires_grad_() for each in inputs(rank, 1, torch.float64)])
     return str(info.value)

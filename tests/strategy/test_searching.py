@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -35,21 +36,35 @@ def fit(made: LanguageModule, strategy: WLBStrategy, steps: int = 1, **options) 
     return recorder.record() | {"mesh": strategy.mesh, "schedule": strategy.schedule}
 
 
-def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str]]:
+def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str], list[int]]:
     with mock.patch("lightning_wlb.data.cached.user_cache_dir", return_value=cache):
         made = module(CASE)
         open_sizes = fit(made, WLBStrategy())
         # A further Trainer goes on with the mesh that the module is split for.
         again = WLBStrategy()
-        held = data(CASE, validation_documents=4, context_window=16)
+        held = data(CASE, validation_documents=4, context_window=16, profile="cpu")
         trainer(again, 4).validate(made, held, verbose=False)
         assert again.mesh == open_sizes["mesh"]
-        one_replica = fit(module(CASE), WLBStrategy(data_parallel_size=1), steps=3)
+        # The profile was made on a node of two.
+        one_replica = fit(module(CASE), WLBStrategy(data_parallel_size=1), steps=3, profile="cpu")
         errors = [refused(MisconfigurationException, documents=documents(40, 8 + rank // 2))]
         failing = mock.patch.object(searching, "choose_mesh", side_effect=ValueError(f"on {rank}"))
         with failing:
             errors.append(refused(ValueError, seed=1))
-    return [open_sizes, one_replica], errors
+        with pytest.raises(ValueError, match="no tokens") as error:
+            prepared(rank, per_node=True, fails=rank == 2)
+        errors.append(str(error.value))
+    counts = [prepared(rank, per_node) for per_node in (True, False)]
+    return [open_sizes, one_replica], errors, counts
+
+
+def prepared(rank: int, per_node: bool, fails: bool = False) -> int:
+    """How often a rank prepares documents, of two nodes with two ranks each."""
+    documents = data(CASE)
+    documents.prepare_data_per_node = per_node
+    documents.prepare_data = mock.Mock(side_effect=ValueError("no tokens") if fails else None)
+    searching._prepare(SimpleNamespace(local_rank=rank % 2, node_rank=rank // 2), documents)
+    return documents.prepare_data.call_count
 
 
 def refused(kind: type[Exception], **options) -> str:
@@ -63,14 +78,14 @@ def documents(*lengths: int) -> InMemoryDocuments:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[tuple[list[dict], list[str]]]:
+def ranks(tmp_path_factory) -> list[tuple[list[dict], list[str], list[int]]]:
     cache = tmp_path_factory.mktemp("cache")
     return run_ranks(on_four_ranks, 4, str(cache), process_group=False)
 
 
 def test_every_rank_gets_the_same_mesh_and_trains_as_one_process(ranks) -> None:
     for run in range(2):
-        records = [records[run] for records, _ in ranks]
+        records = [records[run] for records, *_ in ranks]
         assert len({(str(each["mesh"]), each["schedule"]) for each in records}) == 1
         assert records[0]["mesh"].devices == 4
         loss = expected(CASE)["losses"][0]
@@ -78,13 +93,13 @@ def test_every_rank_gets_the_same_mesh_and_trains_as_one_process(ranks) -> None:
 
 
 def test_sizes_that_are_given_stay_and_gradients_are_those_of_one_process(ranks) -> None:
-    records = [one_replica for (_, one_replica), _ in ranks]
+    records = [one_replica for (_, one_replica), *_ in ranks]
     assert all(each["mesh"].data == 1 for each in records)
     check_equal(records, CASE)
 
 
 def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
-    (_, run), _ = ranks[0]
+    (_, run), *_ = ranks[0]
     asked = request(
         lengths=np.asarray(data(CASE).store.lengths),
         data=data(CASE).settings,
@@ -100,13 +115,20 @@ def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
 
 
 def test_ranks_that_see_other_documents_all_end_with_the_same_error(ranks) -> None:
-    (error,) = {errors[0] for _, errors in ranks}
+    (error,) = {errors[0] for _, errors, _ in ranks}
     assert "rank 0 sees documents of 2 with 48 tokens" in error
     assert "but ranks [2, 3] of 2 with 49 tokens" in error
 
 
 def test_a_search_that_fails_ends_all_ranks_with_its_error(ranks) -> None:
-    assert {errors[1] for _, errors in ranks} == {"on 0"}
+    assert {errors[1] for _, errors, _ in ranks} == {"on 0"}
+
+
+def test_the_first_rank_of_each_node_prepares_the_documents(ranks) -> None:
+    assert [counts for *_, counts in ranks] == [[1, 1], [0, 0], [1, 0], [0, 0]]
+    (error,) = {errors[2] for _, errors, _ in ranks}
+    assert error.startswith("rank 2 on ")
+    assert error.endswith(": no tokens")
 
 
 def request(**options) -> MeshRequest:

@@ -1,10 +1,11 @@
 """Hydraulis' two-stage assignment (its §6) for pipelines that are all alike: deal, then pack.
 
 First the pieces of a step are dealt to the replicas. What a pipeline takes is not known before its
-pieces are packed, but it is bounded from below by their cost and P - 1 times the costliest of them
-(Equation 2). Equation 3 deals so that the largest bound is least; it is an integer program, here
-:func:`deal_exactly`. The method takes the paper's Algorithm 1, :func:`deal_greedily`: pieces go one
-by one in random order, each where the largest bound grows least, and the best of 100 trials stays.
+pieces are packed, but with equal micro-batches it is not below their cost and P - 1 times the
+costliest of them (Equation 2). Equation 3 deals so that the largest bound is least; it is an
+integer program, here :func:`deal_exactly`. The method takes the paper's Algorithm 1,
+:func:`deal_greedily`: pieces go one by one in random order, each where the largest bound grows
+least, and the best of 100 trials stays.
 
 Then each replica's pieces are packed into V micro-batches so that the heaviest is as light as it
 can be (Equation 1), for the V for which the heaviest times P - 1 + V is least
@@ -87,7 +88,9 @@ class HydraulisPacker(Packer):
 
 
 def lower_bound(costs: Sequence[int], own: Sequence[int], stages: int) -> int:
-    """Equation 2: no packing of these pieces runs through their pipeline in less.
+    """Equation 2: no packing of these pieces has a value of Equation 1 below it.
+
+    A pipeline that begins and ends with short micro-batches may take less.
 
     Args:
         costs: forward and backward cost of every piece, on one stage.

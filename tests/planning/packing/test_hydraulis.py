@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
@@ -86,6 +88,21 @@ def test_packing_is_the_best_of_all_numbers_of_micro_batches(lengths, cap) -> No
     packed = pack_pipeline(pieces_of(lengths), stages, cap, cost, solves=99)
     assert sorted(piece.document for own in packed for piece in own) == list(range(len(lengths)))
     assert time([[piece.tokens for piece in own] for own in packed], len(packed)) == best
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    stages=st.integers(1, 5),
+    utilised=st.integers(1, 40),
+)
+def test_no_packing_is_below_the_bound(lengths, stages, utilised) -> None:
+    packed = pack_pipeline(pieces_of(lengths), stages, 40, LINEAR, utilised=utilised, solves=0)
+    heaviest = max(sum(piece.tokens for piece in own) for own in packed)
+    assert heaviest <= 40
+    assert sorted(piece.tokens for own in packed for piece in own) == sorted(lengths)
+    bound = lower_bound(lengths, range(len(lengths)), stages)
+    assert (stages - 1 + len(packed)) * heaviest >= bound
 
 
 def test_the_solver_finds_what_greed_misses_where_micro_batches_must_be_long() -> None:
