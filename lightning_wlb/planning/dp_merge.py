@@ -16,6 +16,7 @@ of a context-parallel group: the keys of the shared pieces then cost more than t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -49,8 +50,10 @@ def merge_pieces(
     replicas: int,
     work: Callable[[int], int],
     per_capacity: int,
+    most_tokens: int = sys.maxsize,
+    begun: Sequence[int] = (),
 ) -> Merged:
-    """Deal pieces to replicas, and those of too much work to several at once.
+    """Deal pieces to replicas, and those of too much work or too many tokens to several at once.
 
     Equal pieces go by (document, origin), equal replicas and sets by number.
 
@@ -59,11 +62,17 @@ def merge_pieces(
         replicas: any number of them; sets lie within the first ones that are whole.
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
+        most_tokens: of a piece that one replica can hold, at least 1.
+        begun: work that each replica is taken to have already, where pieces that are not shared
+            are dealt; none if empty.
     """
     order = longest_first(pieces)
     works = [work(piece.tokens) for piece in order]
     total = sum(works)
-    sizes = [_size(each, total, replicas, per_capacity) for each in works]
+    sizes = [
+        _size(-(-piece.tokens // most_tokens), each, total, replicas, per_capacity)
+        for piece, each in zip(order, works, strict=True)
+    ]
     sized = [entry for entry in zip(sizes, order, works, strict=True) if entry[0] > 1]
     sized.sort(key=lambda entry: -entry[0])
     loads = [0] * replicas
@@ -77,8 +86,10 @@ def merge_pieces(
         shared.append((piece, tuple(members)))
     own: list[list[Piece]] = [[] for _ in range(replicas)]
     alone = [at for at, size in enumerate(sizes) if size == 1]
-    for at, replica in zip(alone, deal([works[at] for at in alone], loads), strict=True):
+    taken = [load + before for load, before in zip(loads, begun or [0] * replicas, strict=True)]
+    for at, replica in zip(alone, deal([works[at] for at in alone], taken), strict=True):
         own[replica].append(order[at])
+        loads[replica] += works[at]
     return Merged(shared, own, loads)
 
 
@@ -102,14 +113,14 @@ def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[S
     return shared
 
 
-def _size(piece_work: int, total: int, replicas: int, per_capacity: int) -> int:
-    """Replicas that share a piece: 1, or the least power of two that keeps each within alpha."""
-    if piece_work * per_capacity * replicas <= total:
+def _size(holders: int, piece_work: int, total: int, replicas: int, per_capacity: int) -> int:
+    """Replicas that share a piece: the least power of two that hold it and are within alpha."""
+    if holders == 1 and piece_work * per_capacity * replicas <= total:
         return 1
     size = 2
-    while (
-        2 * size <= replicas
-        and piece_work * (100 + OVERHEAD_PERCENT) * per_capacity * replicas > 100 * size * total
+    while 2 * size <= replicas and (
+        size < holders
+        or piece_work * (100 + OVERHEAD_PERCENT) * per_capacity * replicas > 100 * size * total
     ):
         size *= 2
     return size if size <= replicas else 1

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -28,7 +29,8 @@ from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
-from lightning_wlb.prediction.totals import has_totals, peak_bytes, step_totals
+from lightning_wlb.prediction.step import MODES
+from lightning_wlb.prediction.totals import StepTotals, has_totals, peak_bytes, step_totals
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
@@ -62,8 +64,17 @@ class Judge(Protocol):
     def limit(self) -> int:
         """Most that a rank may hold."""
 
+    @property
+    def longest(self) -> Sequence[int]:
+        """Tokens of the longest micro-batch that a replica can hold, if it has no other: without
+        recomputation, and with more and more. Empty where no device is known.
+        """
+
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step of all replicas, or of some that share no micro-batch with others."""
+
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """When each replica of a step has run all its actions; empty where no device is known."""
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, as far as the judge can say."""
@@ -86,6 +97,11 @@ class PipelineJudge:
     mesh: Mesh
     overhead: int = 0
     limit: int = sys.maxsize
+
+    @property
+    def longest(self) -> Sequence[int]:
+        """Not known."""
+        return ()
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step, in the time that a rank takes for its work (as if it had all layers).
@@ -118,6 +134,10 @@ class PipelineJudge:
             shared=meetings_of(replicas),
         )
         return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
+
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """Not known."""
+        return ()
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The replicas as they are: without a device no memory is known."""
@@ -216,8 +236,23 @@ class PredictedJudge:
         """Bytes of a device that may be filled."""
         return self.predictor.usable_bytes
 
+    @cached_property
+    def longest(self) -> Sequence[int]:
+        """With the recomputation that micro-batches may have; empty where the state fills all."""
+        given = self.activation_checkpointing
+        modes = MODES if given == "auto" else (given,)
+        return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
+
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
         """The step in ns, and bytes, with the recomputation that it would be settled with."""
+        totals = self._totals(replicas)
+        return Verdict(totals.total_ns, totals.peak_bytes)
+
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """In ns; the arguments are those of a call."""
+        return self._totals(replicas).ends_ns
+
+    def _totals(self, replicas: Sequence[ReplicaPlan]) -> StepTotals:
         predictor, given = self.predictor, self.activation_checkpointing
         decides = given == "auto"
         replicas = recomputing(replicas, "none" if given == "auto" else given)
@@ -227,13 +262,17 @@ class PredictedJudge:
                 costs = least_recomputation(predictor, replicas, step.executed, step.costs)
                 step = step._replace(costs=costs)
             simulated = predictor.run(step)
-            return Verdict(simulated.simulations[0].total_ns, simulated.peak_bytes)
+            ends = tuple(
+                max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
+                for each in simulated.simulations
+            )
+            return StepTotals(simulated.simulations[0].total_ns, simulated.peak_bytes, ends)
         executed, costs = predictor.executed(replicas)
         totals = step_totals(predictor, executed, costs)
         if decides and totals.peak_bytes > self.limit:
             costs = least_recomputation(predictor, replicas, executed, costs)
             totals = step_totals(predictor, executed, costs)
-        return Verdict(*totals)
+        return totals
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""

@@ -45,7 +45,11 @@ def deal(works: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def deal_capped(
-    pieces: Sequence[Piece], bins: int, cap: int, work: Callable[[int], int]
+    pieces: Sequence[Piece],
+    bins: int,
+    cap: int,
+    work: Callable[[int], int],
+    begun: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[list[Piece]], list[Piece]]:
     """Deal pieces to micro-batches of nearly equal work: WLB-LLM Algorithm 1, lines 16-28.
 
@@ -60,6 +64,7 @@ def deal_capped(
         bins: number of micro-batches, N.
         cap: most tokens of a micro-batch, L_max.
         work: cost of a piece from its tokens, an integer.
+        begun: work and tokens that the first micro-batches hold before.
 
     Returns:
         ``bins`` micro-batches, some possibly empty, and the pieces that did not fit. Equal lengths
@@ -68,9 +73,13 @@ def deal_capped(
     dealt: list[list[Piece]] = [[] for _ in range(bins)]
     left: list[Piece] = []
     loads, tokens = [0] * bins, [0] * bins
+    for number, (load, length) in enumerate(begun):
+        loads[number], tokens[number] = load, length
     # A heap entry is stale once its bin has grown; it is dropped when it comes to the top.
-    by_load = [(0, number) for number in range(bins)]
-    by_tokens = [(0, number) for number in range(bins)]
+    by_load = [(load, number) for number, load in enumerate(loads)]
+    by_tokens = [(length, number) for number, length in enumerate(tokens)]
+    heapq.heapify(by_load)
+    heapq.heapify(by_tokens)
     for piece in longest_first(pieces):
         while by_load[0][0] != loads[by_load[0][1]]:
             heapq.heappop(by_load)

@@ -191,7 +191,7 @@ class Planner:
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
             ),
-            cap=self._data.token_cap,
+            cap=self._packer.cap(self._place),
             micro_batches=self._data.micro_batches,
             nominal_tokens=self._data.nominal_tokens,
             drain=release.drain,

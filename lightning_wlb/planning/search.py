@@ -24,15 +24,16 @@ from typing import Literal, NamedTuple
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
+from lightning_wlb.planning.apart import cut_apart
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.longest_first import deal_capped
 from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 from lightning_wlb.planning.slicing import slice_pieces
 
-HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # M over half of the nominal number
+HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # M over half of the nominal number
 START = HALVES.index(12)
 
-Kind = Literal["whole", "equal", "tapered"]
+Kind = Literal["whole", "equal", "tapered", "apart"]
 
 Packs = list[list[Slice]]
 """The slices of each micro-batch, in forward order; none where the pieces cannot be packed so."""
@@ -51,14 +52,14 @@ FEWEST = Way("whole", 0)
 class Score(NamedTuple):
     """How good a plan is; less is better."""
 
-    overflows: bool  # whether a rank holds more than the judge's limit
+    excess: int  # what a rank holds above the judge's limit
     time: int  # of the step
 
 
 def score_of(replicas: Sequence[ReplicaPlan], judge: Judge) -> Score:
     """The score of a step, or of replicas that share no micro-batch with others."""
     verdict = judge(replicas)
-    return Score(verdict.peak > judge.limit, verdict.time)
+    return Score(max(verdict.peak - judge.limit, 0), verdict.time)
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Candidates:
             self._scores[way] = (
                 score_of([replica_plan(self.packs(way), 0, self.shard)], self.judge)
                 if self.packs(way)
-                else Score(True, sys.maxsize)
+                else Score(sys.maxsize, sys.maxsize)
             )
         return self._scores[way]
 
@@ -107,30 +108,32 @@ class Candidates:
         """The way with the best score that the search finds; of equal ones whole pieces."""
         fewest = FEWEST if self.packs(FEWEST) else Way("equal", 0)
         if self.mesh.pipeline == 1:
-            return fewest
+            if not self.judge.longest:
+                return fewest
+            return min((fewest, Way("whole", HALVES[self._walk("whole", 1)])), key=self.score)
         if not self.slices:
             return min((fewest, Way("whole", HALVES[self._walk("whole")])), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
         kind: Kind = "tapered" if self.mesh.virtual_stages == 1 else "equal"
-        halves = HALVES[self._walk(kind)]
-        ways = [fewest, Way("equal", halves), Way("tapered", halves)]
+        at = self._walk(kind)
+        if any(score.excess for way, score in self._scores.items() if way.kind == kind):
+            at = self._walk("apart", at)
+        halves = HALVES[at]
+        ways = [fewest, Way("apart", halves), Way("equal", halves), Way("tapered", halves)]
         loads = [self.work(piece.tokens) for piece in self.pieces]
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             ways.insert(1, Way("whole", halves))
-        return min(ways, key=self.score)
+        return min((*ways, *self._scores), key=self.score)
 
-    def _walk(self, kind: Kind) -> int:
-        """From :data:`START` up while the score improves, or else down; an index of ``HALVES``."""
-        at = START
-        for stride in (1, -1):
-            while 0 <= at + stride < len(HALVES):
-                if self.score(Way(kind, HALVES[at + stride])) >= self.score(Way(kind, HALVES[at])):
-                    break
-                at += stride
-            if at != START:
-                break
-        return at
+    def _walk(self, kind: Kind, at: int = START) -> int:
+        """To the neighbour with the best score while there is a better one; an index of HALVES."""
+        while True:
+            near = [each for each in (at, at + 1, at - 1) if 0 <= each < len(HALVES)]
+            best = min(near, key=lambda each: self.score(Way(kind, HALVES[each])))
+            if best == at:
+                return at
+            at = best
 
     def _make(self, way: Way) -> Packs:
         least = -(-sum(piece.tokens for piece in self.pieces) // self.cap)
@@ -143,5 +146,26 @@ class Candidates:
                 if not left:
                     return [list(map(whole, pieces)) for pieces in dealt if pieces]
             return []
-        taper = self.mesh.pipeline - 1 if way.kind == "tapered" else 0
-        return slice_pieces(self.pieces, count or least, self.cap, self.work, taper=taper)
+        taper = self.mesh.pipeline - 1 if way.kind != "equal" else 0
+        cut = cut_apart if way.kind == "apart" else slice_pieces
+        return cut(self.pieces, count or least, self.cap, self.work, taper=taper)
+
+
+class Chosen(NamedTuple):
+    """What one replica does with its own pieces."""
+
+    candidates: Candidates
+    way: Way
+
+    @property
+    def packs(self) -> Packs:
+        """Its micro-batches."""
+        return self.candidates.packs(self.way)
+
+    def neighbour(self, stride: int) -> Chosen:
+        """With that many steps more or fewer micro-batches; as it is where there are no such."""
+        if self.way.halves == 0:
+            return self
+        at = min(max(HALVES.index(self.way.halves) + stride, 0), len(HALVES) - 1)
+        way = self.way._replace(halves=HALVES[at])
+        return Chosen(self.candidates, way) if self.candidates.packs(way) else self

@@ -109,4 +109,5 @@ class DataSettings:
             cap=self.token_cap,
             work=work,
             options=self.packing_choice.options,
+            cap_is_given=self.cap is not None,
         )

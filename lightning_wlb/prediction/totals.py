@@ -29,10 +29,17 @@ _Order = tuple[Sequence[int], Sequence[int]]
 
 
 class StepTotals(NamedTuple):
-    """Of a predicted step: its length, and most bytes of a rank, state included."""
+    """Of a predicted step.
+
+    Attributes:
+        total_ns: its length.
+        peak_bytes: most of a rank, state included.
+        ends_ns: when each replica has run all its actions.
+    """
 
     total_ns: int
     peak_bytes: int
+    ends_ns: tuple[int, ...]
 
 
 def has_totals(predictor: Predictor) -> bool:
@@ -73,8 +80,10 @@ def step_totals(
             for rank, end in enumerate(of_ranks):
                 took = pipeline.backward[rank][pipeline.order[-1]]
                 last.setdefault(rank, []).append((end, took))
-    end = max(max(map(max, ends), default=0), traffic.ends(last))
-    return StepTotals(end + traffic.optimise, _peak_of(predictor.memory, replicas, costs, orders))
+    of_replicas = tuple(map(max, ends))
+    end = max(max(of_replicas, default=0), traffic.ends(last))
+    peak = _peak_of(predictor.memory, replicas, costs, orders)
+    return StepTotals(end + traffic.optimise, peak, of_replicas)
 
 
 def orders_of(replicas: Sequence[ReplicaPlan]) -> list[_Order]:

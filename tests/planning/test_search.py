@@ -17,7 +17,7 @@ TOTAL, FORWARD = LLAMA2_7B_LAYER.total, LLAMA2_7B_LAYER.forward
 SMALL = FORWARD(WINDOW // 100)
 EVERY = [
     FEWEST,
-    *(Way(kind, halves) for kind in ("whole", "equal", "tapered") for halves in HALVES),
+    *(Way(kind, halves) for kind in ("whole", "equal", "tapered", "apart") for halves in HALVES),
 ]
 
 
@@ -62,7 +62,7 @@ def test_one_stage_has_nothing_to_fill():
 def test_slices_where_whole_pieces_do_not_fit_one_stage():
     tried = candidates([WINDOW * 3 // 5] * 5, stages=1)
     assert tried.packs(FEWEST) == []
-    assert tried.score(FEWEST).overflows
+    assert tried.score(FEWEST).excess
     packs = tried.packs(tried.best())
     assert sum(part.tokens for pack in packs for part in pack) == 5 * (WINDOW * 3 // 5)
     assert len(packs) == 3
@@ -71,7 +71,7 @@ def test_slices_where_whole_pieces_do_not_fit_one_stage():
 def test_what_overflows_is_taken_only_where_nothing_fits():
     free = candidates(a_step(1))
     tight = candidates(a_step(1), limit=WINDOW)
-    assert not tight.score(tight.best()).overflows
+    assert not tight.score(tight.best()).excess
     assert tight.score(tight.best()).time >= free.score(free.best()).time
     assert candidates(a_step(1), limit=1).best() in EVERY
 
@@ -81,5 +81,5 @@ def test_a_shared_micro_batch_comes_first_and_those_of_others_not_at_all():
     packs = tried.packs(FEWEST)
     plan = replica_plan(packs, 1, unsharded, [([packs[0][0]], (0, 1)), ([packs[0][0]], (2, 3))])
     assert [micro_batch.replicas for micro_batch in plan.forward] == [(0, 1), (1,)]
-    assert Score(False, 2) < Score(True, 1)
-    assert score_of([], tried.judge) == (False, 0)
+    assert Score(0, 2) < Score(1, 1) < Score(2, 0)
+    assert score_of([], tried.judge) == (0, 0)

@@ -26,9 +26,13 @@ parallelism costs several times more, because every candidate's sharding is chos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
+from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dp_merge import Merged, merge_pieces, own_work, slice_shared
@@ -36,11 +40,15 @@ from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.outlier_queues import oldest_first
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
 from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, unsharded
-from lightning_wlb.planning.search import FEWEST, Candidates, Packs, Score, score_of
+from lightning_wlb.planning.search import FEWEST, Candidates, Chosen, Score, score_of
 from lightning_wlb.planning.slicing import share_packs
 
 SHARED = (2, 4, 8)  # MicroPacks of shared pieces take as long as those of a step cut into k·N
 UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
+MANY = 8  # replicas above which fewer ways are tried
+SLACK_PER_MILLE = 1003  # of the latest of many replicas, what others may take without a search
+DEALT_AGAIN = 2  # times at most that pieces are dealt again, knowing which replicas were late
+LATE_PERCENT = 101  # the latest replica's end to the mean above which pieces are dealt again
 OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD tokens
 
 
@@ -54,26 +62,32 @@ class AutoPacker(Packer):
         admitted, carried = oldest_first(pieces, 2 * self.rules.micro_batches * self.rules.window)
         return [admitted], carried
 
+    def cap(self, place: Placement) -> int:
+        """On one stage what fits in memory, where that is known and the user gave no cap."""
+        judge, cap = place.judge, self.rules.cap
+        if judge is None or place.mesh.pipeline > 1 or self.rules.cap_is_given:
+            return cap
+        return max(cap, *judge.longest, 0)
+
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
         judge = place.judge or self.exact_judge(place.mesh)
-        layout = place.shard if judge.sees_sharding else unsharded
         (pieces,) = micro_batches
-        # A replica without a micro-batch for each stage cannot fill its pipeline.
-        count = max(self.rules.micro_batches, place.mesh.pipeline * place.mesh.data)
-        best: Score | None = None
-        for merged in self._dealings(pieces, place):
-            own = self._own(merged, count, place, judge, layout)
-            for multiple in SHARED if merged.shared else SHARED[:1]:
-                shared = slice_shared(
-                    merged, multiple * count, self.rules.cap, self.rules.work.total
-                )
-                plans = _plans(own, shared, layout)
-                score = score_of(plans, judge)
-                if best is None or score < best:
-                    best, chosen = score, (own, shared, plans)
-        own, shared, plans = chosen
-        return plans if judge.sees_sharding else _plans(own, shared, place.shard)
+        best = min(
+            (self._made(way, place, judge) for way in self._dealings(pieces, place, judge)),
+            key=lambda made: made.score,
+        )
+        if best.shared and place.mesh.pipeline > 1:
+            best = self._refined(best, place, judge)
+        for _ in range(DEALT_AGAIN):
+            ends = judge.ends(best.plans)
+            if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
+                break
+            again = self._made(best.dealing.again(ends), place, judge)
+            if again.score >= best.score:
+                break
+            best = again
+        return best.plans if judge.sees_sharding else best.laid_out(place.shard)
 
     def exact_judge(self, mesh: Mesh) -> PipelineJudge:
         """Simulations of exact work, which the method chooses by where no device is known."""
@@ -83,25 +97,60 @@ class AutoPacker(Packer):
         overhead = work.forward(max(self.rules.window // OVERHEAD, 1))
         return PipelineJudge(work, mesh, overhead, most_open * self.rules.cap)
 
-    def _dealings(self, pieces: list[Piece], place: Placement) -> Iterator[Merged]:
-        """The dealing without shared pieces; where it is not balanced, others that share more."""
-        replicas, work = place.mesh.data, self.rules.work.total
-        merged = merge_pieces(pieces, replicas, work, 0)
-        yield merged
-        if place.mesh.virtual_stages > 1 or not place.slices:
-            return  # The schedule cannot run shared pieces.
-        busiest = max(merged.loads)
-        if 100 * replicas * busiest <= UNBALANCED_PERCENT * sum(merged.loads):
+    def _dealings(self, pieces: list[Piece], place: Placement, judge: Judge) -> Iterator[_Dealing]:
+        """With the fewest shared pieces; where that is not balanced, others that share more."""
+        mesh, work = place.mesh, self.rules.work.total
+        if mesh.virtual_stages > 1 or not place.slices:
+            # The schedule cannot run shared pieces.
+            yield _Dealing(pieces, mesh.data, work)
             return
-        for per_capacity in (1, 2, 4, 8):
-            merged = merge_pieces(pieces, replicas, work, per_capacity)
-            if max(merged.loads) < busiest:
-                busiest = max(merged.loads)
-                yield merged
+        held = max(judge.longest, default=sys.maxsize)
+        fewest = _Dealing(pieces, mesh.data, work, 0, held)
+        yield fewest
+        loads = fewest.merged.loads
+        by_memory = bool(judge.longest) and mesh.pipeline == 1
+        if not by_memory and 100 * len(loads) * max(loads) <= UNBALANCED_PERCENT * sum(loads):
+            return
+        seen = [fewest.merged]
+        # What several replicas hold together need not be computed again.
+        for most_tokens in judge.longest if by_memory else [held]:
+            for per_capacity in (0, 1) if by_memory and mesh.data > MANY else (0, 1, 2, 4, 8):
+                dealing = _Dealing(pieces, mesh.data, work, per_capacity, most_tokens)
+                merged = dealing.merged
+                if merged not in seen and (by_memory or max(merged.loads) < max(seen[-1].loads)):
+                    seen.append(merged)
+                    yield dealing
+
+    def _made(self, dealing: _Dealing, place: Placement, judge: Judge) -> _Made:
+        """The plans of a dealing, and of several ways to slice what is shared the best."""
+        layout = place.shard if judge.sees_sharding else unsharded
+        merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
+        # A replica without a micro-batch for each stage cannot fill its pipeline.
+        count = max(self.rules.micro_batches, stages * place.mesh.data)
+        own = self._own(merged, count, place, judge, layout)
+        made = []
+        for multiple in SHARED if stages > 1 and merged.shared else (0,):
+            shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
+            plans = _plans(own, shared, layout)
+            made.append(_Made(score_of(plans, judge), dealing, own, shared, plans))
+        return min(made, key=lambda each: each.score)
+
+    def _refined(self, made: _Made, place: Placement, judge: Judge) -> _Made:
+        """With fewer or more micro-batches beside the shared ones, while the step gets shorter."""
+        layout = place.shard if judge.sees_sharding else unsharded
+        for stride in (-1, 1):
+            while True:
+                own = [of and of.neighbour(stride) for of in made.own]
+                plans = _plans(own, made.shared, layout)
+                score = score_of(plans, judge)
+                if score >= made.score:
+                    break
+                made = made._replace(score=score, own=own, plans=plans)
+        return made
 
     def _own(
         self, merged: Merged, count: int, place: Placement, judge: Judge, layout: Shard
-    ) -> list[Packs]:
+    ) -> list[Chosen | None]:
         """The micro-batches of each replica's own pieces; ``count`` over all are the nominal ones.
 
         They are chosen without the shared pieces, which take as long whatever is chosen here.
@@ -109,20 +158,71 @@ class AutoPacker(Packer):
         work = self.rules.work.total
         loads = own_work(merged, work)
         nominal = share_packs(loads, count, sum(merged.loads))
-        result: list[Packs] = [[] for _ in loads]
-        way, latest = FEWEST, Score(False, 0)
+        result: list[Chosen | None] = [None] * len(loads)
+        way, latest = FEWEST, Score(0, 0)
         for number in sorted(range(len(loads)), key=lambda number: -loads[number]):
             if not (own := merged.own[number]):
                 continue
             candidates = Candidates(
-                own, nominal[number], self.rules.cap, work, place.mesh, judge, layout, place.slices
+                own, nominal[number], self.cap(place), work, place.mesh, judge, layout, place.slices
             )
-            if latest.time == 0 or candidates.score(way) > latest:
+            allowed = latest
+            if merged.shared and place.mesh.pipeline == 1:
+                # Not always is the one with the most work of its own the latest.
+                allowed = Score(0, latest.time * loads[number] // max(*loads, 1))
+            elif len(loads) > MANY:
+                allowed = Score(latest.excess, latest.time * SLACK_PER_MILLE // 1000)
+            if latest.time == 0 or candidates.score(way) > allowed:
                 way = candidates.best()
                 latest = max(latest, candidates.score(way))
-            result[number] = candidates.packs(way)
+            result[number] = Chosen(candidates, way)
         return result
 
 
-def _plans(own: list[Packs], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:
-    return [replica_plan(packs, number, shard, shared) for number, packs in enumerate(own)]
+@dataclass(frozen=True)
+class _Dealing:
+    """Pieces dealt to replicas; the arguments are those of :func:`.merge_pieces`."""
+
+    pieces: list[Piece]
+    replicas: int
+    work: PassWork
+    per_capacity: int = 0
+    most_tokens: int = sys.maxsize
+    begun: Sequence[int] = ()
+
+    @cached_property
+    def merged(self) -> Merged:
+        return merge_pieces(
+            self.pieces,
+            self.replicas,
+            self.work,
+            self.per_capacity,
+            self.most_tokens,
+            self.begun,
+        )
+
+    def again(self, ends: Sequence[int]) -> _Dealing:
+        """With work added to replicas that ended late for their work, and taken from others."""
+        loads = self.merged.loads
+        late = [end * sum(loads) // sum(ends) - load for end, load in zip(ends, loads, strict=True)]
+        return replace(self, begun=late)
+
+
+class _Made(NamedTuple):
+    """What became of a dealing."""
+
+    score: Score
+    dealing: _Dealing
+    own: list[Chosen | None]
+    shared: list[Shared]
+    plans: list[ReplicaPlan]
+
+    def laid_out(self, shard: Shard) -> list[ReplicaPlan]:
+        return _plans(self.own, self.shared, shard)
+
+
+def _plans(own: list[Chosen | None], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:
+    return [
+        replica_plan(chosen.packs if chosen else [], number, shard, shared)
+        for number, chosen in enumerate(own)
+    ]

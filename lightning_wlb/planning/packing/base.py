@@ -70,6 +70,7 @@ class Rules:
         cap: most tokens of a micro-batch.
         work: of the model, forward and backward.
         options: of the method, an instance of its :attr:`Packer.Options`.
+        cap_is_given: whether the cap is the user's, which holds whatever fits in memory.
     """
 
     lengths: NDArray[np.int64]
@@ -78,6 +79,7 @@ class Rules:
     cap: int
     work: Work
     options: Any
+    cap_is_given: bool = True
 
 
 class Placement(NamedTuple):
@@ -157,6 +159,10 @@ class Packer:
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit."""
         raise NotImplementedError
+
+    def cap(self, place: Placement) -> int:
+        """Most tokens of a micro-batch on a mesh."""
+        return self.rules.cap
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """The plan of each replica. This one deals the micro-batches as they are, see ``deal``."""
