@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_wlb.cli import meshes
 from lightning_wlb.cli.main import main
 from lightning_wlb.cli.meshes import is_searched
+from lightning_wlb.meshes.choice import MeshChoice
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.meshes.search import choose_mesh
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 MODEL = "dim=512,layers=4,heads=8,kv_heads=4,ffn_dim=1408,vocab_size=32000"
@@ -82,8 +86,10 @@ def test_the_lines_to_paste_make_that_strategy(
 ) -> None:
     report = searched(capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto")
     trainer = report["verdict"]["trainer"][0]
-    assert trainer.startswith("Trainer(devices=4, strategy=WLBStrategy(")
+    start = 'Trainer(devices=4, precision="bf16-mixed", strategy=WLBStrategy('
+    assert trainer.startswith(start)
     strategy = eval(trainer[trainer.index("WLBStrategy(") : -1], {"WLBStrategy": WLBStrategy})
+    assert report["verdict"]["trainer"][2].endswith("packing='best_fit', profile='h100')")
     assert repr(strategy).startswith(
         f"WLBStrategy({', '.join(report['verdict']['mesh'].split(','))}"
     )
@@ -103,6 +109,22 @@ def test_short_documents_are_told_that_it_does_not_pay(
     assert verdict["mesh"] == ",".join(
         str(report["best_fit"]["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")
     )
+
+
+def test_a_reference_that_fits_on_no_mesh_is_said(
+    capsys: pytest.CaptureFixture[str], lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_slices(request: MeshRequest, **options: Any) -> MeshChoice:
+        if request.data.packing_choice.method == "best_fit":
+            raise ValueError("no mesh")
+        return choose_mesh(request, **options)
+
+    monkeypatch.setattr(meshes, "choose_mesh", only_slices)
+    report = searched(capsys, lengths, "--steps", "1", "--schedule", "1f1b")
+    assert report["best_fit"] is None
+    assert report["verdict"]["times_best_fit"] is None
+    assert "best_fit fits in memory on no mesh" in report["verdict"]["text"][1]
+    assert report["verdict"]["packing"] == "auto"
 
 
 @pytest.mark.parametrize(
