@@ -35,7 +35,7 @@ from lightning_wlb.cli.verdict import WORTH, attention_share
 from lightning_wlb.mesh import AXES
 from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
 from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.meshes.search import COMPARED_AXES, choose_mesh
+from lightning_wlb.meshes.search import COMPARED_AXES, Progress, choose_mesh
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.sharding import ADAPTIVE
@@ -213,7 +213,9 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         print(json.dumps(_report(arguments, verdict)))
 
 
-def _reference(arguments: argparse.Namespace, request: MeshRequest, tell: Tell) -> MeshRow | None:
+def _reference(
+    arguments: argparse.Namespace, request: MeshRequest, tell: Progress
+) -> MeshRow | None:
     """The best mesh of ``best_fit``, if it fits on any."""
     data = settings_of(arguments, arguments.micro_batches, REFERENCE, {})
     try:
