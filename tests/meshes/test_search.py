@@ -80,11 +80,14 @@ def test_a_mesh_that_only_planning_by_profile_makes_fit_is_found() -> None:
     (mesh,) = legal_meshes(asked, Reasons())
     by_profile = evaluate(asked, mesh)
     by_work = evaluate(asked, mesh, by_profile=False)
-    made = search._worth_planning([replace(by_work, fits=False)], large=False)
-    assert [each.row.mesh for each in made] == [mesh]
-    faster = replace(by_work, row=replace(by_work.row, steps_ns=1), fits=False)
-    slower = replace(by_work, row=replace(by_work.row, steps_ns=10**15), fits=False)
-    assert search._worth_planning([by_profile, faster, slower], large=False) == [by_profile, faster]
+    too_large = replace(by_work, fits=False)
+    assert search._worth_planning([too_large], large=False) == [mesh]
+    faster, slower = (
+        replace(too_large, row=replace(by_work.row, mesh=Mesh(size), steps_ns=time))
+        for size, time in ((2, 1), (3, 10**15))
+    )
+    made = search._worth_planning([slower, by_profile, faster], large=False)
+    assert made == [mesh, Mesh(2)]
 
 
 def test_on_many_devices_less_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
