@@ -82,12 +82,14 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     kept = _pruned(request, legal_meshes(request, reasons), reasons, tell)
     large = request.devices > LARGE
     sample = replace(request, steps=1) if large else request
+    # Packings that try one plan of a step plan the same either way.
+    once = not large and not request.data.packer.judges
     for number, mesh in enumerate(kept):
         tell("simulating meshes", number, len(kept))
-        by_work.append(evaluate(sample, mesh, by_profile=False))
-    best = _worth_planning(by_work, large)
-    by_profile = []
-    for number, mesh in enumerate(best):
+        by_work.append(evaluate(sample, mesh, by_profile=once))
+    best = kept if once else _worth_planning(by_work, large)
+    by_profile = by_work if once else []
+    for number, mesh in enumerate(() if once else best):
         tell("planning by profile", number, len(best))
         by_profile.append(evaluate(request, mesh))
     by_work.sort(key=lambda each: each.order)

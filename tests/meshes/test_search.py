@@ -10,8 +10,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes import search
 from lightning_wlb.meshes.choice import MeshChoice
-from lightning_wlb.meshes.evaluate import evaluate
+from lightning_wlb.meshes.evaluate import Evaluation, evaluate
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
+from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import choose_mesh
 from tests.meshes.requests import request
 
@@ -132,3 +133,18 @@ def test_given_sizes_are_kept() -> None:
     assert {row.mesh.shape for row in found.rows + found.others} == {(2, 2, 1, 1), (1, 2, 2, 1)}
     (one,) = choose_mesh(replace(ASKED, fixed={"data": 1, "context": 4})).rows
     assert one.mesh == Mesh(1, 1, 4)
+
+
+def test_packings_that_try_one_plan_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def counted(asked: MeshRequest, mesh: Mesh, **options: bool) -> Evaluation:
+        planned.append(mesh)
+        return evaluate(asked, mesh, **options)
+
+    monkeypatch.setattr(search, "evaluate", counted)
+    asked = replace(ASKED, data=replace(ASKED.data, packing="best_fit"))
+    found = choose_mesh(asked)
+    assert len(planned) == len(set(planned)) == len(found.rows)
+    by_work = evaluate(asked, found.best.mesh, by_profile=False).row
+    assert replace(by_work, by_profile=True) == found.best
