@@ -65,6 +65,7 @@ OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD t
 class AutoPacker(Packer):
     """Slices and whole pieces, chosen by simulation."""
 
+    judges: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
