@@ -75,7 +75,8 @@ class Gathering:
         for number, unit in enumerate(units):
             for module in unit.modules:
                 hook = partial(self._before_forward, number)
-                module.register_forward_pre_hook(hook, with_kwargs=True)
+                # Before a module's own hooks, which may read its parameters.
+                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     @contextmanager
     def step(self, program: Sequence[Action]) -> Iterator[None]:
@@ -157,6 +158,7 @@ class Gathering:
                 "The model was called outside of a step, where a rank has only its shards of the"
                 " parameters. Call self.step(batch), in validation and prediction too."
             )
+        self._open[number].refuse_if_closed()
         self._open[number].arrive()
         if self.dtype == torch.bfloat16:
             return _cast(args, self.dtype), _cast(kwargs, self.dtype)
@@ -252,6 +254,7 @@ class _InStep:
         """Take a gradient that a backward has just made."""
         gradient, live.grad = live.grad, None
         assert gradient is not None
+        self.refuse_if_closed()
         if self._sums is None:
             self._make_sums(gradient.device)
         share = self.unit.shares[number]
@@ -293,6 +296,16 @@ class _InStep:
             )
         # Frozen parameters say nothing, and a recomputation may read them to the action's end.
         self._awaited = set(range(len(self._rest)))
+
+    def refuse_if_closed(self) -> None:
+        """Raise RuntimeError where the unit's last gradient of the step has been taken."""
+        if self.closed:
+            names = ", ".join(type(module).__name__ for module in self.unit.modules)
+            raise RuntimeError(
+                f"{names} runs, or gets a gradient, after its gradients of the step were complete."
+                " A checkpoint of your model's own with use_reentrant=True does that: use False."
+                " Between a step and its optimizer the model cannot be called."
+            )
 
     def close(self) -> None:
         """Nothing of the step uses the parameters any more; a second call does nothing."""

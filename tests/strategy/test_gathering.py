@@ -44,6 +44,7 @@ def gathered(model: nn.Module, dtype: torch.dtype) -> Gathering:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fsdp.shard(model, mesh)
     units = [unit([each], [0], [each]) for each in (model, *model.children())]
+    units = [each for each in units if each.shares]
     wide = torch.promote_types(dtype, torch.float32)
     return Gathering(units, mesh.get_group(), None, dtype, wide)
 
