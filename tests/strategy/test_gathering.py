@@ -62,10 +62,10 @@ def inputs(seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
-def run(model: nn.Module, gathering: Gathering, batches: list[torch.Tensor]) -> None:
+def run(model: nn.Module, gathering: Gathering, batches: list[torch.Tensor], shared=()) -> None:
     """All forwards and backwards of a step."""
     actions = [Action(0, kind, at) for at in range(len(batches)) for kind in (FORWARD, BACKWARD)]
-    with gathering.step(actions):
+    with gathering.step(actions, shared):
         for forward, backward in zip(actions[::2], actions[1::2], strict=True):
             with gathering.action(forward):
                 loss = model(batches[forward.micro_batch])
