@@ -8,7 +8,8 @@ import pytest
 
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.evaluate import LOSSES, evaluate
+from lightning_wlb.meshes.evaluate import LOSSES, Evaluation, evaluate
+from lightning_wlb.planning.mixture import Share
 from tests.meshes.requests import request
 
 PIPELINE = Mesh(2, 2)
@@ -42,7 +43,8 @@ def test_the_steps_are_those_of_the_run() -> None:
 )
 def test_what_a_mesh_loses_by_is_named(mesh: Mesh, loss: str) -> None:
     # Few parameters beside the tokens, where keys are to be what travels most.
-    asked = request(micro_batches=4 if mesh.context == 1 else 64)
+    many = {"lengths": [4096] * 128, "micro_batches": 64}
+    asked = request(**(many if mesh.context > 1 else {}))
     # A link so slow that whatever waits for it is most of the step.
     slow = {"node": Link(0, 1e9), "network": Link(0, 1e9)}
     if loss != "pipeline bubble":
@@ -81,3 +83,16 @@ def test_meshes_that_fit_come_first() -> None:
         slower,
         too_large,
     ]
+
+
+def test_a_mixture_takes_its_shares() -> None:
+    shares = (Share("first", 30, 1.0), Share("second", 30, 3.0))
+    plain, mixed = (evaluate(request(mixture=each), PIPELINE) for each in ((), shares))
+
+    def of_second(made: Evaluation) -> float:
+        pieces = [piece for step in made.steps for piece in step.plan.pieces]
+        tokens = sum(piece.tokens for piece in pieces if piece.document % 60 >= 30)
+        return tokens / sum(piece.tokens for piece in pieces)
+
+    assert of_second(mixed) == pytest.approx(0.75, abs=0.1)
+    assert of_second(plain) < 0.65
