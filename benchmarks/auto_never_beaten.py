@@ -53,11 +53,6 @@ class Counted:
     calls: int = 0
 
     @property
-    def sees_sharding(self) -> bool:
-        """As the judge."""
-        return self.judge.sees_sharding
-
-    @property
     def limit(self) -> int:
         """As the judge's."""
         return self.judge.limit
@@ -145,7 +140,7 @@ class Case(NamedTuple):
         lengths = self.lengths()
         work, mesh, judge = self.judge(lengths, profile)
 
-        def planned(settings: DataSettings, judge: Judge) -> Result:
+        def planned(settings: DataSettings, judge: Any) -> Result:
             plan = Planner(lengths, settings, work, mesh, judge=judge).next_step()
             assert isinstance(plan, StepPlan)
             verdict = judge(plan.replicas)

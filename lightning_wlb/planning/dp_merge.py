@@ -2,9 +2,10 @@
 
 A piece whose work exceeds the share alpha of a replica's capacity (Σ work / replicas) runs on an
 aligned power-of-two set of replicas, whose context-parallel groups act as one: the smallest set on
-which each replica's part is within that share. The pieces with the largest sets are placed first,
-among them those with the most work, each on the set whose busiest member has the least work. The
-other pieces are then dealt one by one to the replica with the least work.
+which each replica's part is within that share. Where memory is known, a piece that one replica
+cannot hold is shared by as many as hold it, whatever its work. The pieces with the largest sets are
+placed first, among them those with the most work, each on the set whose busiest member has the
+least work. The other pieces are then dealt one by one to the replica with the least work.
 
 Shared micro-batches come first on all their replicas, those of larger sets before those of smaller
 ones. Sets are aligned, so a set lies within every larger set that it meets, and its members list

@@ -1,17 +1,25 @@
 """The ways in which one replica's pieces can become micro-batches, and a search among them.
 
 A way is whole pieces in as few micro-batches as they need; or, for a number M of micro-batches
-between half of a nominal number and twelve times it (SlimPack §5.1), whole pieces in M, slices in M
-equal MicroPacks, or slices in tapered ones (:mod:`~lightning_wlb.planning.slicing`). Where the
-schedule runs no slices (GPipe), there are whole pieces only.
+between half of a nominal number and sixteen times it (SlimPack §5.1), whole pieces in M, slices in
+M equal MicroPacks, slices in tapered ones (:mod:`~lightning_wlb.planning.slicing`), or long pieces
+cut apart from each other (:mod:`~lightning_wlb.planning.apart`). Where the schedule runs no slices
+(GPipe), there are whole pieces only.
 
 Trying all ways would be slow. But the step's length falls with M, as the pipeline fills faster, and
 then rises, as every action costs something of its own. So the search begins at six times the
-nominal number and goes on while the step gets shorter, first upwards. At the M where it ends it
-tries the other kinds; whole pieces only where none has more work than 1.5 micro-batches of M.
+nominal number with tapered micro-batches, looks at the next smaller and the next larger number, and
+goes on where the step gets shorter. Where one of these plans exceeds the judge's limit it goes on
+from there with pieces cut apart, which hold the least. At the M where it ends it tries the other
+kinds; whole pieces only where none has more work than 1.5 micro-batches of M. What exceeds the
+limit is worse than all that does not, and the more so the more it does.
 
-Cost: 5 to 8 ways, each O(P·log P + M·stages) for P pieces. Where times do not fall and rise so, it
-finds a local optimum.
+On one stage, where memory is known, whole pieces are tried in about the nominal number of
+micro-batches, in fewer, which waste less time, and in more, which need less recomputation.
+
+Cost: 7 to 10 ways, each O(P·log P + M·stages) for P pieces. Where times do not fall and rise so, it
+finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is
+better.
 """
 
 from __future__ import annotations

@@ -57,3 +57,18 @@ def test_sets_are_aligned_and_in_one_order(lengths, replicas, per_capacity):
             for replica in members
         }
         assert len(before) == 1
+
+
+def test_a_piece_that_one_replica_cannot_hold_is_shared_by_as_many_as_hold_it():
+    pieces = pieces_of([150, 90, *[10] * 16])
+    held = merge_pieces(pieces, 4, LINEAR, 0, most_tokens=75).shared
+    assert held == [(Piece(0, 0, 150, 0), (0, 1)), (Piece(1, 0, 90, 0), (2, 3))]
+    assert merge_pieces(pieces, 4, LINEAR, 0, most_tokens=74).shared[0][1] == (0, 1, 2, 3)
+    # No four replicas hold it: all that there are.
+    assert merge_pieces(pieces, 4, LINEAR, 0, most_tokens=10).shared[0][1] == (0, 1, 2, 3)
+
+
+def test_pieces_are_dealt_beside_work_that_replicas_are_taken_to_have():
+    merged = merge_pieces(pieces_of([4, 3, 2, 1]), 2, LINEAR, 0, begun=[-6, 2])
+    assert [[piece.tokens for piece in own] for own in merged.own] == [[4, 3, 2], [1]]
+    assert merged.loads == [9, 1]

@@ -83,3 +83,22 @@ def test_a_shared_micro_batch_comes_first_and_those_of_others_not_at_all():
     assert [micro_batch.replicas for micro_batch in plan.forward] == [(0, 1), (1,)]
     assert Score(0, 2) < Score(1, 1) < Score(2, 0)
     assert score_of([], tried.judge) == (0, 0)
+
+
+@pytest.mark.parametrize("pieces", [11, 12])
+def test_equal_pieces_are_cut_apart_where_memory_stops_other_slices(pieces):
+    """Slices whose micro-batches join pieces would open all of the step at once."""
+    tried = candidates([WINDOW] * pieces, nominal=pieces, limit=4 * WINDOW)
+    found = tried.best()
+    assert found.kind == "apart"
+    assert not tried.score(found).excess
+    assert tried.score(Way("tapered", found.halves)).excess
+    fitting = [tried.score(way) for way in EVERY if not tried.score(way).excess]
+    assert tried.score(found).time <= 1.005 * min(fitting).time < 0.88 * tried.score(FEWEST).time
+
+
+def test_what_exceeds_the_limit_least_is_taken_where_nothing_fits():
+    tried = candidates(a_step(1), limit=WINDOW // 2)
+    least = min(tried.score(way) for way in EVERY)
+    assert least.excess
+    assert tried.score(tried.best()).excess <= 1.1 * least.excess

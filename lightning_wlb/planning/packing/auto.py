@@ -4,24 +4,34 @@ The pieces of a step are dealt to the replicas by work. Each replica's pieces be
 in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.search`) of those that
 fit: in the device's memory where that is known, else with no more tokens open than 1F1B has with
 full micro-batches. The replica with the most work searches first. The others take its way where it
-makes them no later than the latest replica so far, and search for themselves only where it does.
+makes them no later than the latest replica so far (of many replicas: hardly later), and search for
+themselves only where it does.
 
 Where dealing whole pieces leaves one replica with 2 % more work than the mean, several replicas may
 share a piece (:mod:`~lightning_wlb.planning.dp_merge`). The simulator chooses which are shared:
-none, those above a replica's capacity, or those above a half, a quarter or an eighth of it.
+none, those above a replica's capacity, or those above a half, a quarter or an eighth of it. The
+number of micro-batches beside the shared ones is then chosen once more, by the whole step. Where
+memory is known, pieces that one replica cannot hold, however much it recomputes, are always shared,
+by as many as hold them.
 
 Times are predicted from a device profile if the planner has one (``Planner(judge=...)``). Else they
 are exact work, and every action has the overhead of the forward of a short piece of 1 % of a
-context window, which is what bounds the number of micro-batches.
+context window, which is what bounds the number of micro-batches. Predicted times are not
+proportional to work: so where some replicas end 1 % later than the mean, pieces are dealt again,
+with that much less for them, and once more.
 
 Nothing waits, because slices fill the pipeline without; only where a very long document brings
 more tokens than two global batches have, the rest is carried. On a pipeline of one stage there is
-no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows. Where the
-schedule runs no slices (GPipe), pieces stay whole and none is shared.
+no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows. Where memory is
+known and the user gave no cap, they may there be as long as memory allows, several numbers of them
+are tried, and pieces may also be shared because none of the replicas could hold them without
+recomputation. Where the schedule runs no slices (GPipe), pieces stay whole and none is shared.
 
-Cost: 5 to 8 simulations per step, and one more for each further replica and dealing: milliseconds
-for hundreds of pieces (``benchmarks/results/packing.md``). A device profile beside context
-parallelism costs several times more, because every candidate's sharding is chosen.
+Cost, in plans judged: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
+one that searches again; for each dealing with shared pieces as many, and one to three of the step;
+at one stage under known memory 4 for a search, and up to fifteen dealings. That is milliseconds for
+hundreds of pieces (``benchmarks/results/packing.md``), several times that by a device profile. On
+thousands of ranks it is most of a plan (``docs/scale.md``).
 """
 
 from __future__ import annotations
@@ -39,7 +49,7 @@ from lightning_wlb.planning.dp_merge import Merged, merge_pieces, own_work, slic
 from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.outlier_queues import oldest_first
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
-from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, unsharded
+from lightning_wlb.planning.replicas import Shard, Shared, replica_plan
 from lightning_wlb.planning.search import FEWEST, Candidates, Chosen, Score, score_of
 from lightning_wlb.planning.slicing import share_packs
 
@@ -88,7 +98,7 @@ class AutoPacker(Packer):
             if again.score >= best.score:
                 break
             best = again
-        return best.plans if judge.sees_sharding else best.laid_out(place.shard)
+        return best.plans
 
     def exact_judge(self, mesh: Mesh) -> PipelineJudge:
         """Simulations of exact work, which the method chooses by where no device is known."""
@@ -124,7 +134,7 @@ class AutoPacker(Packer):
 
     def _made(self, dealing: _Dealing, place: Placement, judge: Judge) -> _Made:
         """The plans of a dealing, and of several ways to slice what is shared the best."""
-        layout = place.shard if judge.sees_sharding else unsharded
+        layout = place.shard
         merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
         # A replica without a micro-batch for each stage cannot fill its pipeline.
         count = max(self.rules.micro_batches, stages * place.mesh.data)
@@ -138,7 +148,7 @@ class AutoPacker(Packer):
 
     def _refined(self, made: _Made, place: Placement, judge: Judge) -> _Made:
         """With fewer or more micro-batches beside the shared ones, while the step gets shorter."""
-        layout = place.shard if judge.sees_sharding else unsharded
+        layout = place.shard
         for stride in (-1, 1):
             while True:
                 own = [of and of.neighbour(stride) for of in made.own]
@@ -217,9 +227,6 @@ class _Made(NamedTuple):
     own: list[Chosen | None]
     shared: list[Shared]
     plans: list[ReplicaPlan]
-
-    def laid_out(self, shard: Shard) -> list[ReplicaPlan]:
-        return _plans(self.own, self.shared, shard)
 
 
 def _plans(own: list[Chosen | None], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:

@@ -1,18 +1,24 @@
+from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
 
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
 from lightning_wlb.planning.packing.auto import OVERHEAD
 from lightning_wlb.planning.workloads import generator_a
+from lightning_wlb.prediction.predictor import Predictor, model_stages
 from tests.planning.test_slicing import LLAMA2_7B_LAYER, SHAPE
 
 WINDOW = 131_072
 TOTAL = LLAMA2_7B_LAYER.total
 FORWARD = LLAMA2_7B_LAYER.forward
+SMALL = ModelShape(256, 8, 4, 4, 64, 704, 1000)
 
 
 def plans(steps, lengths=None, window=WINDOW, **mesh):
@@ -141,3 +147,56 @@ def test_a_step_takes_at_most_two_global_batches_of_one_document():
         made.append(plan)
     assert max(plan.tokens for plan in made) == 4 * WINDOW
     assert max(plan.max_delay for plan in made) >= 2
+
+
+def planned(judge, mesh, lengths, **settings):
+    data = DataSettings(8192, 4, shuffle=False, **settings)
+    return Planner(lengths, data, Work.of(SMALL), mesh, judge=judge).next_step()
+
+
+def judge_of(mesh, tokens, mode):
+    """A judge whose device just holds a micro-batch of so many tokens with that recomputation."""
+    stages = tuple(model_stages(SMALL, mesh.stages, 1000))
+
+    def with_memory(megabytes):
+        profile = replace(Profile.load("h100"), memory_bytes=megabytes << 20)
+        return PredictedJudge(Predictor(LatencyModel(profile, SMALL, mesh), stages))
+
+    def holds(megabytes):
+        return with_memory(megabytes).predictor.longest_micro_batch(1, mode) >= tokens
+
+    return with_memory(bisect_left(range(80_000), True, key=holds))
+
+
+def longest_of(plan):
+    return max(replica.tokens_of(each) for replica in plan.replicas for each in replica.forward)
+
+
+def test_micro_batches_of_one_stage_are_as_long_as_memory_allows():
+    judge, lengths = judge_of(Mesh(), 4 * 8192, "none"), [500] * 65
+    plan = planned(judge, Mesh(), lengths)
+    assert longest_of(plan) > 8192
+    assert plan.cap == max(judge.longest)
+    capped = planned(judge, Mesh(), lengths, cap=8192)
+    assert longest_of(capped) <= capped.cap == 8192
+    assert judge(plan.replicas).time < judge(capped.replicas).time
+
+
+def test_a_piece_that_no_replica_holds_is_shared():
+    mesh = Mesh(data=4)
+    judge = judge_of(mesh, 3000, "full")
+    assert max(judge.longest) < 5500
+    plan = planned(judge, mesh, [5500, *[300] * 91])
+    assert judge(plan.replicas).peak <= judge.limit
+    sharers = {len(each.replicas) for replica in plan.replicas for each in replica.forward}
+    assert max(sharers) > 1
+
+
+def test_replicas_that_end_late_are_dealt_less_work():
+    """Long pieces use a device better, so that their work takes less time than that of others."""
+    mesh = Mesh(data=2)
+    judge = judge_of(mesh, 4 * 8192, "none")
+    lengths = [8192, 8192, *[256] * 64]
+    plan = planned(judge, mesh, lengths)
+    first, last = sorted(judge.ends(plan.replicas))
+    assert last <= 1.02 * first
