@@ -8,7 +8,8 @@ import pytest
 
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.evaluate import LOSSES, evaluate
+from lightning_wlb.meshes.evaluate import LOSSES, Evaluation, evaluate
+from lightning_wlb.planning.mixture import Share
 from tests.meshes.requests import request
 
 PIPELINE = Mesh(2, 2)
@@ -82,3 +83,16 @@ def test_meshes_that_fit_come_first() -> None:
         slower,
         too_large,
     ]
+
+
+def test_a_mixture_takes_its_shares() -> None:
+    shares = (Share("first", 30, 1.0), Share("second", 30, 3.0))
+    plain, mixed = (evaluate(request(mixture=each), PIPELINE) for each in ((), shares))
+
+    def of_second(made: Evaluation) -> float:
+        pieces = [piece for step in made.steps for piece in step.plan.pieces]
+        tokens = sum(piece.tokens for piece in pieces if piece.document % 60 >= 30)
+        return tokens / sum(piece.tokens for piece in pieces)
+
+    assert of_second(mixed) == pytest.approx(0.75, abs=0.1)
+    assert of_second(plain) < 0.65
