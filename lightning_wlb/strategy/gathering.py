@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.schedule.actions import BACKWARD, Action
-from lightning_wlb.strategy.units import Share, Unit, parts_of
+from lightning_wlb.strategy.units import Share, Unit, parts_of, refuse_hooks
 
 # torch 2.13 has new names for them and deprecates the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -210,6 +210,8 @@ class _InStep:
         self._trained = [
             number for number, rest in enumerate(self._rest) if training and rest.requires_grad
         ]
+        for number in self._trained:
+            refuse_hooks(unit.shares[number].places[0][1], self._rest[number])
         self._live: list[nn.Parameter] = []
         self._work: dist.Work | None = None
         self._everyone: Tensor | None = None

@@ -25,7 +25,7 @@ from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.gathering import Gathering
 from lightning_wlb.strategy.gradients import Tie, find_ties
 from lightning_wlb.strategy.mesh import data_context
-from lightning_wlb.strategy.units import Unit, unit
+from lightning_wlb.strategy.units import Unit, refuse_hooks, unit
 
 
 def parallelize(
@@ -63,7 +63,7 @@ def parallelize(
     """
     ties = find_ties(model)
     place, places = mesh["pipeline"].get_local_rank(), mesh["pipeline"].size()
-    check_owners(model, places)
+    check_parameters(model, places)
     keep_stages(model, stages, place, places)
 
     tensor_mesh = mesh["tensor"]
@@ -131,8 +131,8 @@ def _units(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Un
     return [each for each in units if each.shares]
 
 
-def check_owners(model: Decoder, pipeline: int) -> None:
-    """Refuse parameters of which each of several parts of the whole model would train its own copy.
+def check_parameters(model: Decoder, pipeline: int) -> None:
+    """Refuse parameters of which several parts would each train a copy, and hooks that are lost.
 
     Args:
         model: whole: of a part that another stage holds nothing is known later.
@@ -143,6 +143,7 @@ def check_owners(model: Decoder, pipeline: int) -> None:
     """
     owners: dict[int, set[str]] = defaultdict(set)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        refuse_hooks(name, parameter)
         part, *inside = name.split(".")
         if part not in ("embed", "layers", "head"):
             part = "neither"

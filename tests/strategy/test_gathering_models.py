@@ -41,6 +41,15 @@ def own_hook(rank: int) -> tuple[int, int]:
     return len(rows[0]), len(model.first.weight.to_local())
 
 
+def hooked(rank: int) -> str:
+    model = toy(torch.float64)
+    split = gathered(model, torch.float64)
+    model.second.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ValueError, match="would never run") as info:
+        run(model, split, inputs(rank, 1, torch.float64))
+    return str(info.value)
+
+
 def behind_shared(rank: int) -> list[list[str]]:
     """When reductions are posted where other replicas share the last micro-batch, or the first."""
     model, log = toy(torch.float64), []
@@ -65,7 +74,12 @@ def behind_shared(rank: int) -> list[list[str]]:
 
 
 def various(rank: int) -> dict:
-    return {"late": late(rank), "hook": own_hook(rank), "shared": behind_shared(rank)}
+    return {
+        "late": late(rank),
+        "hook": own_hook(rank),
+        "hooked": hooked(rank),
+        "shared": behind_shared(rank),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +94,11 @@ def test_a_gradient_behind_the_last_one_is_refused_not_lost(results):
 
 def test_parameters_are_there_before_a_modules_own_hooks(results):
     assert [rank["hook"] for rank in results] == [(WIDTH, WIDTH // 2)] * 2
+
+
+def test_a_hook_on_a_parameter_is_refused(results):
+    for rank in results:
+        assert rank["hooked"].startswith("weight has a hook")
 
 
 def test_nothing_is_reduced_before_a_shared_micro_batch_is_over(results):

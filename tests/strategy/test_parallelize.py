@@ -7,7 +7,7 @@ import torch
 from lightning_wlb.models.initialise import held
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.strategy.parallelize import check_owners
+from lightning_wlb.strategy.parallelize import check_parameters
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, config, data, trainer
@@ -111,9 +111,16 @@ def test_a_parameter_of_two_stages_is_refused():
 def test_what_one_rank_may_share():
     model = Transformer(config(True))
     model.scale = torch.nn.Parameter(torch.ones(3))
-    check_owners(model, 1)
+    check_parameters(model, 1)
     model.scale.requires_grad_(False)
-    check_owners(model, 2)
+    check_parameters(model, 2)
     model.layers["1"].scale = model.scale
     with pytest.raises(ValueError, match="scale is in two layers, or in a layer"):
-        check_owners(model, 1)
+        check_parameters(model, 1)
+
+
+def test_a_hook_that_would_never_run_is_refused():
+    model = Transformer(config(False))
+    model.embed.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ValueError, match=r"embed\.weight has a hook"):
+        check_parameters(model, 1)
