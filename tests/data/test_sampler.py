@@ -124,29 +124,6 @@ def test_workers_change_nothing(workers: int) -> None:
     assert [content(batch) for batch in loader] == [content(batch) for batch in whole[-7:]]
 
 
-def test_a_worker_places_its_own_steps_and_those_whose_digest_they_carry(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    placed: list[int] = []
-    place = Planner.place
-
-    def noting(planner: Planner, release: Release) -> Any:
-        placed.append(release.step)
-        return place(planner, release)
-
-    whole = list(dataset())
-    monkeypatch.setattr(Planner, "place", noting)
-    monkeypatch.setattr(sampler, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=4))
-    own = list(dataset())
-    assert [content(batch) for batch in own] == [content(batch) for batch in whole[1::4]]
-    assert placed == [step for step in range(len(whole)) if step % 4 in (1, 2)]
-    placed.clear()
-    monkeypatch.undo()
-    monkeypatch.setattr(Planner, "place", noting)
-    list(dataset())
-    assert placed == list(range(len(whole))), "one worker places each step once"
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_broken_anywhere_goes_on_with_the_first_step_not_taken(seed: int) -> None:
     """The worker has planned ahead of the break; steps that fail are taken again."""
