@@ -53,11 +53,6 @@ class Counted:
     calls: int = 0
 
     @property
-    def sees_sharding(self) -> bool:
-        """As the judge."""
-        return self.judge.sees_sharding
-
-    @property
     def limit(self) -> int:
         """As the judge's."""
         return self.judge.limit

@@ -6,8 +6,9 @@ apart: choosing and placing, its validation, its digest), the tensors of one ran
 tokens, and the predicted step that all of it must hide behind. Process groups are made on torch's
 ``fake`` backend, which connects nobody: they are counted, and what the calls cost a rank is timed.
 
-Times are the process's own CPU time, which is the wall-clock time of a core that nothing else uses.
-Predicted steps are simulated from the analytic profile of an H100.
+Times are the process's own CPU time, which is at least the wall-clock time of a core that nothing
+else uses: a busy machine adds to it, so the least of some steps is reported. Predicted steps are
+computed from the analytic profile of an H100, with the shardings estimated.
 
 Run ``python -m benchmarks.planning_scale --help``. Prints a table and then, as its last line, one
 JSON object.
@@ -16,8 +17,9 @@ JSON object.
 from __future__ import annotations
 
 import gc
+import json
 import pickle
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -43,9 +48,14 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+from lightning_wlb.prediction.totals import step_totals
 from lightning_wlb.strategy.process_groups import mesh_groups
 
 K = 1024
+RESULTS = Path(__file__).with_name("results") / "planning_scale.json"
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "planning_scale.png"
+GROWING = "7b, 128K"
+"""How the cases begin whose number of ranks grows."""
 
 
 class Case(NamedTuple):
@@ -79,7 +89,6 @@ CASES = (
     Case("70b", 128 * K, 64, Mesh(8, 8, 2, 8)),
     Case("70b", 128 * K, 1024, Mesh(64, 8, 4, 8)),
     Case("7b", 1024 * K, 8, Mesh(4, 8, 8, 4)),
-    Case("7b", 1024 * K, 128, Mesh(64, 8, 8, 4)),
     Case("70b", 1024 * K, 128, Mesh(32, 8, 8, 8)),
 )
 
@@ -137,7 +146,8 @@ def planned(case: Case, steps: int, by: str, lengths: np.ndarray) -> dict[str, A
     store = Blank(lengths, 32_000)
     rows = []
     for _ in range(steps):
-        plan_ms, plan = timed(planner.next_step)
+        release_ms, release = timed(planner.release)
+        plan_ms, plan = timed(lambda release=release: planner.place(release))
         validation_ms, _ = timed(plan.validate)
         digest_ms, _ = timed(lambda plan=plan: plan.digest)
         batch_ms, _ = timed(
@@ -145,7 +155,8 @@ def planned(case: Case, steps: int, by: str, lengths: np.ndarray) -> dict[str, A
         )
         rows.append(
             {
-                "plan_ms": plan_ms,
+                "plan_ms": release_ms + plan_ms,
+                "of_which_release_ms": release_ms,
                 "of_which_validation_ms": validation_ms,
                 "digest_ms": digest_ms,
                 "batch_of_a_rank_ms": batch_ms,
@@ -157,9 +168,10 @@ def planned(case: Case, steps: int, by: str, lengths: np.ndarray) -> dict[str, A
         )
     # The first step makes what all steps share.
     counted = rows[1:] or rows
-    row = {name: statistics.median(each[name] for each in counted) for name in rows[0]}
+    row = {name: min(each[name] for each in counted) for name in rows[0]}
     row["plan_ms_of_the_first"] = rows[0]["plan_ms"]
-    row["predicted_step_ms"] = predictor.predict(plan).total_ns / 1e6
+    executed = predictor.executed(plan.replicas, estimated=True)
+    row["predicted_step_ms"] = step_totals(predictor, *executed).total_ns / 1e6
     return {"case": str(case), "ranks": case.mesh.devices, "by": by, "steps": steps, **row}
 
 
@@ -179,13 +191,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--steps", type=int, default=4, help="of each case; the first is not counted"
     )
+    parser.add_argument("--least-ranks", type=int, default=0, help="leave smaller cases out")
     parser.add_argument("--most-ranks", type=int, default=16_384, help="leave larger cases out")
     parser.add_argument("--by", nargs="+", choices=("work", "profile"), default=("work", "profile"))
-    parser.add_argument("--output", type=Path, help="also write the result to this .json")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="where cases that are not run keep their rows"
+    )
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="drawn of all rows")
     arguments = parser.parse_args(argv)
     rows = []
     for case in CASES:
-        if case.mesh.devices > arguments.most_ranks:
+        if not arguments.least_ranks <= case.mesh.devices <= arguments.most_ranks:
             continue
         documents = documents_for(2 * arguments.steps, case.micro_batches, case.window)
         lengths = generator_a(documents, case.window, 0)
@@ -198,10 +214,52 @@ def main(argv: list[str] | None = None) -> None:
                     for key, each in row.items()
                 }
             )
+    kept = json.loads(arguments.output.read_text())["rows"] if arguments.output.exists() else []
+    ran = {row["case"] for row in rows}
+    rows = sorted(
+        [row for row in kept if row["case"] not in ran] + rows, key=lambda row: row["ranks"]
+    )
     headings = [name.replace("_", " ") for name in rows[0]]
     cells = [[str(value) for value in row.values()] for row in rows]
     Console(width=220).print(report.table("Planning", headings, cells))
-    report.finish({"benchmark": "planning_scale", "rows": rows}, arguments.output)
+    draw(rows, arguments.picture)
+    report.finish(
+        {"benchmark": "planning_scale", "python": sys.version.split()[0], "rows": rows},
+        arguments.output,
+    )
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the picture: how time, size and process groups grow with the ranks of one model."""
+    figure = Figure(figsize=(15, 4.6), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    time_axis, size_axis, other_axis = figure.subplots(1, 3)
+    growing = [row for row in rows if row["case"].startswith(GROWING)]
+    for by, colour in (("work", "tab:blue"), ("profile", "tab:orange")):
+        own = [row for row in growing if row["by"] == by]
+        ranks = [row["ranks"] for row in own]
+
+        def line(axis: Axes, name: str, label: str, style: str = "-") -> None:
+            values = [row[name] for row in own]  # noqa: B023
+            axis.plot(ranks, values, style, color=colour, marker="o", label=label)  # noqa: B023
+
+        line(time_axis, "plan_ms", f"planned by {by}")
+        line(size_axis, "pickle_kb", f"plan, planned by {by}")
+        line(other_axis, "batch_of_a_rank_ms", f"tensors of a rank, planned by {by}")
+        line(other_axis, "digest_ms", f"digest, planned by {by}", ":")
+        if by == "profile":
+            half = [row["predicted_step_ms"] / 2 for row in own]
+            time_axis.plot(ranks, half, "--", color="grey", label="half of the predicted step")
+            line(other_axis, "groups_ms", "process groups of a rank, without a network", "--")
+    for axis, title, unit in (
+        (time_axis, "Planning a step", "ms"),
+        (size_axis, "Size of a plan", "KB"),
+        (other_axis, "What else a rank does", "ms"),
+    ):
+        axis.set(title=title, xlabel="ranks", ylabel=unit, xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -67,9 +67,10 @@ nitpick_ignore_regex = [
         r"(lightning|matplotlib|nn|np|numpy|pyarrow|rich|torch|torchdata|transformers)\..*",
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
-    (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Path|npt\..*"),
+    (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Recompute|Path|npt\..*"),
     # Half of a type, where a signature is split at its comma.
     (r"py:class", r"(dict\[str|tuple\[int)"),
+    (r"py:obj", r"typing\.Literal\['auto'"),
     (r"py:class", r"lightning_wlb\..*\._\w+"),
 ]
 

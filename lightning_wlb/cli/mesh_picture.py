@@ -7,6 +7,7 @@ how far apart meshes are, and what the ones that lose lose by.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
@@ -18,23 +19,24 @@ from lightning_wlb.meshes.choice import MeshChoice, MeshRow
 ARITHMETIC = "#08306b"
 # Told apart without colour vision and in print by lightness, in the order of the parts.
 PARTS = ("#e69f00", "#8a8a8a", "#4292c6", "#cc79a7", "#56b4e9", "#fbe3a8")
+LINE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
 MOST_BARS = 30
 
 
-def draw_meshes(path: Path, found: MeshChoice, reference: MeshRow, title: str) -> None:
+def draw_meshes(path: Path, found: MeshChoice, reference: MeshRow | None, title: str) -> None:
     """Draw the step time on every mesh that was simulated, as PNG.
 
     Args:
         path: of the file; its folder is made.
         found: the answer of a search.
-        reference: the best mesh of ``best_fit``, drawn as a line.
+        reference: the best mesh of ``best_fit``, drawn as a line, if there is one.
         title: above the picture.
     """
-    rows = sorted(found.rows + found.others, key=lambda row: row.steps_ns)[:MOST_BARS]
+    rows = sorted(found.rows + found.others, key=lambda row: row.step_ms)[:MOST_BARS]
     figure = new_figure(11, 2 + 0.26 * len(rows))
     axes = figure.subplots()
     names = list(rows[0].shares)
-    colours = dict(zip(names, PARTS, strict=False))
+    colours = dict(zip(names, PARTS, strict=True))
     for place, row in enumerate(rows):
         lost = sum(row.shares.values())
         begin = 0.0
@@ -53,21 +55,19 @@ def draw_meshes(path: Path, found: MeshChoice, reference: MeshRow, title: str) -
             va="center",
             fontsize=7,
         )
-    line = (
-        reference.step_ms * (rows[0].tokens / rows[0].steps) / (reference.tokens / reference.steps)
-    )
-    axes.axvline(line, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(rows)), map(_label, rows), fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(line, rows[-1].step_ms))
+    axes.set_xlim(0, 1.25 * rows[-1].step_ms)
     axes.set_xlabel(
         "a step (ms), on average over all pipeline ranks; pale: planned by work, not by profile"
     )
     axes.set_title(title, fontsize=9, loc="left")
-    best_fit = f"best_fit on its own best mesh, {reference.sizes}"
     handles: list[Artist] = [Patch(color=ARITHMETIC, label="arithmetic")]
     handles += [Patch(color=colours[name], label=name) for name in names]
-    handles += [Line2D([], [], color="black", linestyle="--", linewidth=1, label=best_fit)]
+    if reference is not None:
+        axes.axvline(found.best.step_ms * reference.times(found.best), **LINE)
+        label = f"best_fit on its own best mesh, {reference.sizes}"
+        handles.append(Line2D([], [], **LINE, label=label))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from rich.table import Table
 from lightning_wlb.cli.arguments import model_shape, names_of, packing_options
 from lightning_wlb.cli.mesh_picture import draw_meshes
 from lightning_wlb.cli.request import (
+    PRECISIONS,
     REFERENCE,
     SHARDING_NAMES,
     check_counts,
@@ -33,9 +35,10 @@ from lightning_wlb.cli.verdict import WORTH, attention_share
 from lightning_wlb.mesh import AXES
 from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
 from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.meshes.search import COMPARED_AXES, choose_mesh
+from lightning_wlb.meshes.search import COMPARED_AXES, Progress, choose_mesh
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.sharding import ADAPTIVE
 from lightning_wlb.strategy.searching import progress_bar
 
 MESH_STEPS = 3
@@ -59,17 +62,19 @@ class MeshVerdict:
     Args:
         request: what was searched for.
         found: the answer.
-        reference: the answer for ``best_fit``.
+        reference: the best mesh of ``best_fit``; None where it fits on none.
     """
 
     request: MeshRequest
     found: MeshChoice
-    reference: MeshChoice
+    reference: MeshRow | None
 
     @property
     def gain(self) -> float:
         """Tokens per second over those of ``best_fit`` on its own best mesh."""
-        return self.found.best.tokens_per_second / self.reference.best.tokens_per_second
+        if self.reference is None:
+            return math.inf
+        return self.found.best.tokens_per_second / self.reference.tokens_per_second
 
     @property
     def worth_it(self) -> bool:
@@ -79,7 +84,9 @@ class MeshVerdict:
     @property
     def advised(self) -> MeshRow:
         """The mesh to take."""
-        return self.found.best if self.worth_it else self.reference.best
+        if self.worth_it or self.reference is None:
+            return self.found.best
+        return self.reference
 
     @property
     def packing(self) -> str:
@@ -95,9 +102,15 @@ class MeshVerdict:
         title = f"Verdict, simulated with profile {name}{kind}:"
         attention = attention_share(request.shape, request.lengths, request.data.context_window)
         share = f"Attention is {attention:.0%} of these documents' model FLOPs."
-        best, other = self.found.best, self.reference.best
+        best, other = self.found.best, self.reference
         if method == REFERENCE:
             return [title, f"Of {REFERENCE}, mesh {name_of(best.mesh)} is the fastest. {share}"]
+        if other is None:
+            return [
+                title,
+                f"Take packing {method} on mesh {name_of(best.mesh)}: {REFERENCE} fits in memory on"
+                f" no mesh of these devices. {share}",
+            ]
         speeds = f"{best.tokens_per_second:,.0f} to {other.tokens_per_second:,.0f} tokens/s"
         if not self.worth_it:
             return [
@@ -169,12 +182,7 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
     request = request_of(arguments)
     with progress_bar() as tell:
         found = choose_mesh(request, progress=tell)
-        plain = request.data
-        if plain.packing_choice.method != REFERENCE:
-            plain = settings_of(arguments, arguments.micro_batches, REFERENCE, {})
-            reference = choose_mesh(replace(request, data=plain), progress=tell)
-        else:
-            reference = found
+        reference = _reference(arguments, request, tell)
     verdict = MeshVerdict(request, found, reference)
     console.print(_best(verdict))
     console.print(_by_axis(found))
@@ -185,7 +193,7 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
     for line in verdict.lines:
         console.print(line, highlight=False)
     console.print("\nTo paste:", highlight=False)
-    for line in trainer_lines(verdict.advised, request, verdict.packing):
+    for line in trainer_lines(arguments, verdict):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"The same steps again, on that mesh alone: {again(arguments, verdict)}",
@@ -196,7 +204,7 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         draw_meshes(
             arguments.picture,
             found,
-            reference.best,
+            reference,
             f"{arguments.model}, {request.devices} devices: {request.data.packing_choice.method} on"
             f" each mesh, simulated\n{request.profile.provenance}",
         )
@@ -205,25 +213,44 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         print(json.dumps(_report(arguments, verdict)))
 
 
-def trainer_lines(row: MeshRow, request: MeshRequest, packing: str) -> list[str]:
+def _reference(
+    arguments: argparse.Namespace, request: MeshRequest, tell: Progress
+) -> MeshRow | None:
+    """The best mesh of ``best_fit``, if it fits on any."""
+    data = settings_of(arguments, arguments.micro_batches, REFERENCE, {})
+    try:
+        return choose_mesh(replace(request, data=data), progress=tell).best
+    except ValueError:
+        return None
+
+
+def trainer_lines(arguments: argparse.Namespace, verdict: MeshVerdict) -> list[str]:
     """The arguments of Trainer, strategy, module and data module that make a run of it, as code."""
+    row, request, data = verdict.advised, verdict.request, verdict.request.data
     sizes = ", ".join(
         f"{axis}_parallel_size={size}" for axis, size in zip(AXES, row.mesh.shape, strict=True)
     )
-    pipeline = ""
-    if row.mesh.pipeline > 1:
-        pipeline = f', schedule="{row.schedule}"'
-        if row.mesh.virtual_stages > 1:
-            pipeline += f", virtual_pipeline_size={row.mesh.virtual_stages}"
+    pipeline = f', schedule="{row.schedule}"'
+    if row.mesh.virtual_stages > 1:
+        pipeline += f", virtual_pipeline_size={row.mesh.virtual_stages}"
     nodes, rest = divmod(request.devices, request.profile.devices_per_node)
-    devices = request.devices if rest or not nodes else request.profile.devices_per_node
-    count = f"devices={devices}" + (f", num_nodes={nodes}" if nodes > 1 and not rest else "")
+    if nodes and not rest:
+        count = f"devices={request.profile.devices_per_node}, num_nodes={nodes}"
+    else:
+        count = f"devices={request.devices}"
+    computed = request.profile.dtype, request.rest_dtype
+    (precision,) = (name for name, dtypes in PRECISIONS.items() if dtypes == computed)
+    packing: Any = verdict.packing
+    options = asdict(data.packing_choice.options)
+    if verdict.worth_it and options != asdict(data.packer.Options()):
+        packing = {"method": packing, **options}
+    sharding = "" if request.sharding == ADAPTIVE else f", sharding={request.sharding!r}"
     return [
-        f"Trainer({count}, strategy=WLBStrategy({sizes}{pipeline}))",
+        f'Trainer({count}, precision="{precision}", strategy=WLBStrategy({sizes}{pipeline}))',
         f'LanguageModule(..., activation_checkpointing="{row.activation_checkpointing}")',
-        f"WLBDataModule(..., context_window={request.data.context_window},"
-        f' micro_batches={request.data.micro_batches}, packing="{packing}",'
-        f' profile="{request.profile.name}")',
+        f"WLBDataModule(..., context_window={data.context_window},"
+        f" micro_batches={data.micro_batches}, packing={packing!r}{sharding},"
+        f" profile={arguments.profile!r})",
     ]
 
 
@@ -280,7 +307,7 @@ def _best(verdict: MeshVerdict) -> Table:
 def _by_axis(found: MeshChoice) -> Table:
     table = Table(title="The best mesh with each size of an axis", title_justify="left")
     table.add_column("axis")
-    for heading in ("size", "mesh", "step (ms)", "times the best"):
+    for heading in ("size", "mesh", "step (ms)", "times the best", "planned by"):
         table.add_column(heading, justify="right")
     for axis in COMPARED_AXES:
         for size, row in found.best_by(axis).items():
@@ -289,7 +316,8 @@ def _by_axis(found: MeshChoice) -> Table:
                 str(size),
                 name_of(row.mesh),
                 f"{row.step_ms:,.1f}",
-                f"{row.steps_ns / found.best.steps_ns:.2f}",
+                f"{row.times(found.best):.2f}",
+                "profile" if row.by_profile else "work",
             )
         table.add_section()
     return table
@@ -327,13 +355,13 @@ def _report(arguments: argparse.Namespace, verdict: MeshVerdict) -> dict[str, An
             for axis in COMPARED_AXES
         },
         "left_out": [dict(vars(each)) for each in found.left_out],
-        "best_fit": verdict.reference.best.figures,
+        "best_fit": verdict.reference.figures if verdict.reference else None,
         "verdict": {
             "packing": verdict.packing,
             "mesh": verdict.advised.sizes,
             "worth_it": verdict.worth_it,
-            "times_best_fit": verdict.gain,
-            "trainer": trainer_lines(verdict.advised, request, verdict.packing),
+            "times_best_fit": verdict.gain if verdict.reference else None,
+            "trainer": trainer_lines(arguments, verdict),
             "again": again(arguments, verdict),
             "text": verdict.lines,
         },

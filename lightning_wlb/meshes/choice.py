@@ -56,6 +56,10 @@ class MeshRow:
         """Of all devices together."""
         return self.tokens * 1e9 / self.steps_ns
 
+    def times(self, other: MeshRow) -> float:
+        """Its time over that of another row, for as much work."""
+        return (self.steps_ns / self.flops) / (other.steps_ns / other.flops)
+
     @property
     def bubble(self) -> float:
         """Share of the ranks' time in which they wait for each other in the pipeline."""
@@ -99,7 +103,7 @@ class MeshChoice:
 
     Args:
         rows: planned by the device profile, best first; at least one.
-        others: planned by exact work only, best first: those that are not among the best by it.
+        others: planned by exact work only, best first; perhaps on fewer steps.
         left_out: not simulated, or too large for memory when simulated.
         digest: of the request, :attr:`.MeshRequest.digest`.
     """
@@ -115,9 +119,12 @@ class MeshChoice:
         return self.rows[0]
 
     def best_by(self, axis: str) -> dict[int, MeshRow]:
-        """The best mesh with each size of an axis (``"virtual_stages"`` counts as one)."""
+        """The best mesh with each size of an axis (``"virtual_stages"`` counts as one).
+
+        Where none of a size was planned by profile, the best that was planned by work.
+        """
         found: dict[int, MeshRow] = {}
-        for row in self.rows:
+        for row in self.rows + self.others:
             found.setdefault(getattr(row.mesh, axis), row)
         return dict(sorted(found.items()))
 

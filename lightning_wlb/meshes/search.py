@@ -5,10 +5,13 @@
    (:mod:`~lightning_wlb.meshes.bound`) keeps the best :data:`KEPT`, and of each size of an axis
    the best that is not :data:`HOPELESS`, for it orders good meshes badly.
 3. The first steps of the run are planned on each by exact work, and predicted by the profile
-   (:mod:`~lightning_wlb.meshes.evaluate`). Planning by work finds nearly the same best meshes as
-   planning by profile, in a tenth of the time.
-4. The best, and the best of each size of an axis, are planned again by the profile, and ordered
-   by what they take then.
+   (:mod:`~lightning_wlb.meshes.evaluate`), which takes a part of the time of planning by profile.
+   A single mesh may be far better by profile, where memory decides the micro-batches.
+4. So the best, the best of each size of an axis, and the first of the closed form are planned again
+   by the profile, and ordered by what they take then. (A packing that tries one plan of a step is
+   planned once.)
+
+On more than :data:`LARGE` devices, where planning takes seconds for a mesh, less is simulated.
 
 Everything is integers and ties go by the sizes, so the answer is the same on every rank and
 processor. Cost: the closed form of every legal mesh, 16 to 30 evaluations by work and some by
@@ -39,6 +42,16 @@ SHOWN = 5
 COMPARED_AXES = ("pipeline", "virtual_stages", "context", "tensor")
 """Of each size of these the best is simulated, and planned by profile."""
 
+FIRST = 3
+"""Of the closed form's order so many are planned by profile, whatever planning by work says."""
+
+LARGE = 256
+"""On more devices meshes are simulated by work on one step, which has many documents there, and
+fewer are planned by profile."""
+
+SHOWN_LARGE = 3
+"""Meshes that are planned by profile then."""
+
 LARGEST = 1 << 16
 """Devices up to which a number that fits is searched for."""
 
@@ -68,15 +81,19 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     reasons = Reasons()
     by_work = []
     kept = _pruned(request, legal_meshes(request, reasons), reasons, tell)
+    large = request.devices > LARGE
+    sample = replace(request, steps=1) if large else request
+    # Packings that try one plan of a step plan the same either way.
+    once = not large and not request.data.packer.judges
     for number, mesh in enumerate(kept):
         tell("simulating meshes", number, len(kept))
-        by_work.append(evaluate(request, mesh, by_profile=False))
-    by_work.sort(key=lambda each: each.order)
-    best = [each.row.mesh for each in _worth_planning(by_work)]
-    by_profile = []
-    for number, mesh in enumerate(best):
+        by_work.append(evaluate(sample, mesh, by_profile=once))
+    best = kept if once else _worth_planning(by_work, large)
+    by_profile = by_work if once else []
+    for number, mesh in enumerate(() if once else best):
         tell("planning by profile", number, len(best))
         by_profile.append(evaluate(request, mesh))
+    by_work.sort(key=lambda each: each.order)
     by_profile.sort(key=lambda each: each.order)
     others = [each for each in by_work if each.row.mesh not in best]
     for each in by_profile + others:
@@ -90,21 +107,25 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     )
 
 
-def _worth_planning(by_work: list[Evaluation]) -> list[Evaluation]:
-    """Of meshes planned by work, in order, those to plan by profile, which knows the memory.
+def _worth_planning(by_work: list[Evaluation], large: bool) -> list[Mesh]:
+    """Of meshes planned by work, the best by the closed form first, those to plan by profile.
 
-    The fastest that fit, and of each size of an axis the fastest; and of those that do not fit as
-    planned by work the fastest, for as planned by profile they may.
+    Of those that fit the fastest, and unless that takes too long the fastest of each size of an
+    axis and the first by the closed form, which is wrong in other ways; and of those that do not
+    fit as planned by work the fastest, for as planned by profile, which knows the memory, they may.
     """
-    fit = [each for each in by_work if each.fits]
-    too_large = [each for each in by_work if not each.fits]
-    chosen = fit[:SHOWN]
-    for axis in COMPARED_AXES:
-        fastest = {getattr(each.row.mesh, axis): each for each in reversed(fit)}
-        chosen += [each for each in fastest.values() if each not in chosen]
+    ordered = sorted(by_work, key=lambda each: each.order)
+    fit = [each for each in ordered if each.fits]
+    too_large = [each for each in ordered if not each.fits]
+    most = SHOWN_LARGE if large else SHOWN
+    chosen = fit[:most]
+    if not large:
+        for axis in COMPARED_AXES:
+            chosen += {getattr(each.row.mesh, axis): each for each in reversed(fit)}.values()
+        chosen += [each for each in by_work if each.fits][:FIRST]
     if fit:
         too_large = [each for each in too_large if each.row.steps_ns < fit[0].row.steps_ns]
-    return chosen + too_large[:SHOWN]
+    return list(dict.fromkeys(each.row.mesh for each in chosen + too_large[:most]))
 
 
 def _pruned(
@@ -126,7 +147,7 @@ def _pruned(
     fit.sort(key=lambda each: (each[0], each[1].shape, each[1].virtual_stages))
     ordered = [mesh for _, mesh in fit]
     kept = set(ordered[:KEPT])
-    for axis in COMPARED_AXES:
+    for axis in COMPARED_AXES if request.devices <= LARGE else ():
         seen: set[int] = set()
         for step_ns, mesh in fit:
             if step_ns <= HOPELESS * fit[0][0] and (size := getattr(mesh, axis)) not in seen:

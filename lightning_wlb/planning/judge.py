@@ -10,7 +10,8 @@ one stage, and the simulator where they have several. The recurrence is there be
 graph of actions and so takes a tenth of the time; tests hold it to the simulator.
 
 This judge is blind to the device. With a profile, :class:`PredictedJudge` knows what its kernels
-and links make of small micro-batches, at a hundred times the cost.
+and links make of small micro-batches, at several times the cost. Both judge micro-batches that are
+not laid out yet (:mod:`~lightning_wlb.planning.laying_out`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from lightning_wlb.cost.flops import Work, causal_pairs
 from lightning_wlb.mesh import Mesh
@@ -52,13 +53,7 @@ class Verdict(NamedTuple):
 
 
 class Judge(Protocol):
-    """Predicts the step of some replicas, and says how much a rank may hold.
-
-    Attributes:
-        sees_sharding: whether the shardings of the replicas' micro-batches matter.
-    """
-
-    sees_sharding: ClassVar[bool]
+    """Predicts the step of some replicas, and says how much a rank may hold."""
 
     @property
     def limit(self) -> int:
@@ -90,8 +85,6 @@ class PipelineJudge:
         overhead: of each action, in the unit of ``work``.
         limit: tokens that a rank may have open, counted once for each of its stages.
     """
-
-    sees_sharding: ClassVar[bool] = False
 
     work: Work
     mesh: Mesh
@@ -228,8 +221,6 @@ class PredictedJudge:
 
     predictor: Predictor
     activation_checkpointing: ActivationCheckpointing = "auto"
-
-    sees_sharding: ClassVar[bool] = True
 
     @property
     def limit(self) -> int:

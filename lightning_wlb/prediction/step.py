@@ -14,6 +14,7 @@ from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.simulate import Simulation
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
+"""What a micro-batch may recompute, the least first."""
 
 
 class PassTimes(NamedTuple):

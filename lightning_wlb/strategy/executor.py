@@ -124,7 +124,9 @@ class Executor:
             self.stopwatch.begin_step()
         if self.activations is not None:
             self.activations.begin_step()
-        with self.gathering.step(programs[place]):
+        rows = enumerate(batch.micro_batches)
+        shared = {number for number, each in rows if each.attention.replicas > 1}
+        with self.gathering.step(programs[place], shared):
             if self.activations is not None:
                 self.gathering.wait()  # parameters are no activations
             for action in programs[place]:

@@ -13,6 +13,9 @@ Every rank that shares a stage posts the same operations in the same order, what
 it has: gathers by first use, reductions from the last unit to the first, each as soon as those
 before it have been posted. A rank without micro-batches posts zeros. So no two ranks can wait for
 each other here, and the sums do not depend on who is first: a step gives the same bits again.
+Replicas that share a micro-batch wait for each other in it too. So a rank reduces nothing before
+its last one is over, or two of them could have each the other's reduction in front of its attention
+on a device that runs one after the other.
 
 Reduction is a plain sum: the loss is divided by the *global* number of target tokens. A parameter
 that tensor-parallel ranks hold alike is summed over them at the end.
@@ -27,7 +30,7 @@ The group belongs to this traffic alone: NCCL runs it on a stream of its own, gl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -39,7 +42,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.schedule.actions import BACKWARD, Action
-from lightning_wlb.strategy.units import Share, Unit, parts_of
+from lightning_wlb.strategy.units import Share, Unit, parts_of, refuse_hooks
 
 # torch 2.13 has new names for them and deprecates the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -71,18 +74,21 @@ class Gathering:
         self._open: list[_InStep] = []
         self._queue: list[_InStep] = []  # to be reduced, the next one last
         self._closing: dict[Action, list[_InStep]] = {}
+        self._held_by: Action | None = None  # behind which reductions may be posted
         self._zeros: Tensor | None = None
         for number, unit in enumerate(units):
             for module in unit.modules:
                 hook = partial(self._before_forward, number)
-                module.register_forward_pre_hook(hook, with_kwargs=True)
+                # Before a module's own hooks, which may read its parameters.
+                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     @contextmanager
-    def step(self, program: Sequence[Action]) -> Iterator[None]:
+    def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
         """Post the gathers of a step, and at its end what is left to reduce.
 
         Args:
             program: the actions of this rank; without backward where gradients are disabled.
+            shared: numbers of the micro-batches that other replicas share.
         """
         training = torch.is_grad_enabled()
         self._forget()  # what a step has left whose gradients nobody wanted
@@ -93,6 +99,8 @@ class Gathering:
             if training:
                 self._queue = list(self._open)
                 self._closing = self._last_backwards(program)
+                merged = [a for a in program if a.kind == BACKWARD and a.micro_batch in shared]
+                self._held_by = merged[-1] if merged else None
             yield
             for each in self._open:
                 each.close()
@@ -115,6 +123,8 @@ class Gathering:
         yield
         for each in closing:
             each.close()
+        if action == self._held_by:
+            self._held_by = None
         self.advance()
 
     def wait(self) -> None:
@@ -141,7 +151,7 @@ class Gathering:
 
     def advance(self) -> None:
         """Post the reductions whose turn has come."""
-        while self._queue and self._queue[-1].closed:
+        while self._held_by is None and self._queue and self._queue[-1].closed:
             self._queue.pop().reduce()
 
     def zeros(self, count: int) -> Tensor:
@@ -157,6 +167,7 @@ class Gathering:
                 "The model was called outside of a step, where a rank has only its shards of the"
                 " parameters. Call self.step(batch), in validation and prediction too."
             )
+        self._open[number].refuse_if_closed()
         self._open[number].arrive()
         if self.dtype == torch.bfloat16:
             return _cast(args, self.dtype), _cast(kwargs, self.dtype)
@@ -181,7 +192,8 @@ class Gathering:
             each.copy_(total.view(each.shape))
 
     def _forget(self) -> None:
-        self._open, self._queue, self._closing, self._zeros = [], [], {}, None
+        self._open, self._queue, self._closing = [], [], {}
+        self._held_by = self._zeros = None
 
 
 class _InStep:
@@ -198,6 +210,8 @@ class _InStep:
         self._trained = [
             number for number, rest in enumerate(self._rest) if training and rest.requires_grad
         ]
+        for number in self._trained:
+            refuse_hooks(unit.shares[number].places[0][1], self._rest[number])
         self._live: list[nn.Parameter] = []
         self._work: dist.Work | None = None
         self._everyone: Tensor | None = None
@@ -252,6 +266,7 @@ class _InStep:
         """Take a gradient that a backward has just made."""
         gradient, live.grad = live.grad, None
         assert gradient is not None
+        self.refuse_if_closed()
         if self._sums is None:
             self._make_sums(gradient.device)
         share = self.unit.shares[number]
@@ -271,12 +286,11 @@ class _InStep:
         shares = [self.unit.shares[number] for number in self._trained]
         sizes = [prod(share.chunk) for share in shares]
         self._sums = torch.empty(self._ranks, sum(sizes), dtype=self._run.wide, device=device)
+        # What pads a parameter stays as it is: nobody reads the sums of it.
         for number, share, part in zip(
             self._trained, shares, self._sums.split(sizes, 1), strict=True
         ):
             self._places[number] = part.unflatten(1, share.chunk)
-            if share.rows * self._ranks > share.shape[share.dim]:
-                part.zero_()  # padding
 
     def awaits_last(self) -> None:
         """The last backward of the step is next: each parameter's gradient is added once more.
@@ -293,6 +307,16 @@ class _InStep:
             )
         # Frozen parameters say nothing, and a recomputation may read them to the action's end.
         self._awaited = set(range(len(self._rest)))
+
+    def refuse_if_closed(self) -> None:
+        """Raise RuntimeError where the unit's last gradient of the step has been taken."""
+        if self.closed:
+            names = ", ".join(type(module).__name__ for module in self.unit.modules)
+            raise RuntimeError(
+                f"{names} runs, or gets a gradient, after its gradients of the step were complete."
+                " A checkpoint of your model's own with use_reentrant=True does that: use False."
+                " Between a step and its optimizer the model cannot be called."
+            )
 
     def close(self) -> None:
         """Nothing of the step uses the parameters any more; a second call does nothing."""

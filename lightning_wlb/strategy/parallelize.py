@@ -11,9 +11,11 @@ shards and what it fills one of them from.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,13 +25,14 @@ from lightning_wlb.strategy import fsdp
 from lightning_wlb.strategy.gathering import Gathering
 from lightning_wlb.strategy.gradients import Tie, find_ties
 from lightning_wlb.strategy.mesh import data_context
-from lightning_wlb.strategy.units import Unit, unit
+from lightning_wlb.strategy.units import Unit, refuse_hooks, unit
 
 
 def parallelize(
     model: Decoder,
     mesh: DeviceMesh,
     stages: list[range],
+    group: dist.ProcessGroup,
     *,
     initialise: Callable[[], None],
     device: torch.device,
@@ -43,6 +46,7 @@ def parallelize(
         model: whole.
         mesh: from :func:`~lightning_wlb.strategy.mesh.device_mesh`.
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
+        group: the ranks that share the parameters, as :class:`.Gathering` wants it.
         initialise: fills every parameter of the module with its first value. Parameters are
             DTensors then, of any placement (:func:`.initialise.assign`).
         device: where the parameters live.
@@ -54,10 +58,12 @@ def parallelize(
         The weights that the model's two ends share, and what gathers the parameters in a step.
 
     Raises:
-        ValueError: a buffer without values, or a parameter that two layers share.
+        ValueError: a buffer without values, or a parameter that two layers share, or that several
+            pipeline stages would.
     """
     ties = find_ties(model)
     place, places = mesh["pipeline"].get_local_rank(), mesh["pipeline"].size()
+    check_parameters(model, places)
     keep_stages(model, stages, place, places)
 
     tensor_mesh = mesh["tensor"]
@@ -75,8 +81,7 @@ def parallelize(
             dtype if isinstance(tensor, nn.Parameter) else None,
         ),
     )
-    shared = data_context(mesh)
-    fsdp.shard(model, shared)
+    fsdp.shard(model, data_context(mesh))
     if deferred:
         _replace_parameters(
             model,
@@ -85,7 +90,7 @@ def parallelize(
         initialise()
     units = _units(model, ties, dict(list(enumerate(stages))[place::places]))
     tensor_group = tensor_mesh.get_group() if tensor_mesh.size() > 1 else None
-    gathering = Gathering(units, shared.get_group(), tensor_group, compute_dtype, sum_dtype)
+    gathering = Gathering(units, group, tensor_group, compute_dtype, sum_dtype)
     return ties, gathering
 
 
@@ -106,9 +111,6 @@ def _units(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Un
 
     That is every layer, the two ends, which are one where they are tied on one rank, and what the
     model has besides.
-
-    Raises:
-        ValueError: a parameter that two of them share.
     """
     first, last = min(stages), max(stages)
     ends = [end for end in (model.embed, model.head) if isinstance(end, nn.Module)]
@@ -126,14 +128,39 @@ def _units(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Un
     others = [each for each in model.modules() if id(each) not in known]
     units = [unit([model], list(stages), others)]
     units += [unit(modules, own, all_) for (modules, own), all_ in zip(parts, inside, strict=True)]
-    shares = [share for each in units for share in each.shares]
-    seen = {id(share.at_rest): share.places[0][1] for share in shares}
-    if len(seen) < len(shares):
-        raise ValueError(
-            f"{type(model).__name__}: a parameter is in two layers, or in a layer and an end. Only"
-            " the embedding and the head may share one: give each layer parameters of its own."
-        )
     return [each for each in units if each.shares]
+
+
+def check_parameters(model: Decoder, pipeline: int) -> None:
+    """Refuse parameters of which several parts would each train a copy, and hooks that are lost.
+
+    Args:
+        model: whole: of a part that another stage holds nothing is known later.
+        pipeline: ranks that hold its stages.
+
+    Raises:
+        ValueError: naming the parameter, with the remedy.
+    """
+    owners: dict[int, set[str]] = defaultdict(set)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        refuse_hooks(name, parameter)
+        part, *inside = name.split(".")
+        if part not in ("embed", "layers", "head"):
+            part = "neither"
+            if pipeline > 1 and parameter.requires_grad:
+                raise ValueError(
+                    f"{type(model).__name__}: {name} is in none of embed, layers and head, so each"
+                    f" of {pipeline} pipeline stages would train a copy of its own. Move it into"
+                    " one of them, or use pipeline_parallel_size=1."
+                )
+        own = owners[id(parameter)]
+        own.add(f"layer {inside[0]}" if part == "layers" else part)
+        if len(own) > 1 and own != {"embed", "head"}:
+            raise ValueError(
+                f"{type(model).__name__}: the parameter {name} is in two layers, or in a layer and"
+                " an end. Only the embedding and the head may share one: give each layer parameters"
+                " of its own."
+            )
 
 
 def _refuse_empty_buffers(model: nn.Module) -> None:

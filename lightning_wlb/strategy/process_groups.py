@@ -37,11 +37,13 @@ class MeshGroups:
         mesh: has those of the axes ``data``, ``pipeline``, ``context`` and ``tensor``.
         channels: that of each channel of pipeline messages; empty without a pipeline.
         merged: those over several replicas, made when a plan first needs them.
+        gathering: the ranks that share the parameters; a step gathers them over it, nothing else.
     """
 
     mesh: DeviceMesh
     channels: Mapping[Channel, dist.ProcessGroup]
     merged: MergedGroups
+    gathering: dist.ProcessGroup
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None:
@@ -59,8 +61,8 @@ class MeshGroups:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let any operation of the mesh wait so long, and those on the group of all ranks."""
-        flat = data_context(self.mesh)
-        groups = [*self.mesh.get_all_groups(), flat.get_group(), *self.channels.values()]
+        flat = data_context(self.mesh).get_group()
+        groups = [*self.mesh.get_all_groups(), *self.channels.values(), flat, self.gathering]
         set_timeout(timeout, *groups, dist.group.WORLD)
         self.merged.set_timeout(timeout)
 
@@ -89,10 +91,25 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
         mesh = device_mesh(rank.mesh, device.type, timeout)
         channels = pipeline_groups(rank, timeout)
         _connect(rank, device, mesh, channels)
-        _made[key] = MeshGroups(mesh, channels, MergedGroups(rank, timeout))
+        merged = MergedGroups(rank, timeout)
+        _made[key] = MeshGroups(mesh, channels, merged, _gathering_group(rank, mesh, timeout))
     if timeout is not None:
         _made[key].set_timeout(timeout)
     return _made[key]
+
+
+def _gathering_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> dist.ProcessGroup:
+    """The ranks that share this rank's parameters, in a group of their own.
+
+    torch gives every axis that has all ranks the default group. Keys of context-parallel attention
+    would then wait in line behind all parameters of the step.
+    """
+    group = data_context(mesh).get_group()
+    if group is dist.group.WORLD and group.size() > 1:
+        own = own_group([list(range(group.size()))], rank.index, timeout)
+        assert own is not None
+        return own
+    return group
 
 
 def _connect(

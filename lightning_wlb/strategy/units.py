@@ -81,6 +81,20 @@ def unit(modules: Sequence[nn.Module], stages: Sequence[int], inside: Sequence[n
     return Unit(tuple(modules), frozenset(stages), shares)
 
 
+def refuse_hooks(name: str, parameter: Tensor) -> None:
+    """Refuse hooks on a parameter at rest, which no backward passes through.
+
+    Raises:
+        ValueError: naming it, with the remedy.
+    """
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{name} has a hook (register_hook or register_post_accumulate_grad_hook) that would"
+            " never run: a step sums gradients over micro-batches and ranks beside the parameter."
+            " Change parameter.grad in a callback's on_before_optimizer_step."
+        )
+
+
 def _share(parameter: DTensor, places: tuple[tuple[nn.Module, str], ...]) -> Share:
     over_ranks, *over_tensor = parameter.placements
     shape = list(parameter.shape)

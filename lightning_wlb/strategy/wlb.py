@@ -222,6 +222,7 @@ class WLBStrategy(ChoosingStrategy):
             model,
             self.mesh_groups.mesh,
             stages,
+            self.mesh_groups.gathering,
             initialise=module.init_weights,
             device=self.root_device,
             dtype=precision.parameter_dtype,

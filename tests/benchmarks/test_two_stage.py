@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.two_stage import main
 
 
-def test_the_last_line_is_json(capsys) -> None:
+def test_the_last_line_is_json(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.two_stage.NODES", 20)
     name = "7B on 16, 32K CommonCrawl"
     main(["--settings", name, "--steps", "1"])
     row, short = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"].values()

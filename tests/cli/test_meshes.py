@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_wlb.cli import meshes
 from lightning_wlb.cli.main import main
 from lightning_wlb.cli.meshes import is_searched
+from lightning_wlb.meshes.choice import MeshChoice
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.meshes.search import choose_mesh
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 MODEL = "dim=512,layers=4,heads=8,kv_heads=4,ffn_dim=1408,vocab_size=32000"
@@ -61,21 +65,20 @@ def test_the_report_and_its_rows_planned_again(
     flat = {tuple(row["mesh"].values())[:4] for row in report["rows"] + report["planned_by_work"]}
     assert len(flat) == 10
     for axis, best in report["best_by_axis"].items():
-        sizes = {row["mesh"][axis] for row in report["rows"]}
+        sizes = {row["mesh"][axis] for row in report["rows"] + report["planned_by_work"]}
         assert {int(size) for size in best} == sizes
-    # The advised row, and one of a pipeline, by the command without a search.
-    pipeline = next(row for row in report["rows"] if row["mesh"]["virtual_stages"] == 2)
-    for row in (report["rows"][0], pipeline):
-        sizes = [str(row["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")]
-        options = ["--schedule", row["schedule"], "--steps", "1", "--packing", "auto", "--json"]
-        options += ["--virtual-stages", str(row["mesh"]["virtual_stages"])]
-        code, out, err = run(capsys, lengths, *options, mesh=",".join(sizes))
-        assert code == 0, err
-        again = json.loads(out.splitlines()[-1])["rows"][-1]
-        assert again["packing"] == "auto"
-        assert again["step_ms_mean"] == pytest.approx(row["step_ms"], rel=1e-12)
-        assert again["peak_gigabytes"] == pytest.approx(row["peak_bytes"] / 1e9, rel=1e-12)
-        assert again["recomputed"] == row["recomputed"]
+    # One of them by the command without a search.
+    row = next(row for row in report["rows"] if row["mesh"]["virtual_stages"] == 2)
+    sizes = [str(row["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")]
+    options = ["--schedule", row["schedule"], "--steps", "1", "--packing", "auto", "--json"]
+    options += ["--virtual-stages", str(row["mesh"]["virtual_stages"])]
+    code, out, err = run(capsys, lengths, *options, mesh=",".join(sizes))
+    assert code == 0, err
+    again = json.loads(out.splitlines()[-1])["rows"][-1]
+    assert again["packing"] == "auto"
+    assert again["step_ms_mean"] == pytest.approx(row["step_ms"], rel=1e-12)
+    assert again["peak_gigabytes"] == pytest.approx(row["peak_bytes"] / 1e9, rel=1e-12)
+    assert again["recomputed"] == row["recomputed"]
 
 
 def test_the_lines_to_paste_make_that_strategy(
@@ -83,8 +86,10 @@ def test_the_lines_to_paste_make_that_strategy(
 ) -> None:
     report = searched(capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto")
     trainer = report["verdict"]["trainer"][0]
-    assert trainer.startswith("Trainer(devices=4, strategy=WLBStrategy(")
+    start = 'Trainer(devices=4, precision="bf16-mixed", strategy=WLBStrategy('
+    assert trainer.startswith(start)
     strategy = eval(trainer[trainer.index("WLBStrategy(") : -1], {"WLBStrategy": WLBStrategy})
+    assert report["verdict"]["trainer"][2].endswith("packing='best_fit', profile='h100')")
     assert repr(strategy).startswith(
         f"WLBStrategy({', '.join(report['verdict']['mesh'].split(','))}"
     )
@@ -104,6 +109,22 @@ def test_short_documents_are_told_that_it_does_not_pay(
     assert verdict["mesh"] == ",".join(
         str(report["best_fit"]["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")
     )
+
+
+def test_a_reference_that_fits_on_no_mesh_is_said(
+    capsys: pytest.CaptureFixture[str], lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_slices(request: MeshRequest, **options: Any) -> MeshChoice:
+        if request.data.packing_choice.method == "best_fit":
+            raise ValueError("no mesh")
+        return choose_mesh(request, **options)
+
+    monkeypatch.setattr(meshes, "choose_mesh", only_slices)
+    report = searched(capsys, lengths, "--steps", "1", "--schedule", "1f1b")
+    assert report["best_fit"] is None
+    assert report["verdict"]["times_best_fit"] is None
+    assert "best_fit fits in memory on no mesh" in report["verdict"]["text"][1]
+    assert report["verdict"]["packing"] == "auto"
 
 
 @pytest.mark.parametrize(

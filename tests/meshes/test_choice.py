@@ -26,6 +26,7 @@ def test_figures_of_a_row() -> None:
     assert best.step_ms == 2.0
     assert best.tokens_per_second == 2_000_000
     assert best.bubble == 0.1
+    assert CHOICE.rows[1].times(best) == 1.25
     assert best.bound_by == "exchange of keys"
     assert best.sizes == "2,2,1,1"
     assert best.figures["mesh"] == vars(Mesh(2, 2))
@@ -33,7 +34,7 @@ def test_figures_of_a_row() -> None:
 
 
 def test_the_best_of_each_size_is_the_first() -> None:
-    assert CHOICE.best_by("pipeline") == {2: CHOICE.rows[0]}
+    assert CHOICE.best_by("pipeline") == {1: CHOICE.others[0], 2: CHOICE.rows[0]}
     assert CHOICE.best_by("context") == {1: CHOICE.rows[0], 2: CHOICE.rows[1]}
 
 

@@ -10,8 +10,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes import search
 from lightning_wlb.meshes.choice import MeshChoice
-from lightning_wlb.meshes.evaluate import evaluate
+from lightning_wlb.meshes.evaluate import Evaluation, evaluate
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
+from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import choose_mesh
 from tests.meshes.requests import request
 
@@ -80,11 +81,22 @@ def test_a_mesh_that_only_planning_by_profile_makes_fit_is_found() -> None:
     (mesh,) = legal_meshes(asked, Reasons())
     by_profile = evaluate(asked, mesh)
     by_work = evaluate(asked, mesh, by_profile=False)
-    made = search._worth_planning([replace(by_work, fits=False)])
-    assert [each.row.mesh for each in made] == [mesh]
-    faster = replace(by_work, row=replace(by_work.row, steps_ns=1), fits=False)
-    slower = replace(by_work, row=replace(by_work.row, steps_ns=10**15), fits=False)
-    assert search._worth_planning([by_profile, faster, slower]) == [by_profile, faster]
+    too_large = replace(by_work, fits=False)
+    assert search._worth_planning([too_large], large=False) == [mesh]
+    faster, slower = (
+        replace(too_large, row=replace(by_work.row, mesh=Mesh(size), steps_ns=time))
+        for size, time in ((2, 1), (3, 10**15))
+    )
+    made = search._worth_planning([slower, by_profile, faster], large=False)
+    assert made == [mesh, Mesh(2)]
+
+
+def test_on_many_devices_less_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "LARGE", 3)
+    found = choose_mesh(replace(ASKED, steps=2))
+    assert len(found.rows) == search.SHOWN_LARGE
+    assert {row.steps for row in found.rows} == {2}
+    assert {row.steps for row in found.others} == {1}
 
 
 def with_memory(gigabytes: float) -> Profile:
@@ -121,3 +133,18 @@ def test_given_sizes_are_kept() -> None:
     assert {row.mesh.shape for row in found.rows + found.others} == {(2, 2, 1, 1), (1, 2, 2, 1)}
     (one,) = choose_mesh(replace(ASKED, fixed={"data": 1, "context": 4})).rows
     assert one.mesh == Mesh(1, 1, 4)
+
+
+def test_packings_that_try_one_plan_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def counted(asked: MeshRequest, mesh: Mesh, **options: bool) -> Evaluation:
+        planned.append(mesh)
+        return evaluate(asked, mesh, **options)
+
+    monkeypatch.setattr(search, "evaluate", counted)
+    asked = replace(ASKED, data=replace(ASKED.data, packing="best_fit"))
+    found = choose_mesh(asked)
+    assert len(planned) == len(set(planned)) == len(found.rows)
+    by_work = evaluate(asked, found.best.mesh, by_profile=False).row
+    assert replace(by_work, by_profile=True) == found.best

@@ -44,6 +44,7 @@ def gathered(model: nn.Module, dtype: torch.dtype) -> Gathering:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fsdp.shard(model, mesh)
     units = [unit([each], [0], [each]) for each in (model, *model.children())]
+    units = [each for each in units if each.shares]
     wide = torch.promote_types(dtype, torch.float32)
     return Gathering(units, mesh.get_group(), None, dtype, wide)
 
@@ -61,10 +62,10 @@ def inputs(seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
-def run(model: nn.Module, gathering: Gathering, batches: list[torch.Tensor]) -> None:
+def run(model: nn.Module, gathering: Gathering, batches: list[torch.Tensor], shared=()) -> None:
     """All forwards and backwards of a step."""
     actions = [Action(0, kind, at) for at in range(len(batches)) for kind in (FORWARD, BACKWARD)]
-    with gathering.step(actions):
+    with gathering.step(actions, shared):
         for forward, backward in zip(actions[::2], actions[1::2], strict=True):
             with gathering.action(forward):
                 loss = model(batches[forward.micro_batch])
@@ -267,6 +268,7 @@ def a_failed_step(rank: int) -> float:
     with pytest.raises(ZeroDivisionError):
         run(model, gathering, [batch])
     fails.remove()
+    run(model, gathering, [batch])  # whose gradients nobody takes
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
     step(model, gathering, [batch])

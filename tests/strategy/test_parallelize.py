@@ -7,6 +7,7 @@ import torch
 from lightning_wlb.models.initialise import held
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.strategy.parallelize import check_parameters
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, config, data, trainer
@@ -83,12 +84,43 @@ class Shares(LanguageModule):
         second.attention_norm.weight = first.attention_norm.weight
 
 
-def share(rank: int) -> str:
-    with pytest.raises(ValueError, match="is in two layers") as info:
-        trainer(WLBStrategy(), 1).fit(Shares(config(False)), data(Case()))
-    return str(info.value)
+class Scaled(LanguageModule):
+    """A parameter of the model itself, in none of its parts."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.scale = torch.nn.Parameter(torch.ones(3, device=self.model.head.weight.device))
 
 
-def test_a_parameter_of_two_layers_is_refused():
-    (message,) = run_ranks(share, 1, process_group=False)
-    assert message.startswith("Transformer: ")
+def refusals(rank: int) -> list[str]:
+    messages = []
+    for kind, said in ((Shares, "is in two layers"), (Scaled, "is in none of")):
+        with pytest.raises(ValueError, match=said) as info:
+            trainer(WLBStrategy(1, 2), 2).fit(kind(config(False)), data(Case()))
+        messages.append(str(info.value))
+    return messages
+
+
+def test_a_parameter_of_two_stages_is_refused():
+    # Each stage would train its own copy, by its own part of the gradient.
+    for shared, outside in run_ranks(refusals, 2, process_group=False):
+        assert shared.startswith("Transformer: the parameter layers.1.attention_norm.weight is in")
+        assert outside.startswith("Transformer: scale is in none of embed, layers and head")
+
+
+def test_what_one_rank_may_share():
+    model = Transformer(config(True))
+    model.scale = torch.nn.Parameter(torch.ones(3))
+    check_parameters(model, 1)
+    model.scale.requires_grad_(False)
+    check_parameters(model, 2)
+    model.layers["1"].scale = model.scale
+    with pytest.raises(ValueError, match="scale is in two layers, or in a layer"):
+        check_parameters(model, 1)
+
+
+def test_a_hook_that_would_never_run_is_refused():
+    model = Transformer(config(False))
+    model.embed.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ValueError, match=r"embed\.weight has a hook"):
+        check_parameters(model, 1)

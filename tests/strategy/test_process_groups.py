@@ -51,7 +51,11 @@ def several_trainers(rank: int) -> dict[str, int]:
     run("as it comes", "fit", model)
     for group in groups:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=10)
-    run("another mesh", "fit", module(CASE), (2, 1, 1, 1))
+    wide = run("another mesh", "fit", module(CASE), (1, 1, 2, 1)).mesh_groups
+    # torch gives the axes the default group there.
+    assert wide.mesh.get_group("context") is dist.group.WORLD
+    assert wide.gathering is not dist.group.WORLD
+    assert wide.gathering.size() == 2
     run("the first mesh", "fit", module(CASE))
     return counts
 

@@ -30,8 +30,8 @@ recomputation. Where the schedule runs no slices (GPipe), pieces stay whole and 
 Cost, in plans judged: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to three of the step;
 at one stage under known memory 11 for a search, and up to fifteen dealings. That is milliseconds
-for hundreds of pieces (``benchmarks/results/packing.md``). A device profile beside context
-parallelism costs several times more, because every candidate's sharding is chosen.
+for hundreds of pieces (``benchmarks/results/packing.md``), several times that by a device profile.
+On thousands of ranks it is most of a plan (``docs/scale.md``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lightning_wlb.planning.dp_merge import Merged, merge_pieces, own_work, slic
 from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.outlier_queues import oldest_first
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
-from lightning_wlb.planning.replicas import Shard, Shared, replica_plan, unsharded
+from lightning_wlb.planning.replicas import Shard, Shared, replica_plan
 from lightning_wlb.planning.search import FEWEST, HALVES, Candidates, Chosen, Score, score_of
 from lightning_wlb.planning.slicing import share_packs
 
@@ -66,6 +66,7 @@ OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD t
 class AutoPacker(Packer):
     """Slices and whole pieces, chosen by simulation."""
 
+    judges: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
@@ -98,7 +99,7 @@ class AutoPacker(Packer):
             if again.score >= best.score:
                 break
             best = again
-        return best.plans if judge.sees_sharding else best.laid_out(place.shard)
+        return best.plans
 
     def exact_judge(self, mesh: Mesh) -> PipelineJudge:
         """Simulations of exact work, which the method chooses by where no device is known."""
@@ -134,7 +135,7 @@ class AutoPacker(Packer):
 
     def _made(self, dealing: _Dealing, place: Placement, judge: Judge) -> _Made:
         """The plans of a dealing, and of several ways to slice what is shared the best."""
-        layout = place.shard if judge.sees_sharding else unsharded
+        layout = place.shard
         merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
         # A replica without a micro-batch for each stage cannot fill its pipeline.
         count = max(self.rules.micro_batches, stages * place.mesh.data)
@@ -148,7 +149,7 @@ class AutoPacker(Packer):
 
     def _refined(self, made: _Made, place: Placement, judge: Judge) -> _Made:
         """With fewer or more micro-batches beside the shared ones, while the step gets shorter."""
-        layout = place.shard if judge.sees_sharding else unsharded
+        layout = place.shard
         for stride in (-1, 1):
             while True:
                 own = [of and of.neighbour(stride) for of in made.own]
@@ -227,9 +228,6 @@ class _Made(NamedTuple):
     own: list[Chosen | None]
     shared: list[Shared]
     plans: list[ReplicaPlan]
-
-    def laid_out(self, shard: Shard) -> list[ReplicaPlan]:
-        return _plans(self.own, self.shared, shard)
 
 
 def _plans(own: list[Chosen | None], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:

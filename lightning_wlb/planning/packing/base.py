@@ -117,6 +117,8 @@ class Packer:
     """Dataclass of the method's own options."""
     cuts_stream: ClassVar[bool] = False
     """Whether a global batch is the next N·C tokens of the documents, cut every C; see arrivals."""
+    judges: ClassVar[bool] = False
+    """Whether it tries several plans of a step, and chooses by :attr:`.Placement.judge`."""
     cap_percent: ClassVar[int] = 150
     """The cap where the user gives none, in percent of C."""
     deal: ClassVar[Deal] = heaviest_first

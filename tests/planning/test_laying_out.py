@@ -1,0 +1,56 @@
+"""Every micro-batch of a step gets the sharding and the rows that it would get alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import Slice
+from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
+from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
+from lightning_wlb.sharding import choose, layout
+
+WHOLE, LONG = [Slice(0, 0, 0, 900), Slice(1, 0, 0, 300)], [Slice(2, 0, 0, 5000)]
+CUT = [[Slice(3, 0, 0, 2048)], [Slice(3, 0, 2048, 4000)]]
+MESH = Mesh(data=2, context=2, tensor=4)
+
+
+def replicas_of(sharding: str):
+    shard = to_be_laid_out(sharding)
+    shared = [(LONG, (0, 1))]
+    packs = [WHOLE, *CUT]
+    return [replica_plan(packs if not at else [], at, shard, shared) for at in (0, 1)]
+
+
+@pytest.mark.parametrize("sharding", ["adaptive", "per_sequence", "heads"])
+def test_each_is_laid_out_as_alone(sharding):
+    open_plans = replicas_of(sharding)
+    made = laid_out(open_plans, MESH, sharding, reference_kernel_cost)
+    for before, after in zip(open_plans, made, strict=True):
+        assert after.slices == before.slices
+        for (_, left), (_, right) in zip(before.passes, after.passes, strict=True):
+            assert [each.slices for each in left] == [each.slices for each in right]
+            for each in right:
+                slices = after.slices_of(each)
+                lengths, contexts = [[part[at] for part in _sizes(slices)] for at in (0, 1)]
+                sizes = 2 * len(each.replicas), 4
+                name = choose(lengths, *sizes, contexts=contexts)[0]
+                by_heads = len(each.replicas) == 1 and not any(contexts)
+                if sharding == "per_sequence" or (sharding == "heads" and by_heads):
+                    name = sharding
+                assert (each.sharding, each.rows) == (name, layout(name, lengths, *sizes).rows)
+
+
+def _sizes(slices):
+    return [(part.tokens, part.context) for part in slices]
+
+
+def test_backwards_of_an_asymmetric_plan_are_laid_out_too():
+    first, second = CUT[0][0], CUT[1][0]
+    plan = asymmetric_replica_plan(
+        [[first, *WHOLE], [second]], [[second, *WHOLE], [first]], 0, to_be_laid_out("hybrid")
+    )
+    (made,) = laid_out([plan], Mesh(context=2), "hybrid", reference_kernel_cost)
+    assert [each.rows for each in made.forward] == [(2048 + 1200) // 2, 1952 // 2]
+    assert [each.rows for each in made.backward] == [(1952 + 1200) // 2, 2048 // 2]
