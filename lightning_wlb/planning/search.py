@@ -16,7 +16,8 @@ work than 1.5 micro-batches of M. What exceeds the limit is worse than all that 
 more so the more it does.
 
 On one stage, where memory is known, whole pieces are tried in about the nominal number of
-micro-batches, in fewer, which waste less time, and in more, which need less recomputation.
+micro-batches and in fewer, which waste less time, and whole ones and such cut apart in more, which
+need less recomputation.
 
 Cost: 7 to 10 ways, each O(P·log P + M·stages) for P pieces. Where times do not fall and rise so, it
 finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is
@@ -123,7 +124,11 @@ class Candidates:
         if self.mesh.pipeline == 1:
             if not self.judge.longest:
                 return fewest
-            return min((fewest, Way("whole", HALVES[self._walk("whole", 1)])), key=self.score)
+            self._walk("whole", 1)
+            self._walk("whole", START)
+            if self.slices:
+                self._walk("apart", START)
+            return min((fewest, *self._scores), key=self.score)
         begin = START if begin is None else begin
         if not self.slices:
             return min((fewest, Way("whole", HALVES[self._walk("whole", begin)])), key=self.score)

@@ -29,9 +29,9 @@ recomputation. Where the schedule runs no slices (GPipe), pieces stay whole and 
 
 Cost, in plans judged: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to three of the step;
-at one stage under known memory 4 for a search, and up to fifteen dealings. That is milliseconds for
-hundreds of pieces (``benchmarks/results/packing.md``), several times that by a device profile. On
-thousands of ranks it is most of a plan (``docs/scale.md``).
+at one stage under known memory 11 for a search, and up to fifteen dealings. That is milliseconds
+for hundreds of pieces (``benchmarks/results/packing.md``), several times that by a device profile.
+On thousands of ranks it is most of a plan (``docs/scale.md``).
 """
 
 from __future__ import annotations
