@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.data import sampler
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
