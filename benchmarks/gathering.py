@@ -23,7 +23,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -61,10 +61,10 @@ class AtOnce(Gathering):
     """Seconds in which the rank has waited for parameters, and from its last action on."""
 
     @contextmanager
-    def step(self, program: Sequence[Action]) -> Iterator[None]:
+    def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
         """A step, before which everything is waited for if it is to be."""
         self.exposed = 0.0
-        with super().step(program):
+        with super().step(program, shared):
             if self.at_once:
                 self.wait()
             self.holds_back = self.at_once

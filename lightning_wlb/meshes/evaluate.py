@@ -2,8 +2,8 @@
 
 The same planner as in training plans the first steps of the run, from the same documents in the
 same order; what enters a step knows no mesh, so all meshes train on the same pieces. Plans are
-chosen by the device profile, as in training with a profile, or by exact work, which is many times
-as fast and ranks meshes much alike. Either way the profile predicts what the steps take.
+chosen by the device profile, as in training with a profile, or by exact work, which is faster and
+knows neither memory nor what keys take to travel. Either way the profile predicts the steps.
 
 Cost: that of planning ``request.steps`` steps and of simulating each once; by profile ``auto``
 simulates five to ten plans of each step.

@@ -5,10 +5,11 @@
    (:mod:`~lightning_wlb.meshes.bound`) keeps the best :data:`KEPT`, and of each size of an axis
    the best that is not :data:`HOPELESS`, for it orders good meshes badly.
 3. The first steps of the run are planned on each by exact work, and predicted by the profile
-   (:mod:`~lightning_wlb.meshes.evaluate`). Planning by work finds nearly the same best meshes as
-   planning by profile, in a tenth of the time.
-4. The best, the best of each size of an axis, and the first of the closed form are planned again by
-   the profile, and ordered by what they take then.
+   (:mod:`~lightning_wlb.meshes.evaluate`), which takes a part of the time of planning by profile.
+   A single mesh may be far better by profile, where memory decides the micro-batches.
+4. So the best, the best of each size of an axis, and the first of the closed form are planned again
+   by the profile, and ordered by what they take then. (A packing that tries one plan of a step is
+   planned once.)
 
 On more than :data:`LARGE` devices, where planning takes seconds for a mesh, less is simulated.
 

@@ -9,13 +9,15 @@ cut apart from each other (:mod:`~lightning_wlb.planning.apart`). Where the sche
 Trying all ways would be slow. But the step's length falls with M, as the pipeline fills faster, and
 then rises, as every action costs something of its own. So the search begins at six times the
 nominal number with tapered micro-batches, looks at the next smaller and the next larger number, and
-goes on where the step gets shorter. Where one of these plans exceeds the judge's limit it goes on
-from there with pieces cut apart, which hold the least. At the M where it ends it tries the other
-kinds; whole pieces only where none has more work than 1.5 micro-batches of M. What exceeds the
-limit is worse than all that does not, and the more so the more it does.
+goes on where the step gets shorter. Where one of these plans exceeds the judge's limit, or where
+pieces cut apart make the step 1 % shorter, as they need less recomputation, it goes on from there
+with such. At the M where it ends it tries the other kinds; whole pieces only where none has more
+work than 1.5 micro-batches of M. What exceeds the limit is worse than all that does not, and the
+more so the more it does.
 
 On one stage, where memory is known, whole pieces are tried in about the nominal number of
-micro-batches, in fewer, which waste less time, and in more, which need less recomputation.
+micro-batches and in fewer, which waste less time, and whole ones and such cut apart in more, which
+need less recomputation.
 
 Cost: 7 to 10 ways, each O(P·log P + M·stages) for P pieces. Where times do not fall and rise so, it
 finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is
@@ -112,19 +114,34 @@ class Candidates:
             )
         return self._scores[way]
 
-    def best(self) -> Way:
-        """The way with the best score that the search finds; of equal ones whole pieces."""
+    def best(self, begin: int | None = None) -> Way:
+        """The way with the best score that the search finds; of equal ones whole pieces.
+
+        Args:
+            begin: index of the number of micro-batches in :data:`HALVES` at which it begins.
+        """
         fewest = FEWEST if self.packs(FEWEST) else Way("equal", 0)
         if self.mesh.pipeline == 1:
             if not self.judge.longest:
                 return fewest
-            return min((fewest, Way("whole", HALVES[self._walk("whole", 1)])), key=self.score)
+            self._walk("whole", 1)
+            self._walk("whole", START)
+            if self.slices:
+                self._walk("apart", START)
+            return min((fewest, *self._scores), key=self.score)
+        begin = START if begin is None else begin
         if not self.slices:
-            return min((fewest, Way("whole", HALVES[self._walk("whole")])), key=self.score)
+            return min((fewest, Way("whole", HALVES[self._walk("whole", begin)])), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
         kind: Kind = "tapered" if self.mesh.virtual_stages == 1 else "equal"
-        at = self._walk(kind)
-        if any(score.excess for way, score in self._scores.items() if way.kind == kind):
+        at = self._walk(kind, begin)
+        walked = self.score(Way(kind, HALVES[at]))
+        apart = self.score(Way("apart", HALVES[at]))
+        if (
+            any(score.excess for way, score in self._scores.items() if way.kind == kind)
+            or apart.excess < walked.excess
+            or 100 * apart.time < 99 * walked.time
+        ):
             at = self._walk("apart", at)
         halves = HALVES[at]
         ways = [fewest, Way("apart", halves), Way("equal", halves), Way("tapered", halves)]
@@ -134,7 +151,7 @@ class Candidates:
             ways.insert(1, Way("whole", halves))
         return min((*ways, *self._scores), key=self.score)
 
-    def _walk(self, kind: Kind, at: int = START) -> int:
+    def _walk(self, kind: Kind, at: int) -> int:
         """To the neighbour with the best score while there is a better one; an index of HALVES."""
         while True:
             near = [each for each in (at, at + 1, at - 1) if 0 <= each < len(HALVES)]

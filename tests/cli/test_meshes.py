@@ -84,7 +84,9 @@ def test_the_report_and_its_rows_planned_again(
 def test_the_lines_to_paste_make_that_strategy(
     capsys: pytest.CaptureFixture[str], lengths: str
 ) -> None:
-    report = searched(capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto")
+    report = searched(
+        capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto,2,auto,1"
+    )
     trainer = report["verdict"]["trainer"][0]
     start = 'Trainer(devices=4, precision="bf16-mixed", strategy=WLBStrategy('
     assert trainer.startswith(start)
@@ -120,7 +122,7 @@ def test_a_reference_that_fits_on_no_mesh_is_said(
         return choose_mesh(request, **options)
 
     monkeypatch.setattr(meshes, "choose_mesh", only_slices)
-    report = searched(capsys, lengths, "--steps", "1", "--schedule", "1f1b")
+    report = searched(capsys, lengths, "--steps", "1", "--mesh", "4,1,auto,auto")
     assert report["best_fit"] is None
     assert report["verdict"]["times_best_fit"] is None
     assert "best_fit fits in memory on no mesh" in report["verdict"]["text"][1]

@@ -29,9 +29,9 @@ recomputation. Where the schedule runs no slices (GPipe), pieces stay whole and 
 
 Cost, in plans judged: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to three of the step;
-at one stage under known memory 4 for a search, and up to fifteen dealings. That is milliseconds for
-hundreds of pieces (``benchmarks/results/packing.md``), several times that by a device profile. On
-thousands of ranks it is most of a plan (``docs/scale.md``).
+at one stage under known memory 11 for a search, and up to fifteen dealings. That is milliseconds
+for hundreds of pieces (``benchmarks/results/packing.md``), several times that by a device profile.
+On thousands of ranks it is most of a plan (``docs/scale.md``).
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ from lightning_wlb.planning.judge import Judge, PipelineJudge
 from lightning_wlb.planning.outlier_queues import oldest_first
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
 from lightning_wlb.planning.replicas import Shard, Shared, replica_plan
-from lightning_wlb.planning.search import FEWEST, Candidates, Chosen, Score, score_of
+from lightning_wlb.planning.search import FEWEST, HALVES, Candidates, Chosen, Score, score_of
 from lightning_wlb.planning.slicing import share_packs
 
 SHARED = (2, 4, 8)  # MicroPacks of shared pieces take as long as those of a step cut into k·N
 UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
-MANY = 8  # replicas above which fewer ways are tried
-SLACK_PER_MILLE = 1003  # of the latest of many replicas, what others may take without a search
+FEW = 4  # replicas up to which each searches for itself where that makes the step any shorter
+SLACK_PER_MILLE = 1003  # of the latest of more replicas, what others may take without a search
+MANY = 8  # replicas above which fewer dealings are tried where memory is known
 DEALT_AGAIN = 2  # times at most that pieces are dealt again, knowing which replicas were late
 LATE_PERCENT = 101  # the latest replica's end to the mean above which pieces are dealt again
 OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD tokens
@@ -181,10 +182,10 @@ class AutoPacker(Packer):
             if merged.shared and place.mesh.pipeline == 1:
                 # Not always is the one with the most work of its own the latest.
                 allowed = Score(0, latest.time * loads[number] // max(*loads, 1))
-            elif len(loads) > MANY:
+            elif len(loads) > FEW:
                 allowed = Score(latest.excess, latest.time * SLACK_PER_MILLE // 1000)
             if latest.time == 0 or candidates.score(way) > allowed:
-                way = candidates.best()
+                way = candidates.best(HALVES.index(way.halves) if way.halves else None)
                 latest = max(latest, candidates.score(way))
             result[number] = Chosen(candidates, way)
         return result
