@@ -230,10 +230,11 @@ def own_group(
     device = world.bound_device_id
     if device is not None and world._get_backend(device).supports_splitting:
         return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
-    for ranks in sets:
-        if global_rank in ranks:
-            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-    return None
+    own = next((list(ranks) for ranks in sets if global_rank in ranks), None)
+    # torch names such a group by how many its ranks have made, so a rank that is in none makes one
+    # for itself: else it would wait for ever in the next one.
+    made = dist.new_group(own or [global_rank], timeout=timeout, use_local_synchronization=True)
+    return made if own else None
 
 
 # torch 2.13 has a new name for it and deprecates the old one.

@@ -214,10 +214,10 @@ def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
 
 
 def sums(rank: int) -> list[int]:
-    """What rank + 1 adds up to over its pair, over its half, and where it is in no set."""
+    """What rank + 1 adds up to over its pair, its half, where it is in no set, and over all."""
     results = []
-    for sets in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1]]):
-        group = own_group(sets, rank, None)
+    for sets in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1]], [[0, 1, 2, 3]]):
+        group = own_group(sets, rank, timedelta(seconds=30))
         value = torch.tensor([rank + 1])
         if group is not None:
             dist.all_reduce(value, group=group)
@@ -226,4 +226,9 @@ def sums(rank: int) -> list[int]:
 
 
 def test_members_talk_to_each_other_only():
-    assert run_ranks(sums, 4) == [[3, 4, 3], [3, 6, 3], [7, 4, 3], [7, 6, 4]]
+    assert run_ranks(sums, 4) == [
+        [3, 4, 3, 10],
+        [3, 6, 3, 10],
+        [7, 4, 3, 10],
+        [7, 6, 4, 10],
+    ]
