@@ -226,17 +226,23 @@ def _recalled(request: MeshRequest) -> MeshChoice:
     code = fingerprint(sorted(package.rglob("*.py")), package)
     made: list[MeshChoice] = []
 
-    def search(folder: Path) -> None:
+    def search(folder: Path | None = None) -> None:
         with progress_bar() as tell:
             made.append(choose_mesh(request, progress=tell))
-        (folder / _ANSWER).write_text(made[0].to_json())
+        if folder is not None:
+            (folder / _ANSWER).write_text(made[0].to_json())
 
     try:
         folder = built_once(f"mesh-{request.digest[:16]}-{code}", search)
     except OSError:  # a disk that is full costs another search the next time
         if not made:
             raise
-    return made[0] if made else MeshChoice.from_json((folder / _ANSWER).read_text())
+    if not made:
+        try:
+            return MeshChoice.from_json((folder / _ANSWER).read_text())
+        except (OSError, ValueError):  # as does an answer that a crash or a clean-up has damaged
+            search()
+    return made[0]
 
 
 @contextmanager

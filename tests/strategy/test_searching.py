@@ -157,6 +157,16 @@ def test_an_answer_is_kept_for_the_same_request_and_the_same_code(tmp_path, monk
     assert searched.call_count == 3
 
 
+def test_an_answer_that_cannot_be_read_is_searched_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cached.user_cache_dir", lambda _: str(tmp_path))
+    first = searching._recalled(request())
+    (kept,) = tmp_path.glob("*/choice.json")
+    kept.write_text("")
+    assert searching._recalled(request()) == first
+    kept.unlink()
+    assert searching._recalled(request()) == first
+
+
 def test_a_full_disk_costs_another_search(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("lightning_wlb.data.cached.user_cache_dir", lambda _: str(tmp_path))
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
