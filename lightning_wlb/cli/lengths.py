@@ -51,9 +51,17 @@ def load_lengths(
     if source in STORES:
         return STORES[source]()
     if source == GENERATOR_A:
-        return generator_a(
-            documents_for(steps, micro_batches, context_window), context_window, seed
-        )
+        count = documents_for(steps, micro_batches, context_window)
+        # In short windows documents are shorter than on average, and a few steps' worth is further
+        # from the mean: then the last step would be the rest of an epoch.
+        while True:
+            lengths = generator_a(count, context_window, seed)
+            tokens = int(lengths.sum())
+            # A step passes N·C tokens by half of this, on average.
+            beyond = int((lengths**2).sum()) // tokens
+            if tokens >= steps * (micro_batches * context_window + beyond):
+                return lengths
+            count *= 2
     path = Path(source)
     if path.name.endswith(STORE_FILES) or not path.is_file():
         try:

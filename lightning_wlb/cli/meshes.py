@@ -231,7 +231,7 @@ def trainer_lines(arguments: argparse.Namespace, verdict: MeshVerdict) -> list[s
         f"{axis}_parallel_size={size}" for axis, size in zip(AXES, row.mesh.shape, strict=True)
     )
     pipeline = f', schedule="{row.schedule}"'
-    if row.mesh.virtual_stages > 1:
+    if row.mesh.virtual_stages > 1 or row.schedule == "interleaved":  # which has 2 by default
         pipeline += f", virtual_pipeline_size={row.mesh.virtual_stages}"
     nodes, rest = divmod(request.devices, request.profile.devices_per_node)
     if nodes and not rest:

@@ -42,7 +42,8 @@ class Communication:
                 f"The mesh {self.mesh} has {self.mesh.devices} devices, a node of the device"
                 f" profile {self.profile.name!r} has {per_node}, and the profile has no link"
                 " between nodes. Choose a smaller mesh, or add links.network (latency_ns,"
-                " bytes_per_second) to the profile."
+                " bytes_per_second) to the profile; or say how many devices a node has, if it has"
+                " more (--devices-per-node of `lightning-wlb plan --mesh auto`)."
             )
 
     @cached_property

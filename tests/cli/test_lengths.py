@@ -7,17 +7,28 @@ import pytest
 
 from lightning_wlb.cli import lengths as of_lengths
 from lightning_wlb.cli.lengths import STORE_FILES, load_lengths
+from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.planning.workloads import documents_for, generator_a
 
 SETTINGS = {"context_window": 4096, "micro_batches": 2, "steps": 3, "seed": 1}
 
 
 def test_the_generator_makes_enough_documents() -> None:
-    lengths = load_lengths("generator-a", **SETTINGS)
-    count = documents_for(3, 2, 4096)
-    assert np.array_equal(lengths, generator_a(count, 4096, 1))
-    assert lengths.max() <= 4096
+    lengths = load_lengths(
+        "generator-a", **(SETTINGS | {"context_window": 131072, "micro_batches": 4})
+    )
+    assert np.array_equal(lengths, generator_a(documents_for(3, 4, 131072), 131072, 1))
+    # In short windows documents are shorter than on average, and few are further from it.
+    for seed in range(5):
+        lengths = load_lengths("generator-a", **(SETTINGS | {"seed": seed}))
+        planner = Planner(lengths, DataSettings(4096, 2), Work(PassWork(1, 1), PassWork(2, 2)))
+        plans = plan_steps(planner, 3)
+        assert {plan.epoch for plan in plans} == {0}
+        assert sum(plan.tokens for plan in plans) >= 3 * 2 * 4096
+        assert lengths.max() <= 4096
 
 
 def test_text_may_have_words_or_lines(tmp_path) -> None:
