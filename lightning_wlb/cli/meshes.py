@@ -116,10 +116,10 @@ class MeshVerdict:
             return [
                 title,
                 f"Balancing is not for you: on its best mesh {method} has {self.gain:.2f} times the"
-                f" tokens/s of {REFERENCE} on its own ({speeds}). {share} Documents as short as"
-                " these do not pay for it.",
+                f" tokens/s of {REFERENCE} on its own ({speeds}). {share} Documents as short, or"
+                " as alike, as these do not pay for it.",
                 f"Take packing {REFERENCE} on mesh {name_of(other.mesh)}, or documents that are"
-                " longer.",
+                " longer and differ more.",
             ]
         return [
             title,
@@ -244,12 +244,19 @@ def trainer_lines(arguments: argparse.Namespace, verdict: MeshVerdict) -> list[s
     options = asdict(data.packing_choice.options)
     if verdict.worth_it and options != asdict(data.packer.Options()):
         packing = {"method": packing, **options}
-    sharding = "" if request.sharding == ADAPTIVE else f", sharding={request.sharding!r}"
+    given = {
+        "sharding": None if request.sharding == ADAPTIVE else request.sharding,
+        "cap": None if PACKINGS[verdict.packing].cuts_stream else arguments.cap,
+        # No document is above the window where the others are refused.
+        "long_documents": "truncate" if data.long_documents == "truncate" else None,
+        "seed": data.seed or None,
+    }
+    others = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
     return [
         f'Trainer({count}, precision="{precision}", strategy=WLBStrategy({sizes}{pipeline}))',
         f'LanguageModule(..., activation_checkpointing="{row.activation_checkpointing}")',
         f"WLBDataModule(..., context_window={data.context_window},"
-        f" micro_batches={data.micro_batches}, packing={packing!r}{sharding},"
+        f" micro_batches={data.micro_batches}, packing={packing!r}{others},"
         f" profile={arguments.profile!r})",
     ]
 

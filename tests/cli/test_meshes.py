@@ -98,15 +98,18 @@ def test_the_lines_to_paste_make_that_strategy(
     assert "Of best_fit, mesh" in report["verdict"]["text"][1]
 
 
-def test_what_to_paste_has_as_many_stages_as_were_simulated(
+def test_what_to_paste_has_the_stages_and_the_settings_that_were_simulated(
     capsys: pytest.CaptureFixture[str], lengths: str
 ) -> None:
     # Interleaved pipelines of one rank have one stage, the strategy's default is two.
-    options = ("--schedule", "interleaved", "--packing", "best_fit", "--steps", "1")
+    options = ["--schedule", "interleaved", "--packing", "best_fit", "--steps", "1"]
+    options += ["--cap", "20000", "--seed", "3", "--long-documents", "truncate"]
     report = searched(capsys, lengths, *options, "--mesh", "auto,1,auto,auto")
     trainer = report["verdict"]["trainer"][0]
     strategy = eval(trainer[trainer.index("WLBStrategy(") : -1], {"WLBStrategy": WLBStrategy})
     assert strategy._virtual_stages == report["rows"][0]["mesh"]["virtual_stages"] == 1
+    data = report["verdict"]["trainer"][2]
+    assert "packing='best_fit', cap=20000, long_documents='truncate', seed=3, profile=" in data
 
 
 def test_short_documents_are_told_that_it_does_not_pay(
