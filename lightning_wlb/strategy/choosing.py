@@ -19,6 +19,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
@@ -83,13 +84,15 @@ class ChoosingStrategy(CheckpointStrategy):
         self.profile: Profile | None = None
 
     def _chosen(self, mesh: Mesh) -> Mesh:
-        """The mesh, schedule and profile of this run."""
+        """The mesh, schedule and profile of this run; ranks given others are refused."""
         module: Any = self.lightning_module
         trainer, precision = module.trainer, self.precision_plugin
         assert isinstance(precision, WLBPrecision)
         data = getattr(trainer, "datamodule", None)
         given = getattr(data, "profile", None)
         previous = getattr(getattr(module, "model", None), "parallelized_by", None)
+        # Ranks that go different ways here, or to different meshes, would wait for each other.
+        searching.compare(Ranks().every(self._arguments))
         if previous is not None and previous._is_as_asked_by(self):
             self.schedule = previous.schedule
             self.profile = self._profile(given, settled=previous.profile is None)
@@ -128,6 +131,11 @@ class ChoosingStrategy(CheckpointStrategy):
         if profile is None or (self.num_nodes > 1 and "network" not in profile.links):
             return None
         return replace(profile, devices_per_node=self.num_processes)
+
+    def _arguments(self) -> dict[str, str]:
+        """What all ranks have to be given alike."""
+        schedule, virtual_stages = self._asked_schedule
+        return {"sizes": f"{self._asked}, schedule {schedule}, {virtual_stages} virtual stages"}
 
     def _is_as_asked_by(self, other: ChoosingStrategy) -> bool:
         """Whether this strategy's mesh and schedule have what another one's arguments give."""

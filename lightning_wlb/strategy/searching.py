@@ -101,7 +101,7 @@ def agreed_mesh(
         requests.append(_request(asked, trainer, data, module, profile))
         return _facts(requests[0])
 
-    _compare(ranks.every(facts))
+    compare(ranks.every(facts))
     (request,) = requests
     return ranks.lead(lambda: _answer(request))
 
@@ -173,8 +173,12 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def _compare(everyone: Sequence[dict[str, str]]) -> None:
-    """Raise MisconfigurationException where a rank has other facts than rank 0."""
+def compare(everyone: Sequence[dict[str, str]]) -> None:
+    """Raise MisconfigurationException where a rank has other facts than rank 0.
+
+    Args:
+        everyone: for each rank what it is to have in common with the others, by name, in words.
+    """
     for name, own in everyone[0].items():
         if others := [rank for rank, facts in enumerate(everyone) if facts[name] != own]:
             raise MisconfigurationException(

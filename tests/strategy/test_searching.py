@@ -55,6 +55,8 @@ def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str], list[in
         with pytest.raises(ValueError, match="no tokens") as error:
             prepared(rank, per_node=True, fails=rank == 2)
         errors.append(str(error.value))
+        own = WLBStrategy(data_parallel_size=4 if rank == 3 else "auto")
+        errors.append(refused(MisconfigurationException, own))
     counts = [prepared(rank, per_node) for per_node in (True, False)]
     return [open_sizes, one_replica], errors, counts
 
@@ -68,9 +70,9 @@ def prepared(rank: int, per_node: bool, fails: bool = False) -> int:
     return documents.prepare_data.call_count
 
 
-def refused(kind: type[Exception], **options) -> str:
+def refused(kind: type[Exception], strategy: WLBStrategy | None = None, **options) -> str:
     with pytest.raises(kind) as error:
-        fit(module(CASE), WLBStrategy(), **options)
+        fit(module(CASE), strategy or WLBStrategy(), **options)
     return str(error.value)
 
 
@@ -119,6 +121,12 @@ def test_ranks_that_see_other_documents_all_end_with_the_same_error(ranks) -> No
     (error,) = {errors[0] for _, errors, _ in ranks}
     assert "rank 0 sees documents of 2 with 48 tokens" in error
     assert "but ranks [2, 3] of 2 with 49 tokens" in error
+
+
+def test_ranks_that_are_given_other_sizes_all_end_with_the_same_error(ranks) -> None:
+    (error,) = {errors[3] for _, errors, _ in ranks}
+    assert "rank 0 sees sizes of ('auto', 'auto', 'auto', 'auto'), schedule auto" in error
+    assert "but ranks [3] of (4, 'auto', 'auto', 'auto')" in error
 
 
 def test_a_search_that_fails_ends_all_ranks_with_its_error(ranks) -> None:
