@@ -1,7 +1,7 @@
 """What a mesh is searched for: documents, model, settings, device, and what is given of the mesh.
 
 Everything that decides the answer is in a :class:`MeshRequest`, and its digest names it: two ranks,
-or two runs, with the same digest get the same answer.
+or two runs, with the same digest and the same code get the same answer.
 
 Cost: the digest is one pass over the lengths. The stages of the model are split once for each
 number of stages.
@@ -32,9 +32,6 @@ from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE, NAMES
-
-SEARCH = 1
-"""Counted up when the search changes, so that no answer of an older one is taken for its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +109,6 @@ class MeshRequest:
     def digest(self) -> str:
         """64 hexadecimal digits of everything that decides the answer."""
         facts = {
-            "search": SEARCH,
             "documents": len(self.lengths),
             "lengths": hashlib.sha256(np.ascontiguousarray(self.lengths, "<i8").data).hexdigest(),
             "shape": asdict(self.shape),

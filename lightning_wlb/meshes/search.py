@@ -94,6 +94,11 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
         tell("planning by profile", number, len(best))
         by_profile.append(evaluate(request, mesh))
     by_work.sort(key=lambda each: each.order)
+    # What fits in one step, or as planned by work, may not fit in all as planned by profile.
+    left = [each.row.mesh for each in by_work if each.fits and each.row.mesh not in best]
+    while left and not any(each.fits for each in by_profile):
+        best.append(left.pop(0))
+        by_profile.append(evaluate(request, best[-1]))
     by_profile.sort(key=lambda each: each.order)
     others = [each for each in by_work if each.row.mesh not in best]
     for each in by_profile + others:

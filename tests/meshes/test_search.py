@@ -148,3 +148,17 @@ def test_packings_that_try_one_plan_are_planned_once(monkeypatch: pytest.MonkeyP
     assert len(planned) == len(set(planned)) == len(found.rows)
     by_work = evaluate(asked, found.best.mesh, by_profile=False).row
     assert replace(by_work, by_profile=True) == found.best
+
+
+def test_a_mesh_that_fits_is_found_where_the_best_ones_do_not_after_all(
+    found: MeshChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = found.rows[-1].mesh
+
+    def fits(asked: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Evaluation:
+        made = evaluate(asked, mesh, by_profile=by_profile)
+        return replace(made, fits=not by_profile or mesh == only)
+
+    for name, value in (("SHOWN", 1), ("FIRST", 0), ("COMPARED_AXES", ()), ("evaluate", fits)):
+        monkeypatch.setattr(search, name, value)
+    assert choose_mesh(ASKED).best.mesh == only
