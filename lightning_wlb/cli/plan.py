@@ -205,7 +205,7 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: a mistake in the arguments, or a model that fits the mesh in no way; the
             message says what would fit.
     """
-    console = Console(width=None if Console().is_terminal else 160)
+    console = Console(width=None if Console().is_terminal else 180)
     if is_searched(arguments.mesh):
         run_search(arguments, console)
         return

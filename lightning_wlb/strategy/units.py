@@ -108,7 +108,7 @@ def _share(parameter: DTensor, places: tuple[tuple[nn.Module, str], ...]) -> Sha
 
 
 def parts_of(gradient: Tensor, place: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a gradient, and where each goes in ``place`` [ranks, *chunk]."""
+    """Views of a gradient, and where each goes in ``place``: [ranks, then the dims of a chunk]."""
     rows = place.shape[1 + dim]
     full, rest = divmod(gradient.shape[dim], rows)
     even = gradient.narrow(dim, 0, full * rows)
