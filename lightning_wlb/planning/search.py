@@ -118,7 +118,7 @@ class Candidates:
         """The way with the best score that the search finds; of equal ones whole pieces.
 
         Args:
-            begin: index of the number of micro-batches in :data:`HALVES` at which it begins.
+            begin: index of the number of micro-batches in ``HALVES`` at which it begins.
         """
         fewest = FEWEST if self.packs(FEWEST) else Way("equal", 0)
         if self.mesh.pipeline == 1:

@@ -25,7 +25,7 @@ from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
 from lightning_wlb.sharding.arrays import Integers
 
 _Order = tuple[Sequence[int], Sequence[int]]
-"""``order`` and ``planned`` of :class:`.Pipeline`."""
+"""``order`` and ``planned`` of :class:`.recurrence.Pipeline`."""
 
 
 class StepTotals(NamedTuple):
@@ -87,7 +87,7 @@ def step_totals(
 
 
 def orders_of(replicas: Sequence[ReplicaPlan]) -> list[_Order]:
-    """``order`` and ``planned`` of :class:`.Pipeline`, of each replica."""
+    """``order`` and ``planned`` of :class:`.recurrence.Pipeline`, of each replica."""
     return [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
 
 
@@ -117,7 +117,7 @@ def _peak_of(
 
 
 def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
-    """``travel`` of :class:`.Pipeline`."""
+    """``travel`` of :class:`.recurrence.Pipeline`."""
     latency = predictor.latency
     links = latency.communication.pipeline
     of_links = {

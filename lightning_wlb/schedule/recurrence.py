@@ -51,7 +51,7 @@ class Pipeline(NamedTuple):
 
 
 def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
-    """``members`` of :class:`.Pipeline`."""
+    """``members`` of :class:`.recurrence.Pipeline`."""
     return [each.replicas for each in replica.forward if len(each.replicas) > 1]
 
 
