@@ -190,7 +190,7 @@ def slow_loopback(gbit: float) -> None:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = report.parser("gathering", __doc__)
-    parser.add_argument("--gbit", type=float, default=0.5, help="slow link; 0: none (default 0.5)")
+    parser.add_argument("--gbit", type=float, default=1.0, help="slow link; 0: none (default 1)")
     parser.add_argument("--width", type=int, default=256, help="of the model (default 256)")
     parser.add_argument("--layers", type=int, default=8, help="of the model (default 8)")
     parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch (default 1024)")
