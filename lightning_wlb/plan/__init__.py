@@ -26,6 +26,7 @@ from lightning_wlb.plan.parts import (
     piece_counts,
     symmetric_backward,
 )
+from lightning_wlb.plan.scheme import Scheme
 from lightning_wlb.plan.step import StepPlan
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Piece",
     "Recompute",
     "ReplicaPlan",
+    "Scheme",
     "Slice",
     "StepPlan",
     "piece_counts",

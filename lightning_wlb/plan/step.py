@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.plan.validation import check
+from lightning_wlb.plan.scheme import Scheme
+from lightning_wlb.plan.validation import check, check_strategy
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class StepPlan:
             more, where the packing chooses their number.
         nominal_tokens: the configured tokens of a global batch, N times the context window.
         drain: whether the step empties queues after the epoch's last arrival.
+        strategy: the scheme of each replica's pipeline, on consecutive ranks from 0 on; empty where
+            all have that of the run's mesh.
     """
 
     step: int
@@ -40,6 +43,7 @@ class StepPlan:
     micro_batches: int
     nominal_tokens: int
     drain: bool = False
+    strategy: tuple[Scheme, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -64,6 +68,8 @@ class StepPlan:
             ValueError: naming the document and range, micro-batch or replica that is wrong.
         """
         check(self.step, self.replicas, self.pieces, self.cap)
+        if self.strategy:
+            check_strategy(self.step, self.strategy, self.replicas)
         if not 0 <= self.target_tokens <= self.tokens:
             raise ValueError(
                 f"step {self.step}: target_tokens={self.target_tokens} is not between 0 and the"
@@ -89,6 +95,7 @@ class StepPlan:
             )
             for replica in fields["replicas"]
         )
+        fields["strategy"] = tuple(Scheme(**scheme) for scheme in fields.get("strategy", ()))
         return StepPlan(**fields)
 
     @cached_property
@@ -103,6 +110,8 @@ class StepPlan:
             f" {self.tokens} tokens, {self.target_tokens} targets, cap {self.cap},"
             f" delay mean {self.delay:.2f} max {self.max_delay}"
         ]
+        for number, scheme in enumerate(self.strategy):
+            lines.append(f"  replica {number} on {scheme}")
         for number, replica in enumerate(self.replicas):
             symmetric = symmetric_backward(replica.slices, replica.forward)
             for pass_name, micro_batches in replica.passes:
@@ -121,8 +130,11 @@ class StepPlan:
 
 
 def _as_fields(part: Any) -> dict[str, Any]:
-    """The fields of one of a plan's dataclasses, by name."""
-    return {field.name: getattr(part, field.name) for field in fields(part)}
+    """The fields of one of a plan's dataclasses, by name; without a strategy that says nothing."""
+    named = {field.name: getattr(part, field.name) for field in fields(part)}
+    if named.get("strategy") == ():
+        del named["strategy"]  # a plan on the run's mesh keeps its digest
+    return named
 
 
 def _micro_batches(values: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:

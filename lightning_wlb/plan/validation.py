@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from lightning_wlb.plan.parts import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
+from lightning_wlb.plan.scheme import Scheme
 
 
 def check(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece], cap: int) -> None:
@@ -35,6 +36,53 @@ def check(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece], c
         _check_recomputation(f"step {step}, replica {number}", replica)
     _check_order(step, replicas)
     _check_merged(step, replicas)
+
+
+def check_strategy(step: int, strategy: Sequence[Scheme], replicas: Sequence[ReplicaPlan]) -> None:
+    """Refuse a strategy of a ``StepPlan`` on which its replicas cannot run.
+
+    Raises:
+        ValueError: naming the replica, its scheme and, where it is wrong, the micro-batch.
+    """
+    if len(strategy) != len(replicas):
+        raise ValueError(
+            f"step {step}: {len(strategy)} schemes for {len(replicas)} replicas; give one for each."
+        )
+    first, layers = 0, sum(strategy[0].stages)
+    for number, (scheme, replica) in enumerate(zip(strategy, replicas, strict=True)):
+        where = f"step {step}, replica {number} on {scheme}"
+        if scheme.first != first:
+            raise ValueError(
+                f"{where}: begins at rank {scheme.first}, but the next free rank is {first}."
+                " Pipelines take consecutive ranks, so that each rank is in one of them."
+            )
+        first = scheme.ranks.stop
+        if sum(scheme.stages) != layers:
+            raise ValueError(
+                f"{where}: its stages have {sum(scheme.stages)} layers, those of replica 0"
+                f" {layers}. Every pipeline holds the whole model."
+            )
+        for pass_name, micro_batches in replica.passes:
+            for index, micro_batch in enumerate(micro_batches):
+                named = f"{where}, {pass_name}: micro-batch {index}"
+                _check_fits(named, scheme, replica, micro_batch)
+                unlike = [n for n in micro_batch.replicas if strategy[n].shape != scheme.shape]
+                if unlike:
+                    raise ValueError(
+                        f"{named} is shared with replicas {unlike}, whose schemes are others. Only"
+                        " pipelines of equal stages, context and tensor sizes share one."
+                    )
+
+
+def _check_fits(where: str, scheme: Scheme, replica: ReplicaPlan, micro_batch: MicroBatch) -> None:
+    """The rows of a micro-batch were laid out for its scheme."""
+    tokens, rows = replica.tokens_of(micro_batch), micro_batch.rows
+    held = rows * scheme.context * len(micro_batch.replicas)
+    if rows % scheme.tensor or held < tokens:
+        raise ValueError(
+            f"{where} has {rows} rows on each context rank for {tokens} tokens, which does not"
+            " divide by the tensor size or holds fewer. It was laid out for another scheme."
+        )
 
 
 def _check_replicas(step: int, replicas: Sequence[ReplicaPlan]) -> None:

@@ -184,10 +184,15 @@ class Predictor:
         """The simulated step.
 
         Raises:
-            ValueError: a replica count that is not the mesh's, or shared micro-batches with
-                virtual stages.
+            ValueError: a replica count or a strategy that is not the mesh's, or shared
+                micro-batches with virtual stages.
         """
         mesh = self.latency.mesh
+        if plan.strategy:
+            raise ValueError(
+                f"step {plan.step} has a strategy of its own, but is to be predicted on the mesh"
+                f" {mesh}. Predict each of its pipelines on a mesh of its scheme."
+            )
         if len(plan.replicas) != mesh.data:
             raise ValueError(
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."

@@ -95,7 +95,14 @@ class Executor:
         Raises:
             RuntimeError: naming the ranks and digests, if ranks hold different plans, or read
                 different tokens from a store.
+            ValueError: the plan has a strategy of its own.
         """
+        if batch.plan.strategy:
+            raise ValueError(
+                f"step {batch.plan.step} is planned for pipelines of its own"
+                f" ({'; '.join(map(str, batch.plan.strategy))}), but WLBStrategy runs the mesh"
+                f" {self.pipeline.rank.mesh} in every step. Plan without a strategy."
+            )
         training = torch.is_grad_enabled()
         HERE.begin_step(batch)
         self._check_agreement(batch)

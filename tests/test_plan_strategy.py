@@ -1,0 +1,100 @@
+"""The strategy of a plan: schemes, what it refuses, JSON, digest, print."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_wlb.plan import Scheme, StepPlan
+from tests.test_plan import merged, plain
+
+UNEQUAL = (Scheme(0, (1, 3), tensor=2), Scheme(4, (4,), context=2))
+
+sizes = st.integers(1, 4)
+schemes = st.builds(
+    Scheme, st.integers(0, 9), st.lists(sizes, min_size=1, max_size=4).map(tuple), sizes, sizes
+)
+
+
+@given(schemes)
+def test_a_scheme_places_its_ranks_as_a_mesh_does(scheme: Scheme) -> None:
+    """Stages outermost, tensor innermost, without a gap; every layer is on one stage."""
+    stages, context, tensor = len(scheme.stages), scheme.context, scheme.tensor
+    assert [scheme.place(rank) for rank in scheme.ranks] == list(
+        itertools.product(range(stages), range(context), range(tensor))
+    )
+    assert (scheme.ranks.start, len(scheme.ranks)) == (scheme.first, scheme.size)
+    assert [layer for stage in scheme.layers for layer in stage] == list(range(sum(scheme.stages)))
+    assert tuple(map(len, scheme.layers)) == scheme.stages
+    for outside in (scheme.first - 1, scheme.first + scheme.size):
+        with pytest.raises(ValueError, match=f"rank {outside} is not in the pipeline"):
+            scheme.place(outside)
+
+
+def test_sizes_that_are_none_are_refused() -> None:
+    assert Scheme(np.int64(2), [np.int64(3)]) == Scheme(2, (3,))
+    for wrong, message in (
+        ({"first": -1}, "scheme: first=-1"),
+        ({"stages": ()}, "holds no layer"),
+        ({"stages": (2, 0)}, "scheme: stages=0"),
+        ({"context": 0}, "scheme: context=0"),
+        ({"tensor": True}, "scheme: tensor=True is of type bool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Scheme(**{"first": 0, "stages": (4,)} | wrong)
+
+
+def test_a_plan_says_on_which_ranks_each_replica_runs() -> None:
+    plan = replace(plain(), strategy=UNEQUAL).validate()
+    copy = StepPlan.from_json(plan.to_json())
+    assert copy == plan
+    assert copy.digest == plan.digest != plain().digest
+    assert plan.digest != replace(plan, strategy=(Scheme(0, (2, 2), tensor=2), UNEQUAL[1])).digest
+    assert str(plan).splitlines()[1:3] == [
+        "  replica 0 on ranks [0, 4): context 1 × tensor 2, layers 1+3",
+        "  replica 1 on ranks [4, 6): context 2 × tensor 1, layers 4",
+    ]
+
+
+def test_without_a_strategy_json_and_digest_are_what_they_were() -> None:
+    plan = plain()
+    assert "strategy" not in json.loads(plan.to_json())
+    assert StepPlan.from_json(plan.to_json()).strategy == ()
+    assert plan.digest == 825703355640727667
+
+
+def test_a_strategy_that_cannot_run_is_refused() -> None:
+    for strategy, message in (
+        (UNEQUAL[:1], "1 schemes for 2 replicas"),
+        ((UNEQUAL[0], replace(UNEQUAL[1], first=5)), "replica 1 .* the next free rank is 4"),
+        ((replace(UNEQUAL[0], first=1), UNEQUAL[1]), "replica 0 .* the next free rank is 0"),
+        ((UNEQUAL[0], Scheme(4, (3,))), "stages have 3 layers, those of replica 0 4"),
+        ((Scheme(0, (4,), tensor=3), Scheme(3, (4,))), "replica 0 .* micro-batch 0 has 64 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(plain(), strategy=strategy).validate()
+
+
+def test_rows_hold_every_token_of_the_scheme() -> None:
+    first, second = plain().replicas
+    short = replace(second.forward[0], rows=24)
+    plan = replace(
+        plain(),
+        replicas=(first, replace(second, forward=(short, second.forward[1]))),
+        strategy=UNEQUAL,
+    )
+    with pytest.raises(ValueError, match=r"micro-batch 0 has 24 rows .* for 50 tokens"):
+        plan.validate()
+
+
+def test_only_pipelines_that_are_alike_share_a_micro_batch() -> None:
+    alike = (Scheme(0, (2, 2)), Scheme(2, (2, 2)))
+    replace(merged(), strategy=alike).validate()
+    with pytest.raises(ValueError, match=r"micro-batch 0 is shared with replicas \[1\]"):
+        replace(merged(), strategy=(alike[0], Scheme(2, (1, 3)))).validate()
