@@ -9,10 +9,13 @@ does with the shards is in :mod:`.gathering`.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+
+from lightning_wlb.links.layout import shared_dim
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -30,7 +33,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(
         holder,
         mesh=mesh,
-        shard_placement_fn=lambda parameter: _split_dim(parameter, mesh.size()),
+        # FSDP wants equal shares of any dim but the first.
+        shard_placement_fn=lambda each: Shard(shared_dim(_local_shape(each), mesh.size())),
     )
     shards = dict(zip(whole, holder.parameters(), strict=True))
     for module in model.modules():
@@ -39,14 +43,5 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
                 module._parameters[name] = shards[own]
 
 
-def _split_dim(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Which dim of a parameter to shard, where the first is too short; None for the first.
-
-    With two rows, as of a packed projection or a low-rank adapter, two ranks would hold all of it.
-    FSDP wants equal shares of any dim but the first.
-    """
-    shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
-    if not shape or shape[0] >= ranks:
-        return None
-    even = [dim for dim, size in enumerate(shape) if size % ranks == 0 and size]
-    return Shard(even[0]) if even else None
+def _local_shape(parameter: nn.Parameter) -> torch.Size:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape

@@ -1,0 +1,1 @@
+"""Index arithmetic of parameters that rest on one mesh and are computed with on another."""
