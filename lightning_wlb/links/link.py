@@ -29,7 +29,7 @@ import numpy as np
 from lightning_wlb.arguments import whole
 from lightning_wlb.links.hops import Hop, Pieces, one_hop, two_hops
 from lightning_wlb.links.layout import Strategy, Weights, at_rest, in_step, slots
-from lightning_wlb.links.regions import Integers
+from lightning_wlb.links.regions import Integers, Regions
 
 
 class Parts(NamedTuple):
@@ -122,6 +122,15 @@ class Link:
         order: list[int] = own.argsort(kind="stable").tolist()
         return [unit for unit in order if own[unit] >= 0]
 
+    def boxes(self, unit: int, *, rest: bool) -> dict[int, Integers]:
+        """What this rank holds of a unit, at rest or in the step.
+
+        Returns:
+            Number of the parameter -> int64 [dimensions, 2]; without those of which it has nothing.
+        """
+        of_unit = self._of_unit(unit).rest if rest else self._of_unit(unit).need
+        return dict(zip(of_unit.parameter.tolist(), of_unit.box, strict=True))
+
     def exchange(self, slot: int, hop: int, *, push: bool = False) -> Exchange:
         """One all-to-all.
 
@@ -136,7 +145,7 @@ class Link:
         units = np.flatnonzero((table == slot).any(axis=0)).tolist()
         out, into = [], []
         for unit in units:
-            of_unit = self._hops(unit, push)[hop]
+            of_unit = self._of_unit(unit).hops[push][hop]
             now = table[of_unit.out.peer // takers, unit] == slot
             out.append((unit, of_unit.out, np.flatnonzero(now)))
             if table[self.rank // takers, unit] == slot:
@@ -171,21 +180,30 @@ class Link:
         return [weights.template(unit, self.base, self.strategy) for unit in weights.units]
 
     @cached_property
-    def _made(self) -> dict[tuple[object, ...], tuple[list[Hop], list[Hop]]]:
+    def _made(self) -> dict[tuple[object, ...], _OfUnit]:
         return {}
 
-    def _hops(self, unit: int, push: bool) -> list[Hop]:
+    def _of_unit(self, unit: int) -> _OfUnit:
         key = self._templates[unit]
         if key not in self._made:
             rest = at_rest(self.weights, self.weights.units[unit], self.base)
             need = in_step(self.weights, self.weights.units[unit], self.strategy)
             how = two_hops if self.hops == 2 else one_hop
             size = min(self.per_node, len(self._slots))
-            pull, back = (
+            pull, push = (
                 how(rest, need, self.rank, size, every_copy=every) for every in (False, True)
             )
-            self._made[key] = pull, back
-        return self._made[key][push]
+            mine = rest.where(rest.rank == self.rank), need.where(need.rank == self.rank)
+            self._made[key] = _OfUnit(*mine, (pull, push))
+        return self._made[key]
+
+
+class _OfUnit(NamedTuple):
+    """What one rank has of a unit, and its hops: of parameters, and of gradients."""
+
+    rest: Regions
+    need: Regions
+    hops: tuple[list[Hop], list[Hop]]
 
 
 def _parts(of_units: Sequence[tuple[int, Pieces, Integers]], dims: int) -> Parts:

@@ -110,7 +110,7 @@ def shard_parameters(
     """
     placements: dict[Tensor, Placement] = {}
     for name, parameter in model.named_parameters():
-        placements[parameter] = _placement(name, plan)
+        placements[parameter] = placement_of(name, plan)
         _check_divides(name, parameter, placements[parameter], mesh)
     replaced = {
         parameter: nn.Parameter(
@@ -127,7 +127,12 @@ def shard_parameters(
     return model
 
 
-def _placement(name: str, plan: Mapping[str, Placement]) -> Placement:
+def placement_of(name: str, plan: Mapping[str, Placement]) -> Placement:
+    """How the plan of :func:`shard_parameters` places a parameter.
+
+    Raises:
+        ValueError: no pattern names it.
+    """
     for pattern, placement in plan.items():
         if fnmatchcase(name, pattern):
             return placement
