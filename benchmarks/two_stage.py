@@ -32,8 +32,8 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.choice import name_of
 from lightning_wlb.meshes.evaluate import evaluate
 from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.planning.dealing import deal_exactly, deal_greedily, lower_bound
 from lightning_wlb.planning.longest_first import deal
-from lightning_wlb.planning.packing.hydraulis import deal_exactly, deal_greedily, lower_bound
 from lightning_wlb.planning.planner import Planner
 
 MESHES = {
@@ -64,17 +64,18 @@ def dealing(request: MeshRequest, mesh: Mesh) -> dict[str, Any]:
         homes = deal(costs, [0] * replicas)
         return [[i for i, home in enumerate(homes) if home == r] for r in range(replicas)]
 
+    alike, depths = [[cost] * replicas for cost in costs], [stages] * replicas
     result: dict[str, Any] = {"documents": len(costs), "replicas": replicas, "stages": stages}
     proven = False
 
     def exactly() -> list[list[int]]:
         nonlocal proven
-        dealt, proven = deal_exactly(costs, replicas, stages, NODES)
+        dealt, proven = deal_exactly(alike, depths, NODES)
         return dealt
 
     ways: dict[str, Callable[[], list[list[int]]]] = {
         "equation_3": exactly,
-        "algorithm_1": lambda: deal_greedily(costs, replicas, stages),
+        "algorithm_1": lambda: deal_greedily(alike, depths),
         "by_work": by_work,
     }
     for name, way in ways.items():
@@ -82,7 +83,7 @@ def dealing(request: MeshRequest, mesh: Mesh) -> dict[str, Any]:
         dealt = way()
         # The solver is a process of its own, so that its time is wall time.
         seconds = time.perf_counter() - begin
-        bound = max(lower_bound(costs, own, stages) for own in dealt)
+        bound = max(lower_bound(alike, own, 0, stages) for own in dealt)
         result[name] = {"over_least": round(bound / least, 4), "seconds": round(seconds, 3)}
     result["proven"] = proven
     return result

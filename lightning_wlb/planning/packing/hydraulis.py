@@ -1,11 +1,7 @@
 """Hydraulis' two-stage assignment (its §6) for pipelines that are all alike: deal, then pack.
 
-First the pieces of a step are dealt to the replicas. What a pipeline takes is not known before its
-pieces are packed, but with equal micro-batches it is not below their cost and P - 1 times the
-costliest of them (Equation 2). Equation 3 deals so that the largest bound is least; it is an
-integer program, here :func:`deal_exactly`. The method takes the paper's Algorithm 1,
-:func:`deal_greedily`: pieces go one by one in random order, each where the largest bound grows
-least, and the best of 100 trials stays.
+First the pieces of a step are dealt to the replicas, by the paper's Algorithm 1
+(:mod:`~lightning_wlb.planning.dealing`).
 
 Then each replica's pieces are packed into V micro-batches so that the heaviest is as light as it
 can be (Equation 1), for the V for which the heaviest times P - 1 + V is least
@@ -17,8 +13,8 @@ A piece is long enough for a device if its work is 85 % of itself and the overhe
 counts for its two passes. It is here to compare with: ``auto`` deals by work alone, since slices
 leave a pipeline little to wait for (``benchmarks/results/two_stage.json``).
 
-Cost: O(trials · P · R) for P pieces and R replicas in compiled loops, and up to four
-solver calls for each replica, where one may be 1 % better than the greedy packing.
+Cost: that of the dealing, and up to four solver calls for each replica, where one may be 1 %
+better than the greedy packing.
 """
 
 from __future__ import annotations
@@ -27,17 +23,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import inf
 
-import numpy as np
-import pulp
-
 from lightning_wlb.plan import Piece, ReplicaPlan
+from lightning_wlb.planning.dealing import deal_greedily
 from lightning_wlb.planning.longest_first import deal_capped, longest_first
 from lightning_wlb.planning.packing.auto import OVERHEAD
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
 from lightning_wlb.planning.packing.ilp import Problem, heaviest_of, solve
 from lightning_wlb.planning.replicas import replica_plan, whole
 
-TRIALS = 100  # of the paper's experiments
 UTILISED_PERCENT = 85  # of a device's efficiency, Appendix C
 NODES = 100
 SOLVES = 4  # most calls of the solver for a pipeline
@@ -63,7 +56,8 @@ class HydraulisPacker(Packer):
         def cost(tokens: int) -> int:
             return self.rules.work.total(tokens) // mesh.pipeline
 
-        dealt = deal_greedily([cost(piece.tokens) for piece in pieces], mesh.data, mesh.pipeline)
+        costs = [[cost(piece.tokens)] * mesh.data for piece in pieces]
+        dealt = deal_greedily(costs, [mesh.pipeline] * mesh.data)
         return [
             replica_plan(
                 [
@@ -85,113 +79,6 @@ class HydraulisPacker(Packer):
         overhead = 2 * work.forward(max(window // OVERHEAD, 1))
         least = UTILISED_PERCENT * overhead // (100 - UTILISED_PERCENT)
         return min(bisect_left(range(window), least, key=work.total), window)
-
-
-def lower_bound(costs: Sequence[int], own: Sequence[int], stages: int) -> int:
-    """Equation 2: no packing of these pieces has a value of Equation 1 below it.
-
-    A pipeline that begins and ends with short micro-batches may take less.
-
-    Args:
-        costs: forward and backward cost of every piece, on one stage.
-        own: indices of the pipeline's pieces.
-        stages: depth of the pipeline.
-    """
-    mine = [costs[index] for index in own]
-    return sum(mine) + (stages - 1) * max(mine, default=0)
-
-
-def deal_greedily(
-    costs: Sequence[int], replicas: int, stages: int, trials: int = TRIALS, seed: int = 0
-) -> list[list[int]]:
-    """Algorithm 1: greedy dealing in random order, the best of many trials.
-
-    All trials run at once. Of replicas after which the largest bound is the same, the paper takes
-    the first; this takes the one whose own bound is least, which keeps more open.
-
-    Args:
-        costs: of each piece.
-        replicas: number of pipelines.
-        stages: depth of each.
-        trials: number of random orders.
-        seed: of the orders; the same seed gives the same answer on any machine.
-
-    Returns:
-        For each replica the indices of its pieces, ascending.
-    """
-    # 62 bits hold the largest bound, whatever the unit of the costs is.
-    unit = (stages * sum(costs) >> 62) + 1
-    units = np.array([cost // unit for cost in costs], dtype=np.int64)
-    generator = np.random.default_rng(seed)
-    orders = np.array([generator.permutation(len(costs)) for _ in range(trials)])
-    trial, each = np.arange(trials), np.arange(replicas)
-    totals, longest, bounds = (np.zeros((trials, replicas), np.int64) for _ in range(3))
-    homes = np.zeros((trials, len(costs)), np.int64)
-    for pieces in orders.T:
-        cost = units[pieces, None]
-        grown = totals + cost + (stages - 1) * np.maximum(longest, cost)
-        first = bounds.argmax(axis=1)
-        others = bounds.copy()
-        others[trial, first] = 0
-        # The largest bound of the other replicas, for each replica.
-        others = np.where(
-            each == first[:, None], others.max(axis=1)[:, None], bounds.max(axis=1)[:, None]
-        )
-        after = np.maximum(grown, others)
-        least = after == after.min(axis=1)[:, None]
-        chosen = np.where(least, grown, np.iinfo(np.int64).max).argmin(axis=1)
-        homes[trial, pieces] = chosen
-        totals[trial, chosen] += cost[:, 0]
-        longest[trial, chosen] = np.maximum(longest[trial, chosen], cost[:, 0])
-        bounds[trial, chosen] = grown[trial, chosen]
-    best = homes[bounds.max(axis=1).argmin()]
-    return [np.flatnonzero(best == replica).tolist() for replica in range(replicas)]
-
-
-def deal_exactly(
-    costs: Sequence[int], replicas: int, stages: int, nodes: int = 1000
-) -> tuple[list[list[int]], bool]:
-    """Equation 3 as an integer program, solved by CBC through PuLP; for a few dozen pieces.
-
-    Args:
-        costs: of each piece.
-        replicas: number of pipelines.
-        stages: depth of each.
-        nodes: most branch-and-bound nodes.
-
-    Returns:
-        For each replica the indices of its pieces, ascending, and whether they are proven best.
-
-    Raises:
-        RuntimeError: no dealing was found within the nodes.
-    """
-    unit = max(sum(costs) / replicas, 1.0)
-    model = pulp.LpProblem("dispatch", pulp.LpMinimize)
-    slowest = pulp.LpVariable("slowest", lowBound=0)
-    longest = [pulp.LpVariable(f"longest_{r}", lowBound=0) for r in range(replicas)]
-    on = [
-        [pulp.LpVariable(f"m_{i}_{r}", cat=pulp.LpBinary) for r in range(replicas)]
-        for i in range(len(costs))
-    ]
-    model += slowest
-    for i, cost in enumerate(costs):
-        model += pulp.lpSum(on[i]) == 1
-        for r in range(replicas):
-            model += longest[r] >= on[i][r] * (cost / unit)
-    for r in range(replicas):
-        total = pulp.lpSum(on[i][r] * (cost / unit) for i, cost in enumerate(costs))
-        model += total + (stages - 1) * longest[r] <= slowest
-    model.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes))
-    dealt: list[list[int]] = [[] for _ in range(replicas)]
-    for i in range(len(costs)):
-        values = [variable.value() or 0.0 for variable in on[i]]
-        if abs(max(values) - 1) > 1e-4:
-            raise RuntimeError(
-                f"CBC dealt {len(costs)} pieces to {replicas} pipelines in none of {nodes} nodes."
-                " Give it more nodes, or use deal_greedily."
-            )
-        dealt[values.index(max(values))].append(i)
-    return dealt, model.sol_status == pulp.LpSolutionOptimal
 
 
 def pack_pipeline(

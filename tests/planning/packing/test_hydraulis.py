@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.dealing import deal_exactly, lower_bound
 from lightning_wlb.planning.dp_merge import merge_pieces
-from lightning_wlb.planning.packing.hydraulis import (
-    deal_exactly,
-    deal_greedily,
-    lower_bound,
-    pack_pipeline,
-)
+from lightning_wlb.planning.packing.hydraulis import pack_pipeline
 from tests.planning.test_packings import WORK
 from tests.planning.test_slicing import LINEAR, pieces_of
 
@@ -25,42 +21,13 @@ def split(homes, bins: int) -> list[list[int]]:
     return [[i for i, home in enumerate(homes) if home == number] for number in range(bins)]
 
 
-def test_bound_and_seed() -> None:
-    costs = [9, 5, 4, 3, 2, 2]
-    assert lower_bound(costs, [0, 5], 4) == 11 + 3 * 9
-    assert lower_bound(costs, [], 4) == 0
-    one, same = (deal_greedily(costs, 3, 4, trials=5, seed=7) for _ in range(2))
-    assert one == same
-    # Costs beyond 64 bits are dealt alike.
-    assert one == deal_greedily([cost << 70 for cost in costs], 3, 4, trials=5, seed=7)
-
-
-def test_exact_is_the_best_of_all_dealings_and_greedy_is_near_it() -> None:
-    costs, replicas, stages = [9, 7, 5, 4, 3, 2, 2], 3, 4
-
-    def worst(dealt) -> int:
-        return max(lower_bound(costs, own, stages) for own in dealt)
-
-    best = min(
-        worst(split(homes, replicas)) for homes in product(range(replicas), repeat=len(costs))
-    )
-    dealt, proven = deal_exactly(costs, replicas, stages)
-    assert proven
-    assert worst(dealt) == best
-    greedy = deal_greedily(costs, replicas, stages)
-    assert sorted(index for own in greedy for index in own) == list(range(len(costs)))
-    assert best <= worst(greedy) <= 1.05 * best
-    # More trials are never worse, and some order is bad.
-    one = [worst(deal_greedily(costs, replicas, stages, trials=1, seed=n)) for n in range(20)]
-    assert worst(greedy) <= min(one) < max(one)
-
-
 def test_dealing_by_work_is_near_the_optimum_of_equation_3() -> None:
     """Without a pipeline the bound is the work, and without large pieces none is shared."""
     costs = [97, 88, 71, 60, 52, 33, 21, 9, 4, 1]
-    dealt, proven = deal_exactly(costs, 3, 1)
+    alike = [[cost] * 3 for cost in costs]
+    dealt, proven = deal_exactly(alike, [1] * 3)
     assert proven
-    best = max(lower_bound(costs, own, 1) for own in dealt)
+    best = max(lower_bound(alike, own, 0, 1) for own in dealt)
     ours = merge_pieces(pieces_of(costs), 3, LINEAR, 1)
     assert ours.shared == []
     assert best <= max(ours.loads) <= 1.03 * best
@@ -101,7 +68,7 @@ def test_no_packing_is_below_the_bound(lengths, stages, utilised) -> None:
     heaviest = max(sum(piece.tokens for piece in own) for own in packed)
     assert heaviest <= 40
     assert sorted(piece.tokens for own in packed for piece in own) == sorted(lengths)
-    bound = lower_bound(lengths, range(len(lengths)), stages)
+    bound = lower_bound([[each] for each in lengths], range(len(lengths)), 0, stages)
     assert (stages - 1 + len(packed)) * heaviest >= bound
 
 

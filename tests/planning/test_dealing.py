@@ -1,0 +1,81 @@
+"""Dealing to pipelines, alike or not, against all dealings."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_wlb.planning.dealing import Costs, deal_exactly, deal_greedily, lower_bound
+
+
+def worst(costs: Costs, dealt, stages) -> int:
+    return max(
+        lower_bound(costs, own, pipeline, stages[pipeline]) for pipeline, own in enumerate(dealt)
+    )
+
+
+def best_of_all(costs: Costs, stages) -> int:
+    return min(
+        worst(costs, [[i for i, home in enumerate(homes) if home == r] for r in allowed], stages)
+        for allowed in [range(len(stages))]
+        for homes in product(allowed, repeat=len(costs))
+        if all(costs[i][home] is not None for i, home in enumerate(homes))
+    )
+
+
+def test_bound_and_seed() -> None:
+    costs = [[cost, 2 * cost, None] for cost in (9, 5, 4, 3, 2, 2)]
+    assert lower_bound(costs, [0, 5], 0, 4) == 11 + 3 * 9
+    assert lower_bound(costs, [0, 5], 1, 1) == 22
+    assert lower_bound(costs, [], 2, 4) == 0
+    one, same = (deal_greedily(costs, [4, 1, 1], trials=5, seed=7) for _ in range(2))
+    assert one == same
+    # Costs beyond 64 bits are dealt alike.
+    large = [[cost and cost << 70 for cost in each] for each in costs]
+    assert one == deal_greedily(large, [4, 1, 1], trials=5, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages"),
+    [
+        ([[cost] * 3 for cost in (9, 7, 5, 4, 3, 2, 2)], [4, 4, 4]),
+        # A deep pipeline that holds all, a fast one and a slow one that hold short pieces only.
+        (
+            [[9, None, None], [7, None, None], *([2 * c, c, 3 * c] for c in (5, 4, 3, 2, 2))],
+            [3, 1, 1],
+        ),
+    ],
+)
+def test_exact_is_the_best_of_all_dealings_and_greedy_is_near_it(costs, stages) -> None:
+    best = best_of_all(costs, stages)
+    dealt, proven = deal_exactly(costs, stages)
+    assert proven
+    assert worst(costs, dealt, stages) == best
+    greedy = deal_greedily(costs, stages)
+    assert best <= worst(costs, greedy, stages) <= 1.05 * best
+    # More trials are never worse, and some order is bad.
+    one = [worst(costs, deal_greedily(costs, stages, trials=1, seed=n), stages) for n in range(20)]
+    assert worst(costs, greedy, stages) <= min(one) < max(one)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_every_piece_is_dealt_once_to_a_pipeline_that_runs_it(data: st.DataObject) -> None:
+    stages = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    cost = st.none() | st.integers(0, 50)
+    row = st.tuples(*[cost] * len(stages)).filter(lambda each: each.count(None) < len(each))
+    costs = data.draw(st.lists(row, max_size=8))
+    dealt = deal_greedily(costs, stages, trials=3)
+    assert sorted(index for own in dealt for index in own) == list(range(len(costs)))
+    for pipeline, own in enumerate(dealt):
+        assert own == sorted(own)
+        assert all(costs[index][pipeline] is not None for index in own)
+
+
+@pytest.mark.parametrize("deal", [deal_exactly, deal_greedily])
+def test_a_piece_that_no_pipeline_runs_is_refused(deal) -> None:
+    with pytest.raises(ValueError, match="piece 1 can run on none of 2 pipelines"):
+        deal([[1, None], [None, None]], [1, 1])
