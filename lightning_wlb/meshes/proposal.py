@@ -32,12 +32,8 @@ from numpy.typing import NDArray
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
 from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.plan import Recompute, Slice, piece_counts
-from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.sharding import choose
-
-UTILISED = 4096
-"""Tokens of a context rank with which its device is used well: shorter documents are packed."""
+from lightning_wlb.plan import piece_counts
+from lightning_wlb.prediction.document import document_ns
 
 DEVICE_STEPS = 64
 SHORTEST = 512
@@ -129,7 +125,7 @@ def proposed_meshes(request: MeshRequest) -> list[Mesh]:
             fit = [m for m, limit in zip(request.modes, longest, strict=True) if limit >= top]
             if not fit:
                 break
-            time = _time(predictor, tokens // number, fit[0]) * number
+            time = document_ns(predictor, tokens // number, fit[0]) * number
             of_scheme.append(time * mesh.devices / mesh.data)
         most.append(len(of_scheme))
         times.append(of_scheme + [np.inf] * (len(intervals) - len(of_scheme)))
@@ -145,14 +141,3 @@ def _edges(window: int) -> NDArray[np.int64]:
     while edges[-1] < window:
         edges.append(min(edges[-1] * 181 // 128, window))
     return np.array(edges, np.int64)
-
-
-def _time(predictor: Predictor, tokens: int, mode: Recompute) -> float:
-    """Forward and backward of a document on one stage, in ns; short ones share a micro-batch."""
-    mesh = predictor.latency.mesh
-    copies = max(UTILISED * mesh.context // tokens, 1)
-    name, _ = choose([tokens] * copies, mesh.context, mesh.tensor, predictor.latency.segment_cost)
-    slices = [Slice(number, 0, 0, tokens) for number in range(copies)]
-    cost = predictor.micro_batch(slices, name)._replace(recompute=mode)
-    stages = {parts: stage for stage, parts in enumerate(predictor.memory.parts)}.values()
-    return max(sum(predictor.action_ns(stage, cost)) for stage in stages) / copies

@@ -137,8 +137,8 @@ def deal_exactly(
         model += total + (stages[r] - 1) * longest[r] <= slowest
     model.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes))
     dealt: list[list[int]] = [[] for _ in pipelines]
-    for i, each in enumerate(on):
-        values = {r: variable.value() or 0.0 for r, variable in each.items()}
+    for i, variables in enumerate(on):
+        values = {r: variable.value() or 0.0 for r, variable in variables.items()}
         home = max(values, key=values.__getitem__)
         if abs(values[home] - 1) > 1e-4:
             raise RuntimeError(
