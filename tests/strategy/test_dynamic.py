@@ -1,0 +1,184 @@
+"""Steps on pipelines that differ from step to step and from each other, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_wlb.cost.flops import PassWork
+from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.links.layout import Strategy, strategy_of
+from lightning_wlb.links.link import Links
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.plan import Piece, Scheme, StepPlan
+from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.slicing import slice_pieces
+from lightning_wlb.sharding import layout
+from lightning_wlb.strategy.dynamic import DynamicExecutor, Settings, rank_in
+from lightning_wlb.strategy.gradients import gradient_norm
+from lightning_wlb.strategy.mesh import data_context, device_mesh
+from lightning_wlb.strategy.parallelize import parallelize
+from lightning_wlb.strategy.travel import travel_groups, weights_of
+from tests.oracle import oracle
+from tests.ranks import run_ranks
+from tests.strategy.harness import relative_error, whole
+
+VOCABULARY, WINDOW = 32, 24
+LENGTHS = (1, 2, 13, 7, 24, 3, 22, 17, 9, 5)
+STRATEGIES: tuple[tuple[Strategy, tuple[int, ...]], ...] = (  # and the documents of the step
+    ((Scheme(0, (3,), tensor=2), Scheme(2, (1, 2))), (0, 1, 2, 3, 4, 6)),
+    ((Scheme(0, (3,), context=2), Scheme(2, (3,)), Scheme(3, (3,))), (5, 6, 7)),
+    ((Scheme(0, (3,), tensor=4),), (2, 8, 9)),  # key and value heads are whole on every rank
+    ((Scheme(0, (2, 1)), Scheme(2, (3,), context=2)), (4,)),  # one pipeline has nothing to do
+)
+CASES = ((Mesh(4), False, 4), (Mesh(1, 2, 1, 2), True, 2))  # and the ranks of a node
+
+
+def config(tied: bool) -> TransformerConfig:
+    return TransformerConfig(
+        dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCABULARY,
+        tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def documents() -> InMemoryDocuments:
+    draw = np.random.default_rng(0)
+    masks = [draw.random(length) < 0.7 for length in LENGTHS]
+    return InMemoryDocuments(
+        [draw.integers(0, VOCABULARY, n) for n in LENGTHS], masks, vocab_size=VOCABULARY
+    )
+
+
+def plan_of(step: int, strategy: Strategy, own: Sequence[int], store) -> StepPlan:
+    """Pieces dealt in turn, the longest first; in slices."""
+    pieces = sorted((Piece(n, 0, LENGTHS[n], step) for n in own), key=lambda p: -p.tokens)
+    replicas = []
+    for number, scheme in enumerate(strategy):
+
+        def shard(slices, members, scheme=scheme):
+            name = "per_document_contiguous"
+            lengths = [each.tokens for each in slices]
+            return name, layout(name, lengths, scheme.context, scheme.tensor).rows
+
+        mine = pieces[number :: len(strategy)]
+        packs = slice_pieces(mine, 3, WINDOW, PassWork(2, 2), tile=4, least=4) if mine else []
+        replicas.append(replica_plan(packs, number, shard))
+    targets = sum(store.targets(piece.document, 0, piece.stop) for piece in pieces)
+    return StepPlan(
+        step, 0, tuple(replicas), tuple(sorted(pieces)), targets, WINDOW, 3, 3 * WINDOW,
+        strategy=strategy,
+    ).validate()  # fmt: skip
+
+
+def at_rest(mesh: Mesh, tied: bool) -> tuple[Transformer, tuple[range, ...]]:
+    """This rank's share of the model on the mesh."""
+    with torch.device("meta"):
+        model = Transformer(config(tied))
+    axes = device_mesh(mesh, "cpu")
+    stages = [range(3)] if mesh.pipeline == 1 else [range(2), range(2, 3)]
+    parallelize(
+        model, axes, stages, data_context(axes).get_group(),
+        initialise=lambda: model.initialise(7), device=torch.device("cpu"),
+        dtype=torch.float64, compute_dtype=torch.float64, sum_dtype=torch.float64,
+    )  # fmt: skip
+    return model, tuple(stages)
+
+
+def executor(
+    rank: int, mesh: Mesh, tied: bool, per_node: int
+) -> tuple[Transformer, DynamicExecutor]:
+    def build() -> Transformer:
+        with torch.device("meta"):
+            return Transformer(config(tied))
+
+    weights = weights_of(build(), (1, 2, 4))
+    model, stages = at_rest(mesh, tied)
+    links = Links(weights, strategy_of(mesh, stages), rank, per_node)
+    settings = Settings(
+        build, config(tied).dim, "1f1b", torch.float64, torch.float64, torch.device("cpu")
+    )
+    groups = travel_groups(rank, 4, per_node, None)
+    return model, DynamicExecutor(model, links, groups, settings)
+
+
+def train(rank: int) -> list[dict]:
+    """All strategies in turn, of every case: losses, gradients, parameters after clipped AdamW."""
+    return [trained(rank, *case) for case in CASES]
+
+
+def trained(rank: int, mesh: Mesh, tied: bool, per_node: int) -> dict:
+    model, runner = executor(rank, mesh, tied, per_node)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    copies = [p for n, p in model.named_parameters() if n in model.tied]
+    elsewhere = copies if mesh.pipeline > 1 else []
+    losses, gradients, store = [], [], documents()
+    for step, (strategy, own) in enumerate(STRATEGIES):
+        plan = plan_of(step, strategy, own, store)
+        batch = make_step_batch(plan, store, rank_in(strategy, rank), {}, 0, False)
+        losses.append(runner.run(batch, plan.target_tokens).item())
+        runner.finish()
+        gradients.append({n: whole(p.grad) for n, p in model.named_parameters()})
+        norm = gradient_norm(model.parameters(), torch.device("cpu"), elsewhere)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+        optimizer.step()
+    batch.plan = replace(plan, strategy=())
+    with pytest.raises(ValueError, match="step 3 runs on the pipelines of the mesh"):
+        runner.run(batch, 1)
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "parameters": {name: whole(p) for name, p in model.named_parameters()},
+    }
+
+
+def reference(tied: bool) -> dict:
+    """The same in one process, of documents by themselves."""
+    model = Transformer(config(tied)).double()
+    model.initialise(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    store, losses, gradients = documents(), [], []
+    texts = [store.read(n, 0, length) for n, length in enumerate(LENGTHS)]
+    masks = [store.mask(n, 0, length) for n, length in enumerate(LENGTHS)]
+    for step, (strategy, own) in enumerate(STRATEGIES):
+        targets = plan_of(step, strategy, own, store).target_tokens
+        total, found = oracle(model, texts, [(n, 0, LENGTHS[n]) for n in own], masks)
+        losses.append(total / targets)
+        for name, parameter in model.named_parameters():
+            parameter.grad = found[name] / targets
+        gradients.append({name: (each / targets).numpy() for name, each in found.items()})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    parameters = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "parameters": parameters}
+
+
+def test_gradients_and_parameters_are_those_of_one_process() -> None:
+    """A tied weight at both ends, masks, slices, an idle pipeline, over one hop and over two."""
+    for case, of_ranks in zip(
+        CASES, zip(*run_ranks(train, 4, timeout=120), strict=True), strict=True
+    ):
+        want = reference(case[1])
+        tied = {"head.weight": "embed.weight"} if case[1] else {}
+        for found in of_ranks:
+            np.testing.assert_allclose(found["losses"], want["losses"], rtol=1e-12)
+            for got, right in zip(
+                [*found["gradients"], found["parameters"]],
+                [*want["gradients"], want["parameters"]],
+                strict=True,
+            ):
+                for name, value in got.items():
+                    assert relative_error(value, right[tied.get(name, name)]) <= 1e-10, name
+        names = {name for found in of_ranks for name in found["parameters"]}
+        assert {tied.get(name, name) for name in names} == set(want["parameters"])
+
+
+def test_dtypes_that_need_casts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"compute in float32 or float64, not torch.bfloat16"):
+        Settings(Transformer, 1, "1f1b", torch.bfloat16, torch.float32, torch.device("cpu"))
