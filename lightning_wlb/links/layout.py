@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.links.regions import Integers, Regions, Truths, regions
-from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import Scheme
 
 Strategy = tuple[Scheme, ...]
@@ -50,6 +50,17 @@ def strategy_of(mesh: Mesh, stages: Sequence[range]) -> Strategy:
     size = mesh.pipeline * mesh.context * mesh.tensor
     firsts = range(0, mesh.devices, size)
     return tuple(Scheme(first, layers, mesh.context, mesh.tensor) for first in firsts)
+
+
+def rank_in(strategy: Strategy, number: int) -> Rank:
+    """Where a global rank stands in its pipeline: on a mesh of as many replicas as pipelines.
+
+    Only :attr:`.Rank.data` and the places in the pipeline mean anything, since the pipelines of a
+    mesh would all be alike. It is what the data of a step are made for.
+    """
+    at, scheme = next((at, each) for at, each in enumerate(strategy) if number in each.ranks)
+    mesh = Mesh(len(strategy), len(scheme.stages), scheme.context, scheme.tensor)
+    return Rank(mesh, at, *scheme.place(number))
 
 
 def shared_dim(shape: Sequence[int], ranks: int) -> int:

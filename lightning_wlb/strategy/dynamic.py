@@ -2,24 +2,28 @@
 
 Parameters and optimizer state stay where the mesh has them. A step's plan says its strategy; every
 rank then holds, for that step, the stage of its pipeline's scheme: parameters are pulled from where
-they rest, gradients pushed back (:mod:`.travel`). Actions, messages and the model's forward are
-those of any other step (:class:`~lightning_wlb.strategy.executor.Step`).
+they rest, gradients pushed back (:mod:`.travel`). All else of a step is the
+:class:`~lightning_wlb.strategy.executor.Executor`'s, to which :class:`Elsewhere` says what it runs
+on.
 
 All parameters are posted before the first action, and a module waits for its own when it is called.
 Gradients of micro-batches add up beside the parameters, in the wide dtype; in the last backward a
-slot is posted as soon as the gradients of its unit are complete, and slots after it have been. So
-the collectives of the two directions never cross: no rank posts a push before it has posted every
-pull. What a rank gets are sums over all pipelines, over context ranks and, for what tensor-parallel
-ranks hold alike, over these.
+slot is posted as soon as the gradients of its unit are complete and the slots after it have been
+posted. No rank posts a push before it has posted every pull, so the two cannot cross. What comes to
+rest are sums over all pipelines, over context ranks and, of what tensor-parallel ranks hold alike,
+over these; and each copy of a tied weight gets the whole sum.
 
 Cost: process groups, and modules without values, for each strategy; a step holds its stage whole
-in both dtypes. Nothing is measured here, and no micro-batch is shared between pipelines. For steps
-on the mesh's own pipelines :class:`~lightning_wlb.strategy.executor.Executor` is faster.
+in both dtypes. No micro-batch is shared between pipelines. For steps on the mesh's own pipelines
+:class:`~lightning_wlb.strategy.gathering.Gathering` holds less, and copies less. Not run on CUDA,
+where a new strategy's groups would have to be connected before its first step
+(:mod:`.process_groups`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -27,35 +31,23 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.attention.process_groups import ProcessGroups
-from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.links.layout import Strategy
+from lightning_wlb.links.layout import Strategy, rank_in
 from lightning_wlb.links.link import Link, Links
-from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
-from lightning_wlb.schedule.receipts import receipts
-from lightning_wlb.strategy.executor import Step
-from lightning_wlb.strategy.messages import Messages, Pipeline
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action, Channel, Kind
+from lightning_wlb.strategy.executor import Surroundings
+from lightning_wlb.strategy.gathering import cast_floats
+from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import keep_stages
 from lightning_wlb.strategy.process_groups import own_group
 from lightning_wlb.strategy.travel import Groups, Pull, Push
 
-
-def rank_in(strategy: Strategy, number: int) -> Rank:
-    """Where a global rank stands in its pipeline: on a mesh of as many replicas as pipelines.
-
-    Only :attr:`.Rank.data` and the places in the pipeline mean anything, since the pipelines of a
-    mesh would all be alike. It is what the data of a step are made for.
-    """
-    at, scheme = next((at, each) for at, each in enumerate(strategy) if number in each.ranks)
-    mesh = Mesh(len(strategy), len(scheme.stages), scheme.context, scheme.tensor)
-    return Rank(mesh, at, *scheme.place(number))
+_KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -70,9 +62,6 @@ class Settings:
         wide: of the sums of gradients.
         device: of this rank.
         timeout: of process groups that are made; None: torch's default.
-
-    Raises:
-        ValueError: a dtype to which arguments of modules would have to be cast.
     """
 
     build: Callable[[], Decoder]
@@ -83,15 +72,9 @@ class Settings:
     device: torch.device
     timeout: timedelta | None = None
 
-    def __post_init__(self) -> None:
-        if self.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"steps on pipelines of their own compute in float32 or float64, not {self.dtype}."
-            )
 
-
-class DynamicExecutor:
-    """Runs steps of any strategy on one rank.
+class Elsewhere:
+    """What the steps of any strategy run on, of one rank: for ``Executor.elsewhere``.
 
     Args:
         model: this rank's share of the model at rest.
@@ -102,75 +85,19 @@ class DynamicExecutor:
 
     def __init__(self, model: Decoder, links: Links, groups: Groups, settings: Settings) -> None:
         self._links, self._groups, self._settings = links, groups, settings
-        tied = model.tied
-        self._rest: list[tuple[str, DTensor]] = [
-            (tied.get(name, name), cast(DTensor, parameter))
-            for name, parameter in model.named_parameters(remove_duplicate=True)
-        ]
-        self._made: dict[Strategy, _OfStrategy] = {}
-        self._push: Push | None = None
+        self._model = model
+        self._made: dict[Strategy, Surroundings] = {}
 
-    def run(self, batch: StepBatch, denominator: int) -> Tensor:
-        """One step, forwards and backwards; collective over all ranks.
-
-        Args:
-            batch: this rank's part of a plan with a strategy, made for :func:`rank_in` it.
-            denominator: what the summed loss of all ranks is divided by, in tokens.
-
-        Returns:
-            The step's loss, 0-dim, the same on every rank.
+    def __call__(self, plan: StepPlan) -> Surroundings:
+        """What this plan's steps run on; collective over all ranks where its strategy is new.
 
         Raises:
-            ValueError: the strategy is the mesh's, micro-batches are shared, or a stage does not
-                call a module that it holds.
+            ValueError: the strategy is the mesh's, or micro-batches are shared.
         """
-        here, settings = self._pipelines(batch.plan), self._settings
-        shards = {name: each.to_local().detach() for name, each in self._rest}
-        with torch.no_grad():
-            pull = Pull(here.link, self._groups, shards, settings.dtype, settings.device)
-        live = _Live(here, pull, self._groups, settings)
-        pipeline = here.pipeline
-        programs = pipeline.programs(batch.executed, batch.replica)
-        place, places = pipeline.rank.pipeline, pipeline.rank.mesh.pipeline
-        messages = Messages(pipeline, receipts(programs, place, places, places))
-        step = Step(here.model, pipeline, here.groups, batch, messages, denominator, None, None)
-        last = max((at for at, a in enumerate(programs[place]) if a.kind == BACKWARD), default=-1)
-        try:
-            for at, action in enumerate(programs[place]):
-                if at == last:
-                    live.awaits_last()
-                step.run(action)
-            messages.finish()
-            self._push = live.finish()
-        finally:
-            live.leave()
-        return self._total(step.loss, pipeline.rank) / denominator
-
-    def finish(self) -> None:
-        """Wait for the step's gradients and set ``.grad`` of the parameters at rest."""
-        assert self._push is not None, "a step has run"
-        with torch.no_grad():
-            totals = self._push.finish()
-            for name, rest in self._rest:
-                if not rest.requires_grad:
-                    continue
-                # A rank may have no row of a parameter.
-                sums = totals.get(name, torch.zeros_like(rest.to_local()))
-                rest.grad = DTensor.from_local(
-                    sums.to(rest.dtype),
-                    rest.device_mesh,
-                    rest.placements,
-                    run_check=False,
-                    shape=rest.shape,
-                    stride=rest.stride(),
-                )
-        self._push = None
-
-    def _pipelines(self, plan: StepPlan) -> _OfStrategy:
-        link = self._links.to(plan.strategy) if plan.strategy else None
+        link = self._links.to(plan.strategy)
         if link is None:
             raise ValueError(
-                f"step {plan.step} runs on the pipelines of the mesh: give it to an Executor."
+                f"step {plan.step} has the strategy of the mesh. Plan it without a strategy."
             )
         if any(len(each.replicas) > 1 for replica in plan.replicas for each in replica.forward):
             raise ValueError(
@@ -178,14 +105,10 @@ class DynamicExecutor:
                 " without DP-Merge."
             )
         if plan.strategy not in self._made:
-            self._made[plan.strategy] = _OfStrategy(link, self._settings)
+            own = _OfStrategy(link, self._settings)
+            linked = _Linked(own, self._model, self._groups, self._settings)
+            self._made[plan.strategy] = Surroundings(own.model, own.pipeline, own.groups, linked)
         return self._made[plan.strategy]
-
-    def _total(self, loss: Tensor, rank: Rank) -> Tensor:
-        # Tensor-parallel ranks all have the same loss.
-        total = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
-        dist.all_reduce(total)
-        return total
 
 
 @dataclass(frozen=True)
@@ -224,7 +147,7 @@ class _OfStrategy:
         ]
         channels = {
             Channel(kind, False): group
-            for kind, group in zip((FORWARD, BACKWARD), made[0], strict=True)
+            for kind, group in zip(_KINDS, made[0], strict=True)
             if group is not None
         }
         self.groups = ProcessGroups(made[1][0], made[2][0])
@@ -262,6 +185,78 @@ def _along(strategy: Strategy, axis: int) -> list[list[int]]:
     return found
 
 
+class _Linked:
+    """The steps of one strategy's parameters: the counterpart of a ``Gathering``."""
+
+    def __init__(
+        self, own: _OfStrategy, model: Decoder, groups: Groups, settings: Settings
+    ) -> None:
+        self._own, self._groups, self._settings = own, groups, settings
+        tied = model.tied
+        self._rest = [
+            (module, attribute, tied.get(name, name))
+            for name, _ in model.named_parameters()
+            for path, _, attribute in [name.rpartition(".")]
+            for module in [model.get_submodule(path)]
+        ]
+        self._live: _Live | None = None
+        self._last: Action | None = None
+        self._push: Push | None = None
+
+    @contextmanager
+    def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
+        """Post the step's parameters, and at its end what is left of its gradients."""
+        settings = self._settings
+        shards = {name: parameter.to_local().detach() for name, parameter in self._at_rest()}
+        with torch.no_grad():
+            pull = Pull(self._own.link, self._groups, shards, settings.dtype, settings.device)
+        backwards = [action for action in program if action.kind == BACKWARD]
+        self._last = backwards[-1] if backwards else None
+        self._live = live = _Live(self._own, pull, self._groups, settings)
+        try:
+            yield
+            self._push = live.finish()
+        finally:
+            live.leave()
+            self._live = None
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """Run one action inside."""
+        assert self._live is not None
+        if action == self._last:
+            self._live.awaits_last()
+        yield
+
+    def wait(self) -> None:
+        """Wait for all parameters."""
+        assert self._live is not None
+        self._live.arrive_all()
+
+    def finish(self) -> None:
+        """Wait for the gradients, and set ``.grad`` of the parameters at rest."""
+        assert self._push is not None, "a step has ended"
+        with torch.no_grad():
+            totals, self._push = self._push.finish(), None
+            for name, rest in self._at_rest():
+                if not rest.requires_grad:
+                    continue
+                # A rank may have no row of a parameter.
+                total = totals.get(name, torch.zeros_like(rest.to_local()))
+                rest.grad = DTensor.from_local(
+                    total.to(rest.dtype),
+                    rest.device_mesh,
+                    rest.placements,
+                    run_check=False,
+                    shape=rest.shape,
+                    stride=rest.stride(),
+                )
+
+    def _at_rest(self) -> Iterator[tuple[str, DTensor]]:
+        for module, attribute, name in self._rest:
+            yield name, cast(DTensor, module._parameters[attribute])
+
+
 class _Live:
     """The parameters of one step in the modules of a stage, and the sums of their gradients."""
 
@@ -276,14 +271,29 @@ class _Live:
         self._names: dict[int, set[str]] = {}  # by slot, of those that have arrived
         self._awaited: dict[int, set[str]] = {}
         self._push: Push | None = None
+        self._training = torch.is_grad_enabled()
         self._hooks = [
-            module.register_forward_pre_hook(partial(self._before_forward, slots), prepend=True)
+            # Before a module's own hooks, which may read its parameters.
+            module.register_forward_pre_hook(
+                partial(self._before_forward, slots), prepend=True, with_kwargs=True
+            )
             for module, slots in here.parts.items()
         ]
 
-    def _before_forward(self, slots: Collection[int], module: nn.Module, args: Any) -> None:
+    def arrive_all(self) -> None:
+        """Wait for all parameters of the stage."""
+        for slot in range(len(self._here.link.units)):
+            self._arrive(slot)
+
+    def _before_forward(
+        self, slots: Collection[int], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         for slot in sorted(slots):
             self._arrive(slot)
+        dtype = self._settings.dtype
+        if dtype == torch.bfloat16:
+            return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        return None
 
     def _arrive(self, slot: int) -> None:
         if slot in self._names:
@@ -324,16 +334,17 @@ class _Live:
             )
         self._begin_push()
 
-    def finish(self) -> Push:
+    def finish(self) -> Push | None:
         """Post what is left: all slots, of zeros, where the rank had no micro-batch."""
-        if self._push is None:
-            for slot in range(len(self._here.link.units)):
-                self._arrive(slot)
-        push = self._push or self._begin_push()
+        self.arrive_all()
         self._pull.finish()
+        if not self._training:
+            return None
+        if self._push is None:
+            self._begin_push()
         self._awaited.clear()
         self._post_complete()
-        return push
+        return self._push
 
     def leave(self) -> None:
         """Take the parameters out of the modules."""
@@ -342,11 +353,10 @@ class _Live:
         for hook in self._hooks:
             hook.remove()
 
-    def _begin_push(self) -> Push:
+    def _begin_push(self) -> None:
         settings = self._settings
         self._awaited = {slot: set(names) for slot, names in self._names.items()}
         self._push = Push(self._here.link, self._groups, self._sums, settings.wide, settings.device)
-        return self._push
 
     def _post_complete(self) -> None:
         push = self._push

@@ -10,10 +10,12 @@ sliced, the keys and values that later slices read. Its backward frees all of it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.sample import Sample
+from lightning_wlb.mesh import Rank
+from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
@@ -34,6 +38,33 @@ from lightning_wlb.strategy.signals import NOTICES
 from lightning_wlb.strategy.whereabouts import EXCHANGING, HERE, REDUCING, RUNNING
 
 
+class Travelling(Protocol):
+    """What brings a step its parameters and takes its gradients away: as :class:`.Gathering`."""
+
+    def step(
+        self, program: Sequence[Action], shared: Collection[int] = ()
+    ) -> AbstractContextManager[None]:
+        """Run a step inside."""
+
+    def action(self, action: Action) -> AbstractContextManager[None]:
+        """Run one of its actions inside."""
+
+    def wait(self) -> None:
+        """Wait for all parameters."""
+
+    def finish(self) -> None:
+        """Wait for the gradients, and set ``.grad`` of the parameters at rest."""
+
+
+class Surroundings(NamedTuple):
+    """What a step of one rank runs on; the fields are those of :class:`Executor`, of this step."""
+
+    model: nn.Module
+    pipeline: Pipeline
+    groups: ProcessGroups
+    gathering: Travelling
+
+
 class Executor:
     """Runs steps on one rank.
 
@@ -42,6 +73,9 @@ class Executor:
         pipeline: the pipeline that the rank is in.
         groups: the rank's process groups; each step passes its own to the model's forward.
         gathering: of the model's parameters and gradients.
+
+    Attributes:
+        elsewhere: what steps run on whose plan has a strategy of its own; None: they are refused.
     """
 
     def __init__(
@@ -51,6 +85,8 @@ class Executor:
         self.pipeline = pipeline
         self.groups = groups
         self.gathering = gathering
+        self.elsewhere: Callable[[StepPlan], Surroundings] | None = None
+        self._travelling: Travelling = gathering
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
@@ -95,31 +131,24 @@ class Executor:
         Raises:
             RuntimeError: naming the ranks and digests, if ranks hold different plans, or read
                 different tokens from a store.
-            ValueError: the plan has a strategy of its own.
+            ValueError: the plan has a strategy of its own that cannot be run.
         """
-        if batch.plan.strategy:
-            raise ValueError(
-                f"step {batch.plan.step} is planned for pipelines of its own"
-                f" ({'; '.join(map(str, batch.plan.strategy))}), but WLBStrategy runs the mesh"
-                f" {self.pipeline.rank.mesh} in every step. Plan without a strategy."
-            )
         training = torch.is_grad_enabled()
         HERE.begin_step(batch)
         self._check_agreement(batch)
-        groups = self.groups.of_step(batch.plan)
-        programs = self.pipeline.programs(batch.executed, batch.replica)
+        here = self._surroundings(batch.plan)
+        model, pipeline, groups, gathering = here
+        programs = pipeline.programs(batch.executed, batch.replica)
         if not training:
             programs = {
                 place: [action for action in program if action.kind == FORWARD]
                 for place, program in programs.items()
             }
-        place, places = self.pipeline.rank.pipeline, self.pipeline.rank.mesh.pipeline
-        messages = Messages(
-            self.pipeline, receipts(programs, place, places, len(self.pipeline.stages))
-        )
+        place, places = pipeline.rank.pipeline, pipeline.rank.mesh.pipeline
+        messages = Messages(pipeline, receipts(programs, place, places, len(pipeline.stages)))
         step = Step(
-            self.model,
-            self.pipeline,
+            model,
+            pipeline,
             groups,
             batch,
             messages,
@@ -133,25 +162,41 @@ class Executor:
             self.activations.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        with self.gathering.step(programs[place], shared):
+        self._travelling = gathering
+        with gathering.step(programs[place], shared):
             if self.activations is not None:
-                self.gathering.wait()  # parameters are no activations
+                gathering.wait()  # parameters are no activations
             for action in programs[place]:
                 HERE.note(RUNNING, action)
-                with self.gathering.action(action):
+                with gathering.action(action):
                     step.run(action)
             messages.finish()
         if self.activations is not None:
             self.activations.sample()
         HERE.note(EXCHANGING, "the exchange that ends it")
-        loss = self._total_loss(step.loss, batch, denominator)
+        loss = self._total_loss(step.loss, pipeline.rank, batch, denominator)
         HERE.note(REDUCING, "its reduction" if training else "its end")
         return loss
 
-    def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
+    def finish(self) -> None:
+        """Wait for the gradients of the last step and set ``.grad`` of the parameters at rest."""
+        self._travelling.finish()
+
+    def _surroundings(self, plan: StepPlan) -> Surroundings:
+        if not plan.strategy:
+            groups = self.groups.of_step(plan)
+            return Surroundings(self.model, self.pipeline, groups, self.gathering)
+        if self.elsewhere is None:
+            raise ValueError(
+                f"step {plan.step} is planned for pipelines of its own"
+                f" ({'; '.join(map(str, plan.strategy))}), but the run has the mesh"
+                f" {self.pipeline.rank.mesh} in every step. Plan without a strategy."
+            )
+        return self.elsewhere(plan)
+
+    def _total_loss(self, loss: Tensor, rank: Rank, batch: StepBatch, denominator: int) -> Tensor:
         """Sum the loss over ranks; the next plan's digest and a notice travel along."""
         # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
-        rank = self.pipeline.rank
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64).item()
         everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.bits])

@@ -170,7 +170,7 @@ class Gathering:
         self._open[number].refuse_if_closed()
         self._open[number].arrive()
         if self.dtype == torch.bfloat16:
-            return _cast(args, self.dtype), _cast(kwargs, self.dtype)
+            return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
         return None
 
     def _last_backwards(self, program: Sequence[Action]) -> dict[Action, list[_InStep]]:
@@ -362,12 +362,12 @@ class _InStep:
             yield share, part.view(share.chunk).narrow(share.dim, 0, rows)
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """Arguments of a forward with floating-point tensors in the dtype of computation."""
     if isinstance(values, Tensor):
         return values.to(dtype) if values.is_floating_point() else values
     if isinstance(values, dict):
-        return {key: _cast(value, dtype) for key, value in values.items()}
+        return {key: cast_floats(value, dtype) for key, value in values.items()}
     if type(values) in (tuple, list):
-        return type(values)(_cast(value, dtype) for value in values)
+        return type(values)(cast_floats(value, dtype) for value in values)
     return values

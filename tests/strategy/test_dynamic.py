@@ -12,7 +12,7 @@ import torch
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.documents import InMemoryDocuments
-from lightning_wlb.links.layout import Strategy, strategy_of
+from lightning_wlb.links.layout import Strategy, rank_in, strategy_of
 from lightning_wlb.links.link import Links
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
@@ -21,10 +21,12 @@ from lightning_wlb.plan import Piece, Scheme, StepPlan
 from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
-from lightning_wlb.strategy.dynamic import DynamicExecutor, Settings, rank_in
-from lightning_wlb.strategy.gradients import gradient_norm
-from lightning_wlb.strategy.mesh import data_context, device_mesh
+from lightning_wlb.strategy.dynamic import Elsewhere, Settings
+from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.gradients import Tie, add_tied_gradients, gradient_norm
+from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import parallelize
+from lightning_wlb.strategy.process_groups import mesh_groups
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 from tests.oracle import oracle
 from tests.ranks import run_ranks
@@ -36,8 +38,10 @@ STRATEGIES: tuple[tuple[Strategy, tuple[int, ...]], ...] = (  # and the document
     ((Scheme(0, (3,), tensor=2), Scheme(2, (1, 2))), (0, 1, 2, 3, 4, 6)),
     ((Scheme(0, (3,), context=2), Scheme(2, (3,)), Scheme(3, (3,))), (5, 6, 7)),
     ((Scheme(0, (3,), tensor=4),), (2, 8, 9)),  # key and value heads are whole on every rank
+    ((), (1, 4, 6)),  # on the mesh
     ((Scheme(0, (2, 1)), Scheme(2, (3,), context=2)), (4,)),  # one pipeline has nothing to do
 )
+STAGES = {1: (range(3),), 2: (range(2), range(2, 3))}
 CASES = ((Mesh(4), False, 4), (Mesh(1, 2, 1, 2), True, 2))  # and the ranks of a node
 
 
@@ -77,35 +81,29 @@ def plan_of(step: int, strategy: Strategy, own: Sequence[int], store) -> StepPla
     ).validate()  # fmt: skip
 
 
-def at_rest(mesh: Mesh, tied: bool) -> tuple[Transformer, tuple[range, ...]]:
-    """This rank's share of the model on the mesh."""
-    with torch.device("meta"):
-        model = Transformer(config(tied))
-    axes = device_mesh(mesh, "cpu")
-    stages = [range(3)] if mesh.pipeline == 1 else [range(2), range(2, 3)]
-    parallelize(
-        model, axes, stages, data_context(axes).get_group(),
-        initialise=lambda: model.initialise(7), device=torch.device("cpu"),
-        dtype=torch.float64, compute_dtype=torch.float64, sum_dtype=torch.float64,
-    )  # fmt: skip
-    return model, tuple(stages)
+def executor(number: int, mesh: Mesh, tied: bool, per_node: int) -> tuple[Executor, list[Tie]]:
+    """This rank's, on the mesh and elsewhere."""
 
-
-def executor(
-    rank: int, mesh: Mesh, tied: bool, per_node: int
-) -> tuple[Transformer, DynamicExecutor]:
     def build() -> Transformer:
         with torch.device("meta"):
             return Transformer(config(tied))
 
-    weights = weights_of(build(), (1, 2, 4))
-    model, stages = at_rest(mesh, tied)
-    links = Links(weights, strategy_of(mesh, stages), rank, per_node)
-    settings = Settings(
-        build, config(tied).dim, "1f1b", torch.float64, torch.float64, torch.device("cpu")
-    )
-    groups = travel_groups(rank, 4, per_node, None)
-    return model, DynamicExecutor(model, links, groups, settings)
+    model, rank, device = build(), mesh.coordinate(number), torch.device("cpu")
+    weights = weights_of(model, (1, 2, 4))
+    groups = mesh_groups(rank, device, None)
+    stages = STAGES[mesh.pipeline]
+    ties, gathering = parallelize(
+        model, groups.mesh, list(stages), groups.gathering,
+        initialise=lambda: model.initialise(7), device=device,
+        dtype=torch.float64, compute_dtype=torch.float64, sum_dtype=torch.float64,
+    )  # fmt: skip
+    sizes = config(tied).dim, torch.float64, device
+    pipeline = Pipeline(rank, stages, "1f1b", groups.channels, *sizes)
+    made = Executor(model, pipeline, groups, gathering)
+    links = Links(weights, strategy_of(mesh, stages), number, per_node)
+    settings = Settings(build, sizes[0], "1f1b", torch.float64, torch.float64, device)
+    made.elsewhere = Elsewhere(model, links, travel_groups(number, 4, per_node, None), settings)
+    return made, ties
 
 
 def train(rank: int) -> list[dict]:
@@ -113,23 +111,31 @@ def train(rank: int) -> list[dict]:
     return [trained(rank, *case) for case in CASES]
 
 
-def trained(rank: int, mesh: Mesh, tied: bool, per_node: int) -> dict:
-    model, runner = executor(rank, mesh, tied, per_node)
+def trained(number: int, mesh: Mesh, tied: bool, per_node: int) -> dict:
+    runner, ties = executor(number, mesh, tied, per_node)
+    model, rank = runner.model, mesh.coordinate(number)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    copies = [p for n, p in model.named_parameters() if n in model.tied]
-    elsewhere = copies if mesh.pipeline > 1 else []
+    alone = mesh.pipeline > 1
+    elsewhere = [p for n, p in model.named_parameters() if n in model.tied] if alone else []
     losses, gradients, store = [], [], documents()
     for step, (strategy, own) in enumerate(STRATEGIES):
-        plan = plan_of(step, strategy, own, store)
-        batch = make_step_batch(plan, store, rank_in(strategy, rank), {}, 0, False)
+        of_mesh = strategy_of(mesh, STAGES[mesh.pipeline])
+        plan = replace(plan_of(step, strategy or of_mesh, own, store), strategy=strategy)
+        here = rank_in(strategy, number) if strategy else rank
+        batch = make_step_batch(plan, store, here, {}, 0, False)
         losses.append(runner.run(batch, plan.target_tokens).item())
         runner.finish()
+        if not strategy and tied and alone:
+            peer = rank.group("pipeline")[-1 if rank.first_stage else 0]
+            add_tied_gradients(model, ties, peer, runner.groups.pipeline)
         gradients.append({n: whole(p.grad) for n, p in model.named_parameters()})
         norm = gradient_norm(model.parameters(), torch.device("cpu"), elsewhere)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
-    batch.plan = replace(plan, strategy=())
-    with pytest.raises(ValueError, match="step 3 runs on the pipelines of the mesh"):
+    with pytest.raises(ValueError, match="step 4 has the strategy of the mesh"):
+        runner.elsewhere(replace(plan, strategy=of_mesh))
+    runner.elsewhere = None
+    with pytest.raises(ValueError, match="step 4 is planned for pipelines of its own"):
         runner.run(batch, 1)
     return {
         "losses": losses,
@@ -146,8 +152,8 @@ def reference(tied: bool) -> dict:
     store, losses, gradients = documents(), [], []
     texts = [store.read(n, 0, length) for n, length in enumerate(LENGTHS)]
     masks = [store.mask(n, 0, length) for n, length in enumerate(LENGTHS)]
-    for step, (strategy, own) in enumerate(STRATEGIES):
-        targets = plan_of(step, strategy, own, store).target_tokens
+    for _, own in STRATEGIES:
+        targets = sum(store.targets(number, 0, LENGTHS[number]) for number in own)
         total, found = oracle(model, texts, [(n, 0, LENGTHS[n]) for n in own], masks)
         losses.append(total / targets)
         for name, parameter in model.named_parameters():
@@ -177,8 +183,3 @@ def test_gradients_and_parameters_are_those_of_one_process() -> None:
                     assert relative_error(value, right[tied.get(name, name)]) <= 1e-10, name
         names = {name for found in of_ranks for name in found["parameters"]}
         assert {tied.get(name, name) for name in names} == set(want["parameters"])
-
-
-def test_dtypes_that_need_casts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"compute in float32 or float64, not torch.bfloat16"):
-        Settings(Transformer, 1, "1f1b", torch.bfloat16, torch.float32, torch.device("cpu"))
