@@ -50,6 +50,7 @@ from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents
 from lightning_wlb.data.reading import count_targets
 from lightning_wlb.data.sample import samples_of
+from lightning_wlb.links.layout import rank_in
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
@@ -200,10 +201,11 @@ class StepDataset(IterableDataset[StepBatch]):
             if index % shares == share:
                 plan = plan or planner.place(release)
                 ahead = None if following is None else planner.place(following)
+                place = rank_in(plan.strategy, self.rank.index) if plan.strategy else self.rank
                 batch = make_step_batch(
                     plan,
                     self.store,
-                    self.rank,
+                    place,
                     state,
                     next_digest=0 if ahead is None else ahead.digest,
                     last=following is None and planner.finished,

@@ -27,12 +27,13 @@ from lightning_wlb.arguments import choice
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
 from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement
+from lightning_wlb.planning.pool import Elected, Pool
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -80,11 +81,12 @@ class Planner:
         mixture: where documents are those of several stores, one store's after another's: what is
             taken of each. A document's number then grows by the number of all documents with
             each pass (:mod:`lightning_wlb.planning.mixture`).
+        pool: strategies that a step may take in place of the mesh's pipelines; None: none.
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``, or an unknown sharding, schedule or activation
-            checkpointing.
+            ``long_documents="error"``, a pool without a judge, or an unknown sharding, schedule or
+            activation checkpointing.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Planner:
         judge: Judge | None = None,
         activation_checkpointing: ActivationCheckpointing = "auto",
         mixture: Sequence[Share] = (),
+        pool: Pool | None = None,
     ) -> None:
         self._data = data
         self._mesh = mesh
@@ -113,6 +116,11 @@ class Planner:
         )
         self._checkpointing = activation_checkpointing
         self._place = Placement(mesh, to_be_laid_out(self._sharding), judge, slices)
+        if pool is not None and judge is None:
+            raise ValueError(
+                "a pool of strategies needs a device profile to choose by: give judge."
+            )
+        self._pool = pool
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -183,18 +191,24 @@ class Planner:
             self._sharding,
             self._kernel_cost,
         )
+        settled = tuple(self._settled(replicas))
+        cap = self._packer.cap(self._place)
+        strategy: tuple[Scheme, ...] = ()
+        if (elected := self._elect(pieces, settled)) is not None:
+            strategy, (_, _, settled, cap) = elected
         return StepPlan(
             step=release.step,
             epoch=release.epoch,
-            replicas=tuple(self._settled(replicas)),
+            replicas=settled,
             pieces=pieces,
             target_tokens=sum(
                 self._targets(piece.document, piece.origin, piece.stop) for piece in pieces
             ),
-            cap=self._packer.cap(self._place),
+            cap=cap,
             micro_batches=self._data.micro_batches,
             nominal_tokens=self._data.nominal_tokens,
             drain=release.drain,
+            strategy=strategy,
         ).validate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,6 +256,14 @@ class Planner:
             return recomputing(replicas, self._checkpointing)
         judge = self._place.judge
         return replicas if judge is None else judge.settled(replicas)
+
+    def _elect(self, pieces: Sequence[Piece], settled: Sequence[ReplicaPlan]) -> Elected | None:
+        """Pipelines that are faster than the mesh's for a step that is ``settled`` on these."""
+        judge = self._place.judge
+        if self._pool is None or judge is None:
+            return None
+        given = self._packer.rules, self._data.packer, judge(settled), judge.limit
+        return self._pool.elect(pieces, *given)
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])

@@ -7,8 +7,8 @@ Each pipeline's pieces are then packed by the run's packing, which knows the pip
 are simulated then: of both dealings the one stays whose latest pipeline ends first, and what each
 pipeline takes beside its predicted costs corrects these for another dealing, while that helps.
 
-No piece is shared between pipelines. What parameters and gradients take to travel is not compared:
-it depends on the strategy alone.
+No piece is shared between pipelines. Parameters and gradients are taken to travel as on a mesh
+whose pipelines are all alike: as many elements come to a rank and leave it.
 
 Cost: two to four times that of a packing's plan on each pipeline, and of Algorithm 1; pipelines
 that are alike and get the same pieces again are planned once. Not without a device profile: exact
@@ -17,7 +17,7 @@ work does not know which pipeline is faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -37,6 +37,9 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import ADAPTIVE
 
+Shape = tuple[tuple[int, ...], int, int]
+""":attr:`.Scheme.shape`: what pipelines that are alike have in common."""
+
 DEALT_AGAIN = 2
 """Times at most that pieces are dealt again, knowing what pipelines took."""
 
@@ -48,10 +51,10 @@ def mesh_of(scheme: Scheme) -> Mesh:
 
 @dataclass(frozen=True, eq=False)
 class Receiver:
-    """A pipeline that pieces are dealt to, or several that are alike.
+    """What pipelines of one kind can do; pieces are dealt to them.
 
     Args:
-        scheme: of the pipeline.
+        scheme: of such a pipeline, on any ranks.
         predictor: of the model on a mesh of pipelines that are all like this one, as many as there
             are ranks for: over so many what is at rest is spread.
         activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
@@ -78,6 +81,11 @@ class Receiver:
     def judge(self) -> PredictedJudge:
         """Simulates the pipeline."""
         return PredictedJudge(self.predictor, self.activation_checkpointing)
+
+    @cached_property
+    def place(self) -> Placement:
+        """What the pipeline's pieces are arranged for."""
+        return Placement(mesh_of(self.scheme), to_be_laid_out(self.sharding), self.judge)
 
     @cached_property
     def longest(self) -> int:
@@ -115,14 +123,10 @@ class Receiver:
         return grid, np.array(times)
 
     def plan(self, pieces: Sequence[Piece], packer: Packer) -> ReplicaPlan:
-        """What the pipeline does, as replica 0 of a mesh of its own."""
-        if not pieces:
-            return ReplicaPlan((), (), ())
-        shard = to_be_laid_out(self.sharding)
-        place = Placement(mesh_of(self.scheme), shard, self.judge)
-        (made,) = packer.replicas([list(pieces)], place)
+        """What the pipeline does with some pieces, as replica 0 of a mesh of its own."""
+        (made,) = packer.replicas([list(pieces)], self.place)
         cost = self.predictor.latency.segment_cost
-        (made,) = self.judge.settled(laid_out([made], place.mesh, self.sharding, cost))
+        (made,) = self.judge.settled(laid_out([made], self.place.mesh, self.sharding, cost))
         return made
 
 
@@ -131,18 +135,21 @@ class Arranged(NamedTuple):
 
     Attributes:
         excess: bytes by which the fullest device overflows; 0 if all fit.
-        time_ns: end of the latest pipeline's last action.
+        time_ns: of the pipeline that takes longest, until its gradients have arrived.
         replicas: of each pipeline.
+        cap: most tokens that a micro-batch may have.
     """
 
     excess: int
     time_ns: int
     replicas: tuple[ReplicaPlan, ...]
+    cap: int
 
 
 def arrange(
     pieces: Sequence[Piece],
-    receivers: Sequence[Receiver],
+    strategy: Sequence[Scheme],
+    kinds: Mapping[Shape, Receiver],
     rules: Rules,
     packer: Callable[[Rules], Packer],
     trials: int = TRIALS,
@@ -151,44 +158,50 @@ def arrange(
 
     Args:
         pieces: of the step.
-        receivers: of each pipeline; those that are alike may be one object.
+        strategy: the pipelines.
+        kinds: by shape, for every pipeline of the strategy.
         rules: of the run. A pipeline's share of the micro-batches is that of its ranks.
         packer: makes the packing that arranges a pipeline's pieces.
         trials: of Algorithm 1.
 
     Raises:
-        ValueError: a piece that no pipeline can hold.
+        ValueError: a piece that no pipeline can hold, or a packing whose micro-batches are made for
+            all pipelines at once.
     """
+    if not packer(rules).arranges:
+        raise ValueError(
+            "pipelines that differ cannot share the micro-batches of this packing, which are made"
+            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
+        )
     order = longest_first(pieces)
     lengths = [piece.tokens for piece in order]
-    kinds = list(dict.fromkeys(receivers))
-    by_kind = {each: each.costs(lengths) for each in kinds}
-    ranks = sum(each.scheme.size for each in receivers)
-    packers = {
-        each: packer(
-            replace(rules, micro_batches=max(rules.micro_batches * each.scheme.size // ranks, 1))
-        )
-        for each in kinds
-    }
-    planned: dict[tuple[Receiver, tuple[int, ...]], tuple[ReplicaPlan, int, int]] = {}
+    receivers = [kinds[scheme.shape] for scheme in strategy]
+    by_kind = {each: each.costs(lengths) for each in receivers}
+    ranks = sum(scheme.size for scheme in strategy)
+    share = {each: max(rules.micro_batches * each.scheme.size // ranks, 1) for each in by_kind}
+    packers = {each: packer(replace(rules, micro_batches=count)) for each, count in share.items()}
+    planned: dict[tuple[Receiver, tuple[int, ...]], tuple[int, int, int, ReplicaPlan]] = {}
 
-    def simulated(each: Receiver, own: Sequence[int]) -> tuple[ReplicaPlan, int, int]:
-        """Plan, end and excess of a pipeline."""
+    def simulated(each: Receiver, own: Sequence[int]) -> tuple[int, int, int, ReplicaPlan]:
+        """Excess, time, end of the last action, and plan of a pipeline."""
         key = each, tuple(own)
         if key not in planned:
             plan = each.plan([order[index] for index in own], packers[each])
-            ends = each.judge.ends([plan]) if own else (0,)
-            peak = each.judge([plan]).peak if own else 0
-            planned[key] = plan, max(ends), max(peak - each.judge.limit, 0)
+            verdict = each.judge([plan])
+            excess = max(verdict.peak - each.judge.limit, 0)
+            planned[key] = excess, verdict.time, max(each.judge.ends([plan])), plan
         return planned[key]
 
     def tried(dealt: Sequence[Sequence[int]]) -> _Tried:
-        made = [simulated(each, own) for each, own in zip(receivers, dealt, strict=True)]
-        plans, ends, excesses = zip(*made, strict=True)
-        return _Tried(max(excesses), max(ends), dealt, ends, plans)
+        made = [
+            simulated(each, own) if own else (0, 0, 0, ReplicaPlan((), (), ()))
+            for each, own in zip(receivers, dealt, strict=True)
+        ]
+        excesses, times, ends, plans = zip(*made, strict=True)
+        return _Tried(max(excesses), max(times), dealt, ends, plans)
 
     costs: Costs = list(zip(*(by_kind[each] for each in receivers), strict=True))
-    depths = [len(each.scheme.stages) for each in receivers]
+    depths = [len(scheme.stages) for scheme in strategy]
     best = min(
         tried(deal_greedily(costs, stages, trials)) for stages in (depths, [1] * len(depths))
     )
@@ -197,9 +210,9 @@ def arrange(
         if again[:2] >= best[:2]:
             break
         best = again
-    return Arranged(
-        best.excess, best.time_ns, tuple(map(_numbered, best.plans, range(len(depths))))
-    )
+    cap = max(packers[each].cap(each.place) for each in by_kind)
+    replicas = tuple(_numbered(plan, number) for number, plan in enumerate(best.plans))
+    return Arranged(best.excess, best.time_ns, replicas, cap)
 
 
 class _Tried(NamedTuple):

@@ -14,7 +14,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Scheme, StepPlan
 from lightning_wlb.planning import DataSettings, unequal
-from lightning_wlb.planning.unequal import Receiver, arrange
+from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
 from lightning_wlb.prediction.predictor import Predictor
 
 SHAPE = ModelShape(dim=2048, layers=4, heads=16, kv_heads=16, head_dim=128, ffn_dim=5504,
@@ -31,6 +31,12 @@ def receiver(scheme: Scheme, gigabytes: int = 80) -> Receiver:
     return Receiver(scheme, Predictor(LatencyModel(profile, SHAPE, mesh), scheme.layers))
 
 
+def arranged(own: list[Piece], *receivers: Receiver) -> Arranged:
+    """On the ranks of the receivers' schemes."""
+    kinds = {each.scheme.shape: each for each in receivers}
+    return arrange(own, [each.scheme for each in receivers], kinds, RULES, DATA.packer)
+
+
 def pieces(*lengths: int) -> list[Piece]:
     return [Piece(number, 0, length, 0) for number, length in enumerate(lengths)]
 
@@ -41,7 +47,7 @@ def test_a_plan_on_unequal_pipelines_is_valid_and_deals_by_what_they_can_do() ->
     assert receivers[1].longest < 20000 <= receivers[0].longest
     assert receivers[1].costs([20000, 500])[0] is None
     own = pieces(20000, *[3000] * 5, *[900] * 8, *[200] * 10)
-    made = arrange(own, receivers, RULES, DATA.packer)
+    made = arranged(own, *receivers)
     assert made.excess == 0
     plan = StepPlan(
         0, 0, made.replicas, tuple(own), 0, WINDOW, 4, 4 * WINDOW,
@@ -49,11 +55,10 @@ def test_a_plan_on_unequal_pipelines_is_valid_and_deals_by_what_they_can_do() ->
     ).validate()  # fmt: skip
     assert StepPlan.from_json(plan.to_json()) == plan
     assert {part.document for part in made.replicas[0].slices} >= {0}
-    ends = [
-        each.judge.ends([made_for])[0]
-        for each, made_for in zip(receivers, made.replicas, strict=True)
+    times = [
+        each.judge([made_for]).time for each, made_for in zip(receivers, made.replicas, strict=True)
     ]
-    assert made.time_ns == max(ends) < 1.25 * min(ends)
+    assert made.time_ns == max(times) < 1.25 * min(times)
 
 
 def test_dealing_is_near_the_best_of_all_by_simulation() -> None:
@@ -62,13 +67,13 @@ def test_dealing_is_near_the_best_of_all_by_simulation() -> None:
     packers = [DATA.packer(replace(RULES, micro_batches=each)) for each in (3, 1)]
     best = min(
         max(
-            each.judge.ends([each.plan(mine, packer)])[0]
+            each.judge([each.plan(mine, packer)]).time
             for at, (each, packer) in enumerate(zip(receivers, packers, strict=True))
             if (mine := [piece for piece, home in zip(own, homes, strict=True) if home == at])
         )
         for homes in product(range(2), repeat=len(own))
     )
-    assert best <= arrange(own, receivers, RULES, DATA.packer).time_ns <= 1.05 * best
+    assert best <= arranged(own, *receivers).time_ns <= 1.05 * best
 
 
 def test_simulated_times_correct_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +85,15 @@ def test_simulated_times_correct_the_costs(monkeypatch: pytest.MonkeyPatch) -> N
         return [cost and cost // (3 if self is receivers[1] else 1) for cost in true(self, tokens)]
 
     own = pieces(*[3000] * 6, *[1000] * 8)
-    right = arrange(own, receivers, RULES, DATA.packer).time_ns
+    right = arranged(own, *receivers).time_ns
     monkeypatch.setattr(Receiver, "costs", wrong)
-    assert arrange(own, receivers, RULES, DATA.packer).time_ns <= 1.1 * right
+    assert arranged(own, *receivers).time_ns <= 1.1 * right
     monkeypatch.setattr(unequal, "DEALT_AGAIN", 0)
-    assert arrange(own, receivers, RULES, DATA.packer).time_ns > 1.2 * right
+    assert arranged(own, *receivers).time_ns > 1.2 * right
 
 
 def test_a_pipeline_without_pieces_does_nothing() -> None:
-    made = arrange(pieces(500), [receiver(DEEP), receiver(FLAT)], RULES, DATA.packer)
+    made = arranged(pieces(500), receiver(DEEP), receiver(FLAT))
     assert sorted(len(each.forward) for each in made.replicas) == [0, 1]
 
 
@@ -96,4 +101,4 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stages of \[4\] layers, not of the pipeline on ranks"):
         Receiver(DEEP, receiver(FLAT).predictor)
     with pytest.raises(ValueError, match="piece 0 can run on none of 1 pipelines"):
-        arrange(pieces(20000), [receiver(FLAT, 5)], RULES, DATA.packer)
+        arranged(pieces(20000), receiver(FLAT, 5))

@@ -67,6 +67,7 @@ class AutoPacker(Packer):
     """Slices and whole pieces, chosen by simulation."""
 
     judges: ClassVar[bool] = True
+    arranges: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:

@@ -119,6 +119,8 @@ class Packer:
     """Whether a global batch is the next N·C tokens of the documents, cut every C; see arrivals."""
     judges: ClassVar[bool] = False
     """Whether it tries several plans of a step, and chooses by :attr:`.Placement.judge`."""
+    arranges: ClassVar[bool] = False
+    """Whether :meth:`.Packer.replicas` makes the micro-batches, from the pieces in one."""
     cap_percent: ClassVar[int] = 150
     """The cap where the user gives none, in percent of C."""
     deal: ClassVar[Deal] = heaviest_first

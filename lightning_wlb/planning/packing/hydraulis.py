@@ -41,6 +41,7 @@ WORTH_PERCENT = 1
 class HydraulisPacker(Packer):
     """Whole pieces, dealt by Algorithm 1 and packed by Equation 1, without delay."""
 
+    arranges = True
     cap_percent = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:

@@ -53,6 +53,7 @@ class SlimPacker(Packer):
     """Slices, without delay."""
 
     Options: ClassVar[type[PackingOptions]] = SlimOptions
+    arranges: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
