@@ -104,6 +104,13 @@ class ImbalanceMonitor(L.Callback):
                 " `import lightning_wlb`; it works with one device too."
             )
 
+        if stage == "fit" and getattr(trainer.strategy, "dynamic", None):
+            raise MisconfigurationException(
+                "ImbalanceMonitor draws and counts the ranks of one mesh, but the Trainer has"
+                " WLBStrategy(dynamic=...), whose steps run on pipelines of their own. Remove one"
+                " of the two."
+            )
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to measure; a run before this one is forgotten."""
         _executor(trainer).measure()

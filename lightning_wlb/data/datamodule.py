@@ -26,7 +26,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore, name_of
 from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
-from lightning_wlb.data.placement import checkpointing_of, predictor_of, rank_of, shape_of
+from lightning_wlb.data.placement import checkpointing_of, pool_of, predictor_of, rank_of, shape_of
 from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.data.trainer_options import (
     refuse_fractions,
@@ -183,7 +183,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
-        dataset = self._dataset(self._stores()[0], self.settings)
+        dataset = self._dataset(self._stores()[0], self.settings, training=True)
         if not self._described:
             self._described = True
             _describe(dataset.store, dataset.planner(), self.settings)
@@ -310,7 +310,9 @@ class WLBDataModule(L.LightningDataModule):
             self._opened = store, validation, test
         return self._opened
 
-    def _dataset(self, store: DocumentStore, settings: DataSettings) -> StepDataset:
+    def _dataset(
+        self, store: DocumentStore, settings: DataSettings, *, training: bool = False
+    ) -> StepDataset:
         trainer = self.trainer
         if trainer is None:
             raise MisconfigurationException(
@@ -330,6 +332,8 @@ class WLBDataModule(L.LightningDataModule):
             predictor,
             checkpointing_of(trainer),
         )
+        if training:
+            dataset.pool = pool_of(trainer, predictor, self.sharding)
         # A shape that was given may leave the vocabulary out, or have another than the model.
         own = getattr(trainer.lightning_module, "model_shape", None)
         vocabularies = [dataset.vocab_size, getattr(own, "vocab_size", None)]

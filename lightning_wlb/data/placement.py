@@ -6,6 +6,8 @@ layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -13,8 +15,11 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.plan import ActivationCheckpointing
+from lightning_wlb.plan import ActivationCheckpointing, Scheme
+from lightning_wlb.planning.pool import Pool
+from lightning_wlb.planning.unequal import Receiver
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.sharding import ADAPTIVE
 
 
 def shape_of(trainer: L.Trainer, given: ModelShape | None) -> ModelShape:
@@ -67,6 +72,36 @@ def predictor_of(
     precision = getattr(trainer.strategy, "precision_plugin", None)
     at_rest = str(getattr(precision, "parameter_dtype", "float32")).removeprefix("torch.")
     return Predictor(latency, pipeline.stages, pipeline.schedule, at_rest)
+
+
+def pool_of(
+    trainer: L.Trainer, predictor: Predictor | None, sharding: str = ADAPTIVE
+) -> Pool | None:
+    """The strategies that a step may take in place of the mesh's pipelines; None: none.
+
+    Args:
+        trainer: whose strategy may have some, as ``WLBStrategy(dynamic=...)``.
+        predictor: of the mesh.
+        sharding: of every micro-batch.
+
+    Raises:
+        MisconfigurationException: there is no device profile to choose by.
+    """
+    strategies: tuple[tuple[Scheme, ...], ...] = getattr(trainer.strategy, "dynamic", ())
+    if not strategies:
+        return None
+    if predictor is None:
+        raise MisconfigurationException(
+            "WLBStrategy(dynamic=...) chooses each step's pipelines by simulated times. Give"
+            " WLBDataModule(profile=...), a file of `lightning-wlb profile` or a shipped name."
+        )
+    latency, kinds = predictor.latency, {}
+    for scheme in {each.shape: each for strategy in strategies for each in strategy}.values():
+        alike = max(trainer.world_size // scheme.size, 1)
+        mesh = Mesh(alike, len(scheme.stages), scheme.context, scheme.tensor)
+        own = replace(predictor, latency=replace(latency, mesh=mesh), stages=scheme.layers)
+        kinds[scheme.shape] = Receiver(scheme, own, checkpointing_of(trainer), sharding)
+    return Pool(strategies, kinds)
 
 
 def checkpointing_of(trainer: L.Trainer) -> ActivationCheckpointing:

@@ -55,6 +55,7 @@ from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.pool import Pool
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
@@ -87,6 +88,7 @@ class StepDataset(IterableDataset[StepBatch]):
             token from 0 on.
         activation_checkpointing: of every micro-batch; ``"auto"``: by a predictor the least that
             fits in memory, for each of them, else none.
+        pool: strategies that a step may take in place of the mesh's pipelines; None: none.
     """
 
     store: DocumentStore
@@ -99,6 +101,7 @@ class StepDataset(IterableDataset[StepBatch]):
     predictor: Predictor | None = None
     vocab_size: int | None = None
     activation_checkpointing: ActivationCheckpointing = "auto"
+    pool: Pool | None = None
 
     @classmethod
     def for_model(
@@ -177,6 +180,7 @@ class StepDataset(IterableDataset[StepBatch]):
             ),
             activation_checkpointing=self.activation_checkpointing,
             mixture=self.store.shares if isinstance(self.store, MixedDocuments) else (),
+            pool=self.pool,
         )
         if self.state is not None:
             planner.load_state_dict(self.state)

@@ -35,6 +35,7 @@ from lightning_wlb.planning.packing.base import Packer, Placement, Rules
 from lightning_wlb.prediction.document import document_ns
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
+from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE
 
 Shape = tuple[tuple[int, ...], int, int]
@@ -85,7 +86,8 @@ class Receiver:
     @cached_property
     def place(self) -> Placement:
         """What the pipeline's pieces are arranged for."""
-        return Placement(mesh_of(self.scheme), to_be_laid_out(self.sharding), self.judge)
+        slices = SCHEDULES[self.predictor.schedule].slices
+        return Placement(mesh_of(self.scheme), to_be_laid_out(self.sharding), self.judge, slices)
 
     @cached_property
     def longest(self) -> int:

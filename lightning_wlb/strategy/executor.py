@@ -182,6 +182,11 @@ class Executor:
         """Wait for the gradients of the last step and set ``.grad`` of the parameters at rest."""
         self._travelling.finish()
 
+    @property
+    def was_elsewhere(self) -> bool:
+        """Whether the last step did not run on the mesh: tied copies then have whole gradients."""
+        return self._travelling is not self.gathering
+
     def _surroundings(self, plan: StepPlan) -> Surroundings:
         if not plan.strategy:
             groups = self.groups.of_step(plan)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_wlb.arguments import choice
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.links.layout import rank_in
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.strategy.executor import names_of_ranks
 from lightning_wlb.strategy.faults import StateLost
@@ -158,10 +159,14 @@ class StepGuard:
             what.append(f"gradients are not finite of {_some(parameters)}")
         elif not self._finite:
             what.append("the norm of the gradients overflows")
-        concerned = [self._mesh.coordinate(rank).data for rank in ranks]
+        strategy = plan.strategy
+        concerned = [
+            (rank_in(strategy, rank) if strategy else self._mesh.coordinate(rank)).data
+            for rank in ranks
+        ]
         documents = dict.fromkeys(
             part.document
-            for data in sorted(set(concerned or range(self._mesh.data)))
+            for data in sorted(set(concerned or range(len(plan.replicas))))
             for part in plan.replicas[data].slices
         )
         of = "these ranks" if ranks else "the step"

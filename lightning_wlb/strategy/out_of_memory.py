@@ -42,7 +42,9 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error) and (batch := HERE.batch) is not None:
+        batch = HERE.batch
+        # The advice is about the mesh.
+        if is_out_of_memory(error) and batch is not None and not batch.plan.strategy:
             error.add_note(note(HERE.action, batch, executor.pipeline, memory()))
         raise
 

@@ -50,6 +50,12 @@ from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
+from lightning_wlb.strategy.strategies import (
+    Dynamic,
+    checked_strategies,
+    run_elsewhere,
+    weights_for,
+)
 
 
 class WLBStrategy(ChoosingStrategy):
@@ -86,12 +92,16 @@ class WLBStrategy(ChoosingStrategy):
             ``"warn"`` goes on without it. Either way no other checkpoint is lost.
         verify_checkpoints: compare what is read from a checkpoint with the checksums in its
             manifest, in a thread beside reading. False compares the sizes of files only.
+        dynamic: strategies, each a :class:`.Scheme` for every pipeline, that a step may take in
+            place of the mesh's pipelines. It takes the one whose simulated step is shortest, which
+            needs a device profile; parameters and optimizer state stay where the mesh has them.
+            ``"off"``: all steps run on the mesh.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
             runs) the sizes do not fit the number of devices.
-        ValueError: if the schedule is unknown or cannot run so many stages per rank, or another
-            ``on_nonfinite``.
+        ValueError: if the schedule is unknown or cannot run so many stages per rank, another
+            ``on_nonfinite``, or ``dynamic`` holds something else than strategies.
     """
 
     strategy_name = "wlb"
@@ -112,6 +122,7 @@ class WLBStrategy(ChoosingStrategy):
         async_save: bool = False,
         on_save_failure: str = "raise",
         verify_checkpoints: bool = True,
+        dynamic: Dynamic = "off",
     ) -> None:
         super().__init__(
             (
@@ -131,6 +142,7 @@ class WLBStrategy(ChoosingStrategy):
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
         self.executor: Executor | None = None
+        self.dynamic = checked_strategies(dynamic)
         self.guard = StepGuard(on_nonfinite)
 
     def __repr__(self) -> str:
@@ -208,6 +220,7 @@ class WLBStrategy(ChoosingStrategy):
         return (
             f"the mesh {self.mesh}, schedule {self.schedule!r} with {self.mesh.virtual_stages}"
             f" stages per rank, precision {self.precision_plugin.precision!r}"
+            f"{f', strategies {self.dynamic}' if self.dynamic else ''}"
         )
 
     def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
@@ -217,6 +230,7 @@ class WLBStrategy(ChoosingStrategy):
         # What a layer costs per token depends on how much a token attends to.
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         stages = model_stages(shape, mesh.stages, attended)
+        weights = weights_for(self.dynamic, module, mesh.tensor) if self.dynamic else None
         precision = self.precision_plugin
         self._ties, gathering = parallelize(
             model,
@@ -243,6 +257,9 @@ class WLBStrategy(ChoosingStrategy):
             self.mesh_groups,
             gathering,
         )
+        if weights is not None:
+            given = self.num_processes, precision.sum_dtype, self._timeout
+            run_elsewhere(self.executor, self.dynamic, module, weights, *given)
         model.parallelized_by = self  # type: ignore[assignment]
 
     def model_to_device(self) -> None:
@@ -304,10 +321,11 @@ class WLBStrategy(ChoosingStrategy):
         module = self.lightning_module
         assert module is not None
         self.precision_plugin.pre_backward(closure_loss, module)
-        self.executor.gathering.finish()
-        add_tied_gradients(
-            self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
-        )
+        self.executor.finish()
+        if not self.executor.was_elsewhere:
+            add_tied_gradients(
+                self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
+            )
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _tied_peer(self) -> int | None:

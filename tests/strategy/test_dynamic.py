@@ -41,8 +41,8 @@ STRATEGIES: tuple[tuple[Strategy, tuple[int, ...]], ...] = (  # and the document
     ((), (1, 4, 6)),  # on the mesh
     ((Scheme(0, (2, 1)), Scheme(2, (3,), context=2)), (4,)),  # one pipeline has nothing to do
 )
-STAGES = {1: (range(3),), 2: (range(2), range(2, 3))}
-CASES = ((Mesh(4), False, 4), (Mesh(1, 2, 1, 2), True, 2))  # and the ranks of a node
+STAGES = (range(2), range(2, 3))
+MESH, PER_NODE = Mesh(1, 2, 1, 2), 2
 
 
 def config(tied: bool) -> TransformerConfig:

@@ -1,0 +1,112 @@
+"""The strategies that a run's steps may take: what ``WLBStrategy(dynamic=...)`` was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.links.layout import Strategy, Weights, strategy_of
+from lightning_wlb.links.link import Links
+from lightning_wlb.models.config import check_tensor_parallel
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import Scheme
+from lightning_wlb.strategy.dynamic import Elsewhere, Settings
+from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.travel import travel_groups, weights_of
+
+Dynamic = Literal["off"] | Sequence[Sequence[Scheme]]
+
+
+def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
+    """The strategies that were given; none for ``"off"``.
+
+    Raises:
+        ValueError: something else than schemes, or pipelines that leave ranks out.
+    """
+    if given == "off":
+        return ()
+    strategies = () if isinstance(given, str) else tuple(map(tuple, given))
+    if not strategies or not all(isinstance(s, Scheme) for each in strategies for s in each):
+        raise ValueError(
+            f"dynamic={given!r} is neither 'off' nor strategies. Give for each a sequence of"
+            " lightning_wlb.plan.Scheme, one for each pipeline."
+        )
+    for strategy in strategies:
+        first = 0
+        for scheme in strategy:
+            if scheme.first != first:
+                raise ValueError(
+                    f"dynamic: the pipeline on {scheme} begins at rank {scheme.first}, but the next"
+                    f" free rank is {first}. Pipelines take consecutive ranks from 0 on."
+                )
+            first = scheme.ranks.stop
+    return strategies
+
+
+def weights_for(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
+    """The parameters of a module whose model is whole, for its mesh and its strategies.
+
+    Raises:
+        ValueError: a tensor-parallel size that cannot split the model.
+    """
+    sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
+    for size in sizes:
+        check_tensor_parallel(module.model_shape, size)
+    assert module.model is not None
+    return weights_of(module.model, sorted(sizes))
+
+
+def run_elsewhere(
+    executor: Executor,
+    strategies: Sequence[Strategy],
+    module: LanguageModule,
+    weights: Weights,
+    per_node: int,
+    wide: torch.dtype,
+    timeout: timedelta,
+) -> None:
+    """Let an executor run steps of these strategies; collective over all ranks.
+
+    Args:
+        executor: on the mesh, whose parameters are at rest.
+        strategies: that steps may have.
+        module: builds the model.
+        weights: from :func:`weights_for`.
+        per_node: ranks of a node.
+        wide: of the sums of gradients.
+        timeout: of process groups.
+
+    Raises:
+        MisconfigurationException: a strategy that does not go with the mesh or the model.
+    """
+    pipeline, model = executor.pipeline, executor.model
+    assert isinstance(model, Decoder)
+    mesh, rank = pipeline.rank.mesh, pipeline.rank.index
+    try:
+        base = strategy_of(mesh, pipeline.stages)
+        links = Links(weights, base, rank, per_node)
+        for strategy in strategies:
+            links.to(strategy)
+    except ValueError as error:
+        raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
+
+    def build() -> Decoder:
+        with torch.device("meta"):
+            return module.build_model()
+
+    settings = Settings(
+        build,
+        pipeline.hidden_size,
+        pipeline.schedule,
+        pipeline.dtype,
+        wide,
+        pipeline.device,
+        timeout,
+    )
+    groups = travel_groups(rank, mesh.devices, per_node, timeout)
+    executor.elsewhere = Elsewhere(model, links, groups, settings)

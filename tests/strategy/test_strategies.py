@@ -1,0 +1,112 @@
+"""WLBStrategy(dynamic=...): runs whose steps change their pipelines, against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.callbacks import ImbalanceMonitor
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.plan import Scheme, StepPlan
+from lightning_wlb.planning.pool import Elected, Pool
+from lightning_wlb.planning.unequal import arrange
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import (
+    Case,
+    Recorder,
+    data,
+    module,
+    relative_error,
+    trainer,
+)
+
+STRATEGIES = (
+    (Scheme(0, (2,), tensor=2), Scheme(2, (1, 1))),
+    (Scheme(0, (2,), context=2), Scheme(2, (2,)), Scheme(3, (2,))),
+)
+PROFILE = replace(Profile.load("cpu"), devices_per_node=4)
+CASE = Case("slim", "adaptive", tied=True, masked=True, layers=2)
+
+
+def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None:
+    """The mesh, and each strategy, whatever is simulated."""
+    self.__dict__["asked"] = asked = self.__dict__.get("asked", -1) + 1
+    if asked % 3 == 2:
+        return None
+    strategy = self.strategies[asked % 3]
+    return Elected(strategy, arrange(pieces, strategy, self.kinds, rules, packer))
+
+
+def fit(strategy, devices: int, **options) -> dict:
+    recorder = Recorder()
+    runner = trainer(strategy, devices, callbacks=[recorder], max_steps=4)
+    runner.fit(module(CASE), data(CASE, validation_documents=5, **options))
+    return recorder.record()
+
+
+def run(rank: int) -> dict:
+    Pool.elect = in_turn
+    return fit(WLBStrategy(1, 2, 1, 2, dynamic=STRATEGIES), 4, profile=PROFILE)
+
+
+def test_runs_that_change_pipelines_train_as_one_process_does() -> None:
+    """A tied weight, masks, pieces that are split, clipping; validated on the mesh at the end."""
+    want = fit("auto", 1)
+    tied = {"model.head.weight": "model.embed.weight"}
+    for found in run_ranks(run, 4, timeout=150, process_group=False):
+        plans = [StepPlan.from_json(text) for text in found["plans"]]
+        assert [plan.strategy for plan in plans] == [*STRATEGIES, (), STRATEGIES[0]]
+        np.testing.assert_allclose(found["losses"], want["losses"], rtol=1e-12)
+        for got, right in zip(
+            [*found["gradients"], found["parameters"]],
+            [*want["gradients"], want["parameters"]],
+            strict=True,
+        ):
+            for name, value in got.items():
+                assert relative_error(value, right[tied.get(name, name)]) <= 1e-10, name
+
+
+def refused(rank: int) -> list[str]:
+    """What a run of two ranks answers, on every rank."""
+    found = []
+    one = (Scheme(0, (2,)), Scheme(1, (2,)))
+    for sizes, dynamic, callbacks, options in (
+        ((1, 2, 1, 1), (one,), [ImbalanceMonitor(heat_map=False)], {"profile": "cpu"}),
+        ((1, 2, 1, 1), (one,), [], {}),
+        ((1, 2, 1, 1), ((Scheme(0, (2,)),),), [], {"profile": "cpu"}),
+        ((1, 2, 1, 1), ((Scheme(0, (1, 2)),),), [], {"profile": "cpu"}),
+    ):
+        runner = trainer(WLBStrategy(*sizes, dynamic=dynamic), 2, callbacks=callbacks)
+        with pytest.raises(MisconfigurationException) as error:
+            runner.fit(module(CASE), data(CASE, **options))
+        found.append(str(error.value))
+    return found
+
+
+def test_what_cannot_run_is_refused_on_every_rank() -> None:
+    wanted = (
+        "ImbalanceMonitor draws and counts the ranks of one mesh",
+        "chooses each step's pipelines by simulated times. Give WLBDataModule",
+        "rest on 2 ranks, 2 of a node, and the strategy has 1",
+        "has 3 layers, the model 2",
+    )
+    for found in run_ranks(refused, 2, timeout=100, process_group=False):
+        for message, part in zip(found, wanted, strict=True):
+            assert part in message
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ("auto", "dynamic='auto' is neither 'off' nor strategies"),
+        ([[1]], "is neither 'off' nor strategies"),
+        ([[Scheme(1, (2,))]], "begins at rank 1, but the next free rank is 0"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(dynamic, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WLBStrategy(dynamic=dynamic)
