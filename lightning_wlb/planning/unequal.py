@@ -97,7 +97,7 @@ class Receiver:
     def costs(self, tokens: Sequence[int]) -> list[int | None]:
         """Of pieces: ns of forward and backward on one stage; None of those that do not fit.
 
-        Predicted for half-powers of two, and interpolated between them for each token.
+        Predicted for half-powers of two from 64 on, and interpolated between them for each token.
         """
         grid, times = self._predicted
         per_token = np.interp(tokens, grid, times / grid)
@@ -112,7 +112,7 @@ class Receiver:
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
         limits = [(self.predictor.longest_micro_batch(1, mode), mode) for mode in modes]
-        grid = np.unique((2 ** (np.arange(0, 2 * self.longest.bit_length()) / 2)).astype(np.int64))
+        grid = (2 ** (np.arange(12, 2 * self.longest.bit_length()) / 2)).astype(np.int64)
         grid = np.append(grid[grid < self.longest], max(self.longest, 1))
         times = [
             document_ns(
