@@ -21,6 +21,24 @@ def test_a_shipped_profile_survives_the_round_trip_and_names_its_sources(name: s
     assert ("measured" if profile.measured else "analytic") in profile.provenance
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("cpu", "cpu"), ("h100", "flash_attn 3"), ("h200", "flash_attn 3")]
+)
+def test_a_profile_names_the_kernel_that_its_attention_rates_are_of(name: str, kernel: str) -> None:
+    profile = Profile.load(name)
+    assert profile.kernel == kernel
+    assert f", attention by {kernel}, " in profile.provenance
+
+
+def test_a_file_of_before_kernels_were_named_has_none(tmp_path: Path) -> None:
+    values = json.loads(Profile.load("h100").to_json())
+    del values["kernel"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(values))
+    assert Profile.load(path).kernel == ""
+    assert "attention by" not in Profile.load(path).provenance
+
+
 def test_the_gpu_profiles_say_that_nobody_measured_them() -> None:
     for name in ("h100", "h200"):
         assert not Profile.load(name).measured
