@@ -242,7 +242,8 @@ def path_over_library(attention: VarlenAttention, lengths: list[int], ranks: int
             )
         return out[0] if isinstance(out, tuple) else out
 
-    library = flash_library()[0] if attention.kernel_name(DEVICE) == "flash" else None
+    ours_is_torchs = attention.kernel_name(DEVICE).startswith("torch")
+    library = None if ours_is_torchs else flash_library()[0]
     ours = kernel_ms(lambda q, k, v: attention(q, k, v, metadata), leaves, gradient)
     return ours / kernel_ms(direct, leaves, gradient)
 

@@ -75,7 +75,7 @@ def test_the_gpu_benchmark_runs_through_on_a_cpu(
     monkeypatch.setattr(context_parallel_gpu, "LENGTHS", (16, 64))
     monkeypatch.setattr(context_parallel_gpu, "milliseconds", milliseconds)
     monkeypatch.setattr(context_parallel_gpu, "flash_library", lambda: (library, (2, 8, 3)))
-    monkeypatch.setattr(VarlenAttention, "kernel_name", lambda self, device: "flash")
+    monkeypatch.setattr(VarlenAttention, "kernel_name", lambda self, device: "flash_attn 2")
     options = "--windows 2048 --ranks 2 --sequences 1 --keys 64 --tokens 64 --backend cpu"
     arguments = context_parallel_gpu.parsed(options.split())
     monkeypatch.setattr(VarlenAttention, "_kernel_for", lambda self, q: cpu_attention)
