@@ -24,6 +24,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.bench import CPU_GRID, CUDA_GRID, Bench, Grid
 from lightning_wlb.profiling.links import measure_link
 
-__all__ = ["Grid", "measure", "measure_link"]
+__all__ = ["Grid", "device_name", "measure", "measure_link"]
 
 
 def measure(
@@ -47,6 +48,8 @@ def measure(
     grid: Grid | None = None,
     links: bool = True,
     report: Callable[[str], None] = lambda text: None,
+    backend: str = "auto",
+    until: float = inf,
 ) -> Profile:
     """Measure a device.
 
@@ -59,16 +62,19 @@ def measure(
         links: whether to measure the link between two processes of this node. If not, the
             memory's bandwidth stands in its place, and the profile says so.
         report: called with what is being measured.
+        backend: of attention.
+        until: when to give up, by ``time.monotonic``.
 
     Raises:
         ValueError: a dtype that profiles do not know.
+        TimeoutError: it is later than ``until``.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in DTYPE_BYTES:
         raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
     cuda = device.type == "cuda"
     grid = grid or (CUDA_GRID if cuda else CPU_GRID)
-    bench = Bench(config, device, dtype, grid)
+    bench = Bench(config, device, dtype, grid, backend, until)
     report("attention kernel")
     attention = bench.attention()
     report("layers, head and overhead")
@@ -93,7 +99,7 @@ def measure(
     )
     profile = Profile(
         name=name,
-        device=_device_name(device),
+        device=device_name(device),
         device_type=device.type,
         dtype=dtype_name,
         measured=True,
@@ -111,6 +117,8 @@ def measure(
         versions={"torch": torch.__version__, "python": platform.python_version()},
         shape=asdict(config.shape),
     )
+    if not grid.held_out:
+        return profile
     report("micro-batches held out of the fit")
     return replace(profile, errors=bench.errors(profile))
 
@@ -129,7 +137,8 @@ def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Gr
     )
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpus = Path("/proc/cpuinfo")  # Linux has it

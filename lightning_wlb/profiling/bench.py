@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,9 +79,16 @@ class Bench:
     """The measurements of one device, dtype and shape of layers."""
 
     def __init__(
-        self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, grid: Grid
+        self,
+        config: TransformerConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        grid: Grid,
+        backend: str = "auto",
+        until: float = inf,
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
+        self.backend, self._until = backend, until
         # The latency model is asked for the traffic of a layer alone, so any profile's rates do.
         profile = replace(Profile.load("h100"), dtype=str(dtype).removeprefix("torch."))
         self._latency = LatencyModel(profile, config.shape)
@@ -141,7 +149,7 @@ class Bench:
             max_seqlen_k=int(lengths[:, 1].max()),
             key_index=torch.arange(total_k),  # keys of their own, not the local rows
         ).to(self.device)
-        kernel = VarlenAttention()
+        kernel = VarlenAttention(self.backend)
         gradient = torch.randn_like(q)
 
         def forward() -> Tensor:
@@ -241,7 +249,13 @@ class Bench:
 
     def _stage(self, *, layers: int, embed: bool = False, head: bool = False) -> Transformer:
         config = replace(self.config, layers=max(layers, 1))
-        model = Transformer(config, layers=range(layers), embed=embed, head=head)
+        model = Transformer(
+            config,
+            layers=range(layers),
+            embed=embed,
+            head=head,
+            attention_backend=self.backend,
+        )
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         return model.to(device=self.device, dtype=self.dtype)
@@ -307,6 +321,13 @@ class Bench:
         return samples >= self.grid.repeats and (seconds > 0.01 or samples >= 20)
 
     def _random(self, *sizes: int) -> Tensor:
+        """Random numbers, with a gradient; every measurement begins with some.
+
+        Raises:
+            TimeoutError: it is later than ``until``.
+        """
+        if time.monotonic() > self._until:
+            raise TimeoutError("measuring took longer than it may")
         return torch.randn(*sizes, device=self.device, dtype=self.dtype).requires_grad_()
 
 

@@ -28,18 +28,34 @@ def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link:
     ranks = 2 if device.type == "cpu" or torch.cuda.device_count() > 1 else 1
     backend = "nccl" if device.type == "cuda" else "gloo"
     small, large = run_ranks(
-        _exchange, ranks, ranks, device.type, timeout=timeout_seconds, backend=backend
+        _exchange, ranks, device.type, timeout=timeout_seconds, backend=backend
     )[0]
-    moved = SIZES[1] * max(ranks - 1, 1)
+    return _link(small, large, ranks)
+
+
+def link_of_ranks(device: torch.device) -> Link:
+    """Latency and bandwidth between the ranks of the default process group, by all-gather.
+
+    Collective over all of them; they are on one node. Each may measure a little differently.
+    """
+    return _link(*_seconds(device), dist.get_world_size())
+
+
+def _link(small: float, large: float, ranks: int) -> Link:
+    """From the seconds of both sizes of message between so many ranks."""
     return Link(
         latency_ns=float(round(small * 1e9)),
-        bytes_per_second=float(round(moved / max(large - small, 1e-9))),
+        bytes_per_second=float(round(SIZES[1] * max(ranks - 1, 1) / max(large - small, 1e-9))),
     )
 
 
-def _exchange(rank: int, ranks: int, device_type: str) -> tuple[float, float]:
+def _exchange(rank: int, device_type: str) -> tuple[float, float]:
+    return _seconds(torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu"))
+
+
+def _seconds(device: torch.device) -> tuple[float, float]:
     """Seconds of an all-gather of either size, as one of the processes has them."""
-    device = torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu")
+    ranks = dist.get_world_size()
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     seconds = []
     for size in SIZES:
@@ -50,7 +66,7 @@ def _exchange(rank: int, ranks: int, device_type: str) -> tuple[float, float]:
             dist.barrier()
             begin = time.perf_counter()
             gather(everyone, mine)
-            if device_type == "cuda":
+            if device.type == "cuda":
                 torch.cuda.synchronize()
             samples.append(time.perf_counter() - begin)
         seconds.append(median(samples[3:]))
