@@ -170,25 +170,26 @@ def in_turn(
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_gpu_every_rank_in_turn_within_twice_the_error_of_one(sharding: str, size: int) -> None:
-    check_bfloat16_in_turn(sharding, size, (1300, 640, 300, 129, 128, 127, 1), 64, "cuda")
+    spread = bfloat16_in_turn(sharding, size, (1300, 640, 300, 129, 128, 127, 1), 64, "cuda")
+    assert max(spread) <= 2
 
 
-@pytest.mark.parametrize("sharding", ["per_document", "hybrid"])
-def test_sixteen_ranks_in_bfloat16_within_twice_the_error_of_one(sharding: str) -> None:
-    check_bfloat16_in_turn(sharding, 16, (300, 129, 1), 8, "cpu")
+def test_gradients_of_sixteen_ranks_in_bfloat16_are_as_good_as_one_ranks() -> None:
+    """Summed in bfloat16 those of keys and values would be twice as far off."""
+    assert max(bfloat16_in_turn("per_document", 16, (32,) * 8, 8, "cpu")) <= 1.5
 
 
-def check_bfloat16_in_turn(
+def bfloat16_in_turn(
     sharding: str, size: int, lengths: tuple[int, ...], head_dim: int, device: str
-) -> None:
-    """Against dense attention in float64, with the kernel that ``auto`` is on the device."""
+) -> list[float]:
+    """Errors to dense attention in float64, as multiples of those of one rank's kernel."""
     inputs, wanted = everything(lengths, torch.bfloat16, (8, 2), head_dim)
     alone, spread = (
         in_turn(how, ranks, lengths, inputs, wanted, torch.device(device))
         for how, ranks in (("per_document", 1), (sharding, size))
     )
     assert max(alone) <= 2e-2
-    assert all(error <= 2 * own for error, own in zip(spread, alone, strict=True)), (spread, alone)
+    return [error / own for error, own in zip(spread, alone, strict=True)]
 
 
 def check_half(rank: int) -> list[list[float]]:
