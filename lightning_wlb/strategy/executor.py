@@ -74,7 +74,8 @@ class Executor:
     def count_activations(self) -> ActivationCount:
         """Count what is held between forward and backward from the next step on.
 
-        Slows every operation down: not in steps whose times matter.
+        Slows every operation down, and runs compiled blocks uncompiled, which save more: not in
+        steps whose times matter.
         """
         if self.activations is None:
             self.activations = ActivationCount()
@@ -127,7 +128,9 @@ class Executor:
             self.activations.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        with self.gathering.step(programs[place], shared):
+        # What is counted in forward must be what a recomputation in backward saves again.
+        eager = torch.compiler.set_stance("force_eager") if self.activations else nullcontext()
+        with eager, self.gathering.step(programs[place], shared):
             if self.activations is not None:
                 self.gathering.wait()  # parameters are no activations
             for action in programs[place]:
