@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_wlb.attention.collectives import reducing_in
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
@@ -42,6 +43,9 @@ class Executor:
         pipeline: the pipeline that the rank is in.
         groups: the rank's process groups; each step passes its own to the model's forward.
         gathering: of the model's parameters and gradients.
+
+    Attributes:
+        reduce_dtype: in which what tensor- and context-parallel ranks add up travels.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Executor:
         self.pipeline = pipeline
         self.groups = groups
         self.gathering = gathering
+        self.reduce_dtype = torch.float32
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
@@ -126,7 +131,7 @@ class Executor:
             self.activations.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        with self.gathering.step(programs[place], shared):
+        with reducing_in(self.reduce_dtype), self.gathering.step(programs[place], shared):
             if self.activations is not None:
                 self.gathering.wait()  # parameters are no activations
             for action in programs[place]:
