@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_wlb.attention.collectives import reducing_in
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
@@ -43,6 +44,9 @@ class Executor:
         pipeline: the pipeline that the rank is in.
         groups: the rank's process groups; each step passes its own to the model's forward.
         gathering: of the model's parameters and gradients.
+
+    Attributes:
+        reduce_dtype: in which what tensor- and context-parallel ranks add up travels.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Executor:
         self.pipeline = pipeline
         self.groups = groups
         self.gathering = gathering
+        self.reduce_dtype = torch.float32
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
@@ -130,7 +135,8 @@ class Executor:
         shared = {number for number, each in rows if each.attention.replicas > 1}
         # What is counted in forward must be what a recomputation in backward saves again.
         eager = torch.compiler.set_stance("force_eager") if self.activations else nullcontext()
-        with eager, self.gathering.step(programs[place], shared):
+        step = self.gathering.step(programs[place], shared)
+        with eager, reducing_in(self.reduce_dtype), step:
             if self.activations is not None:
                 self.gathering.wait()  # parameters are no activations
             for action in programs[place]:
