@@ -52,12 +52,15 @@ class Timer(Protocol):
         """The kernel has been called."""
 
 
-BACKENDS: dict[str, Callable[[], Kernel]] = {
-    "cpu": lambda: cpu_attention,
-    "torch": load_torch,
+BACKENDS: dict[str, Callable[[], tuple[str, Kernel]]] = {
+    "cpu": lambda: ("cpu", cpu_attention),
+    "torch": lambda: ("torch (FlashAttention-2)", load_torch()),
     "flash": load_flash,
 }
-"""Name -> loader, which raises ImportError with the reason where the backend is missing."""
+"""Name -> loader, which returns a kernel and what profiles call it (:func:`.varlen.kernel_name`).
+
+It raises ImportError with the reason where the backend is missing.
+"""
 
 _PACKAGES = {
     "cpu": "torch",
@@ -78,7 +81,22 @@ def available_backends() -> list[str]:
     return names
 
 
-def _load(name: str) -> Kernel:
+def kernel_name(backend: str, device: torch.device | str) -> str:
+    """Which kernel a backend runs on a device of this machine, by the name that profiles give it.
+
+    One of ``"cpu"``, ``"torch (FlashAttention-2)"``, ``"flash_attn 2"`` and ``"flash_attn 4"``.
+    A library for CUDA is imported for CUDA devices only.
+
+    Raises:
+        ValueError: as :class:`.VarlenAttention` does, or if the backend does not run there.
+    """
+    device_type = torch.device(device).type
+    if backend == "auto" and device_type == "cpu":
+        backend = "cpu"
+    return VarlenAttention(backend).kernel_name(device_type)
+
+
+def _load(name: str) -> tuple[str, Kernel]:
     if name != "cpu" and not torch.cuda.is_available():
         raise ImportError("there is no CUDA device")
     return BACKENDS[name]()
@@ -110,13 +128,13 @@ class VarlenAttention:
         self.backend = backend
         self._kernels: dict[str, tuple[str, Kernel]] = {}
         if backend == "auto":
-            self._kernels["cpu"] = ("cpu", cpu_attention)
+            self._kernels["cpu"] = _load("cpu")
             if torch.cuda.is_available():
                 name = "flash" if "flash" in available_backends() else "torch"
-                self._kernels["cuda"] = (name, _load(name))
+                self._kernels["cuda"] = _load(name)
             return
         try:
-            kernel = _load(backend)
+            loaded = _load(backend)
         except ImportError as reason:
             raise ValueError(
                 f"attention backend {backend!r} is not available: {reason}. It needs"
@@ -124,7 +142,7 @@ class VarlenAttention:
                 f" {', '.join(available_backends())}. Install what is missing, choose one of"
                 " these, or leave the choice to 'auto'."
             ) from reason
-        self._kernels["cpu" if backend == "cpu" else "cuda"] = (backend, kernel)
+        self._kernels["cpu" if backend == "cpu" else "cuda"] = loaded
 
     def __call__(
         self,
@@ -167,7 +185,7 @@ class VarlenAttention:
         return out
 
     def kernel_name(self, device_type: str) -> str:
-        """The backend for tensors on a kind of device; never ``auto``.
+        """The kernel for tensors on a kind of device, named as by :func:`.varlen.kernel_name`.
 
         Raises:
             ValueError: if the chosen backend has no kernel for such a device.
@@ -186,7 +204,7 @@ class VarlenAttention:
         _, kernel = self._kernels[device]
         if device == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
-                f"attention backend {name!r} has no kernel for {q.dtype} on CUDA, only for"
+                f"attention kernel {name!r} has no {q.dtype} on CUDA, only"
                 " float16 and bfloat16. Train with precision 'bf16-mixed' or 'bf16-true', or in"
                 " this precision on CPU."
             )

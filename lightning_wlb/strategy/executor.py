@@ -23,11 +23,12 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.sample import Sample
+from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.gathering import Gathering
-from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
 from lightning_wlb.strategy.messages import Messages, Pipeline
 from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
 from lightning_wlb.strategy.signals import NOTICES

@@ -182,7 +182,11 @@ def test_timer_brackets_the_kernel_in_forward_and_backward(
             timer.events.append("collective")
             return gradient
 
-    monkeypatch.setitem(varlen.BACKENDS, "cpu", lambda: lambda q, k, v, *_: Kernel.apply(q, k, v))
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        result: Tensor = Kernel.apply(q, k, v)
+        return result
+
+    monkeypatch.setitem(varlen.BACKENDS, "cpu", lambda: ("cpu", kernel))
     attention = VarlenAttention("cpu")
     attention.timer = timer
     q, k, v = (torch.randn(3, 1, 2, requires_grad=True) for _ in range(3))
