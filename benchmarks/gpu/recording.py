@@ -88,9 +88,9 @@ def record(
     limit.daemon = True
     limit.start()
     for row, make in rows:
-        if not run.left:
-            break
         _free(run.device)
+        if not part.begin(row):
+            break
         show(f"{row} ... ({run.left:.0f} s left)")
         made = part.take(row, make)
         show(f"  {json.dumps(made)}")
@@ -120,9 +120,15 @@ class _Part:
         }
         self._write()
 
+    def begin(self, row: str) -> bool:
+        """Whether there is time for a row; from here on the limit ends it."""
+        with self._lock:  # either this sees that the limit is over, or what gives up sees the row
+            self._current = row if self._run.left else None
+        return self._current is not None
+
     def take(self, row: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Make one row and write the file."""
-        self._current, begin = row, time.monotonic()
+        begin = time.monotonic()
         try:
             made = make()
             if self._run.device.type == "cuda":
@@ -199,7 +205,7 @@ def _places(error: Exception) -> list[str]:
 
 
 def _free(device: torch.device) -> None:
-    """Give back what the last row, or its error, has held."""
-    gc.collect()
+    """Give back what the last row, or its error, has held of a GPU's memory."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
