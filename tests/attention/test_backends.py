@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.attention import kernels_gpu, varlen
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.kernels_gpu import load_torch
 from lightning_wlb.attention.varlen import VarlenAttention, available_backends, kernel_name
 from tests.attention.support import (
@@ -29,6 +30,14 @@ from tests.attention.support import (
     reference,
     results,
 )
+from tests.device import BACKENDS
+
+
+@pytest.fixture(autouse=True)
+def every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own name, also where another one stands in for all."""
+    for name, loader in BACKENDS.items():
+        monkeypatch.setitem(varlen.BACKENDS, name, loader)
 
 
 @pytest.fixture
@@ -306,13 +315,15 @@ def test_missing_backends_are_explained(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"unknown attention backend 'flex'.*auto, cpu, torch"):
         VarlenAttention("flex")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_backends() == ["cpu"]
+    assert available_backends() == ["cpu", "exact"]
     with pytest.raises(ValueError, match="'torch' is not available: there is no CUDA device"):
         VarlenAttention("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fake_flash(monkeypatch, "")
-    assert available_backends() == ["cpu", "torch"]
-    with pytest.raises(ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch\."):
+    assert available_backends() == ["cpu", "torch", "exact"]
+    with pytest.raises(
+        ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch, exact\."
+    ):
         VarlenAttention("flash")
     fake_flash(monkeypatch, "2.0.9")
     with pytest.raises(ValueError, match=r"2\.0\.9 aligns causal masks at the top left"):
@@ -324,9 +335,11 @@ def test_wrong_device_or_dtype_is_explained(monkeypatch: pytest.MonkeyPatch, cud
     with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
         VarlenAttention("torch")(*inputs, metadata_of([(4, 4)]))
     fake_flash(monkeypatch, "2.8.3")
-    on_device = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"'flash_attn 2' has no torch\.float64 on CUDA.*bf16"):
-        VarlenAttention()._kernel_for(on_device)  # type: ignore[arg-type]
+    on_device: Any = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
+    message = r"'flash_attn 2' has no torch\.float64 on CUDA.*bf16.*attention_backend='exact'"
+    with pytest.raises(ValueError, match=message):
+        VarlenAttention()._kernel_for(on_device)
+    assert VarlenAttention("exact")._kernel_for(on_device) is exact_attention
 
 
 @pytest.mark.gpu
