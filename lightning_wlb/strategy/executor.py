@@ -135,8 +135,8 @@ class Executor:
         shared = {number for number, each in rows if each.attention.replicas > 1}
         # What is counted in forward must be what a recomputation in backward saves again.
         eager = torch.compiler.set_stance("force_eager") if self.activations else nullcontext()
-        step = self.gathering.step(programs[place], shared)
-        with eager, reducing_in(self.reduce_dtype), step:
+        gathered = self.gathering.step(programs[place], shared)
+        with eager, reducing_in(self.reduce_dtype), gathered:
             if self.activations is not None:
                 self.gathering.wait()  # parameters are no activations
             for action in programs[place]:
