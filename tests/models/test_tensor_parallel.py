@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -5,6 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_wlb.attention import collectives
+from lightning_wlb.attention.collectives import reducing_in
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
@@ -177,6 +181,18 @@ def exchange(rank: int) -> dict[str, list[float]]:
     (half_gradient,) = torch.autograd.grad(gather_rows(half, group), half, share.repeat(3))
     half_sum = scatter_rows(share.repeat(3), group)
     assert half_gradient.dtype == half_sum.dtype == torch.bfloat16
+    sent, reduce_scatter = [], collectives.reduce_scatter_into
+    with mock.patch.object(
+        collectives,
+        "reduce_scatter_into",
+        lambda out, x, **options: (sent.append(x.dtype), reduce_scatter(out, x, **options)),
+    ):
+        for least in (torch.float32, torch.bfloat16):
+            with reducing_in(least):
+                scatter_rows(share.repeat(3), group)
+                scatter_rows(share.float().repeat(3), group)
+    # Never narrower than the values.
+    assert sent == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
 
     empty = torch.empty(0, 3, requires_grad=True)
     assert gather_rows(empty, group).shape == scatter_rows(empty, group).shape == (0, 3)
