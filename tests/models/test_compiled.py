@@ -99,8 +99,8 @@ def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning(monkeypatch):
     compiler = Compiler()
     first, second = Compiled(compiler, broken), Compiled(compiler, broken)
     with pytest.warns(UserWarning, match=r"(?s)uncompiled.*Unsupported.*compile=False") as said:
-        assert first(torch.ones(2)).tolist() == [2, 2]
-        assert second(torch.ones(2)).tolist() == [2, 2]
+        values = [function(torch.ones(2)).tolist() for function in (first, second)]
+    assert values == [[2, 2], [2, 2]]
     assert len(said) == 1
     # It is not tried again, and does not keep others from being compiled.
     tried = []
