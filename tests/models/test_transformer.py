@@ -7,6 +7,7 @@ from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.rotary import rotary_frequencies, rotate
 from lightning_wlb.models.transformer import Transformer
+from tests.device import DEVICE
 from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
 from tests.oracle import count_targets, oracle, relative_error
 
@@ -36,9 +37,9 @@ def test_gradients_of_packed_micro_batches_equal_dense_attention(options, masked
     texts, masks = documents(), loss_masks() if masked else None
     options = dict(options)
     recompute = options.pop("recompute", ("none",))
-    model = build(**options)
+    model = build(**options).to(DEVICE)
     loss, wanted = oracle(model, texts, PIECES, masks)
-    batch = step_batch(texts, masks=masks, recompute=recompute)
+    batch = step_batch(texts, masks=masks, recompute=recompute).to(DEVICE)
     assert batch.target_tokens == count_targets(texts, PIECES, masks)
 
     total = sum(model(micro_batch) for micro_batch in batch.micro_batches)
