@@ -80,8 +80,8 @@ def load_torch() -> Kernel:
     return attention
 
 
-def load_flash() -> Kernel:
-    """The ``flash_attn`` package: 2.x, else 4.x (``flash_attn.cute``).
+def load_flash() -> tuple[str, Kernel]:
+    """The ``flash_attn`` package, with its name: 2.x, else 4.x (``flash_attn.cute``).
 
     Both may be installed side by side; 2.x goes first because 4.x declares itself alpha. 4.x must
     be of January 2026 or later: older versions do not take the longest lengths.
@@ -129,7 +129,7 @@ def load_flash() -> Kernel:
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    return attention
+    return f"flash_attn {version[0]}", attention
 
 
 class _AttentionWithSinks(torch.autograd.Function):

@@ -16,7 +16,7 @@ Of layers of another family they are those of a plain decoder's layer with as ma
 feed-forward parameters, which is an estimate.
 
 tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
-tests/strategy/test_measure.py whole steps to what the executor counts.
+tests/strategy/test_activations.py whole steps to what the executor counts.
 
 The caching allocator's fragmentation, the CUDA context and communication buffers are left out:
 plan with :data:`USABLE_PERCENT` of a device. Every call is O(1).

@@ -150,6 +150,9 @@ class Profile:
         versions: of the software that was measured.
         shape: sizes of the layers that were measured; others are extrapolated from them.
         errors: relative errors of the fitted rates on work that the fit did not use.
+        kernel: the attention kernel whose rates ``attention`` has, by the names of
+            ``lightning_wlb.attention.varlen.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ...;
+            empty in files of older versions, which did not say.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -174,6 +177,7 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     shape: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes", "devices_per_node", "element_bytes_per_second"):
@@ -187,7 +191,8 @@ class Profile:
     def provenance(self) -> str:
         """Measured or analytic, in words that stand beside every figure predicted from it."""
         kind = "measured" if self.measured else "analytic (published figures, not measured)"
-        return f"profile {self.name}: {self.device}, {self.dtype}, {kind}, {self.date}"
+        attention = f", attention by {self.kernel}" if self.kernel else ""
+        return f"profile {self.name}: {self.device}, {self.dtype}{attention}, {kind}, {self.date}"
 
     def attention_table(self, head_dim: int) -> AttentionTable:
         """The table of the head size nearest to ``head_dim`` by ratio; the larger of two."""

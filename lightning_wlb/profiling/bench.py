@@ -27,9 +27,9 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Slice
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.profiling.stopwatch import make_stopwatch
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.sharding import layout, rank_indices
-from lightning_wlb.strategy.measure import make_stopwatch
 
 SHORT_DOCUMENT = 32
 """Tokens of the documents that layers are measured on, so that attention hardly counts."""

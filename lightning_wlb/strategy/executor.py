@@ -24,11 +24,12 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.sample import Sample
+from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.gathering import Gathering
-from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
 from lightning_wlb.strategy.messages import Messages, Pipeline
 from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
 from lightning_wlb.strategy.signals import NOTICES
@@ -78,7 +79,8 @@ class Executor:
     def count_activations(self) -> ActivationCount:
         """Count what is held between forward and backward from the next step on.
 
-        Slows every operation down: not in steps whose times matter.
+        Slows every operation down, and runs compiled blocks uncompiled, which save more: not in
+        steps whose times matter.
         """
         if self.activations is None:
             self.activations = ActivationCount()
@@ -131,7 +133,10 @@ class Executor:
             self.activations.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        with reducing_in(self.reduce_dtype), self.gathering.step(programs[place], shared):
+        # What is counted in forward must be what a recomputation in backward saves again.
+        eager = torch.compiler.set_stance("force_eager") if self.activations else nullcontext()
+        gathered = self.gathering.step(programs[place], shared)
+        with eager, reducing_in(self.reduce_dtype), gathered:
             if self.activations is not None:
                 self.gathering.wait()  # parameters are no activations
             for action in programs[place]:

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_wlb.attention import kernels_gpu
+from lightning_wlb.attention import kernels_gpu, varlen
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.kernels_gpu import load_torch
-from lightning_wlb.attention.varlen import VarlenAttention, available_backends
+from lightning_wlb.attention.varlen import VarlenAttention, available_backends, kernel_name
 from tests.attention.support import (
     SEGMENTS,
     assert_close,
@@ -29,6 +30,14 @@ from tests.attention.support import (
     reference,
     results,
 )
+from tests.device import BACKENDS
+
+
+@pytest.fixture(autouse=True)
+def every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own name, also where another one stands in for all."""
+    for name, loader in BACKENDS.items():
+        monkeypatch.setitem(varlen.BACKENDS, name, loader)
 
 
 @pytest.fixture
@@ -85,16 +94,29 @@ def test_auto_without_cuda_is_cpu() -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "chosen"), [("2.8.3", "flash"), ("4", "flash"), ("", "torch")])
+@pytest.mark.parametrize(
+    ("version", "chosen"),
+    [("2.8.3", "flash_attn 2"), ("4", "flash_attn 4"), ("", "torch (FlashAttention-2)")],
+)
 def test_auto_on_cuda_prefers_flash(
     monkeypatch: pytest.MonkeyPatch, cuda: None, version: str, chosen: str
 ) -> None:
     fake_flash(monkeypatch, version)
     attention = VarlenAttention()
-    assert attention._kernels["cuda"][0] == chosen
+    assert attention.kernel_name("cuda") == kernel_name("auto", "cuda:0") == chosen
     # CPU tensors still run, as with Trainer(accelerator="cpu") on a machine with a GPU.
     *inputs, _ = random_inputs([(4, 4)], 2, 2)
     assert attention(*inputs, metadata_of([(4, 4)])).shape == (4, 2, 8)
+
+
+def test_on_cpu_the_name_of_the_kernel_takes_no_library(
+    monkeypatch: pytest.MonkeyPatch, cuda: None
+) -> None:
+    """Which may take seconds to import, as CUDA does to start."""
+    monkeypatch.setitem(varlen.BACKENDS, "flash", pytest.fail)
+    assert kernel_name("auto", "cpu") == kernel_name("cpu", torch.device("cpu")) == "cpu"
+    with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
+        kernel_name("torch", "cpu")
 
 
 @pytest.mark.parametrize("version", ["2.8.3", "4"])
@@ -293,13 +315,15 @@ def test_missing_backends_are_explained(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"unknown attention backend 'flex'.*auto, cpu, torch"):
         VarlenAttention("flex")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_backends() == ["cpu"]
+    assert available_backends() == ["cpu", "exact"]
     with pytest.raises(ValueError, match="'torch' is not available: there is no CUDA device"):
         VarlenAttention("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fake_flash(monkeypatch, "")
-    assert available_backends() == ["cpu", "torch"]
-    with pytest.raises(ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch\."):
+    assert available_backends() == ["cpu", "torch", "exact"]
+    with pytest.raises(
+        ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch, exact\."
+    ):
         VarlenAttention("flash")
     fake_flash(monkeypatch, "2.0.9")
     with pytest.raises(ValueError, match=r"2\.0\.9 aligns causal masks at the top left"):
@@ -311,9 +335,11 @@ def test_wrong_device_or_dtype_is_explained(monkeypatch: pytest.MonkeyPatch, cud
     with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
         VarlenAttention("torch")(*inputs, metadata_of([(4, 4)]))
     fake_flash(monkeypatch, "2.8.3")
-    on_device = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"'flash' has no kernel for torch\.float64 on CUDA.*bf16"):
-        VarlenAttention()._kernel_for(on_device)  # type: ignore[arg-type]
+    on_device: Any = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
+    message = r"'flash_attn 2' has no torch\.float64 on CUDA.*bf16.*attention_backend='exact'"
+    with pytest.raises(ValueError, match=message):
+        VarlenAttention()._kernel_for(on_device)
+    assert VarlenAttention("exact")._kernel_for(on_device) is exact_attention
 
 
 @pytest.mark.gpu
@@ -328,7 +354,8 @@ def test_gpu_equals_dense(
     if backend not in ("auto", *available_backends()):
         pytest.skip(f"{backend} is not installed")
     attention = VarlenAttention(backend)
-    if {"softcap": "torch", "sinks": "flash"}.get(extra) == attention.kernel_name("cuda"):
+    refusing = {"softcap": "torch", "sinks": "flash_attn"}.get(extra, "none")
+    if attention.kernel_name("cuda").startswith(refusing):
         pytest.skip("refused")
     *inputs, gradient = random_inputs(SEGMENTS, 8, 2, head_dim=64)
     metadata = metadata_of(SEGMENTS, "cuda")

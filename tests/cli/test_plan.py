@@ -174,7 +174,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--profile", "v100"], "h100, h200) nor a file that can be read"),
+        (["--profile", "v100"], "h200, h200-fa2) nor a file that can be read"),
         (["--precision", "32-true"], "made for dtype 'bfloat16', not for 'float32'"),
         (["--profile", "cpu", "--reduce-dtype", "bfloat16"], "round what is computed in float32"),
         (["--device", "cpu"], "made for device 'cuda', not for 'cpu'"),

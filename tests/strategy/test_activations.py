@@ -14,7 +14,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
-from lightning_wlb.strategy.measure import ActivationCount
+from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.changed_plans import changed_data
