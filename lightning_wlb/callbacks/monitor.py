@@ -115,7 +115,8 @@ class ImbalanceMonitor(L.Callback):
         if self.profile is not None:
             assert isinstance(pl_module, LanguageModule)
             pipeline = _executor(trainer).pipeline
-            self._predictor = run_predictor(self.profile, pl_module, self._mesh, pipeline)
+            reduced = trainer.strategy.reduce_dtype  # type: ignore[attr-defined]
+            self._predictor = run_predictor(self.profile, pl_module, self._mesh, pipeline, reduced)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
