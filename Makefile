@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# make test-gpu RUN=python3: with an interpreter that has what it takes, and nothing is installed.
+READY := $(if $(findstring command line,$(origin RUN)),,$(VENV)/ready)
 
 .PHONY: help train test test-gpu test-slurm soak lint types floors docs clean
 
@@ -26,7 +28,7 @@ train: $(VENV)/ready  ## train a small decoder with three packings in turn, and 
 test: $(VENV)/ready  ## run the tests (CPU only, 8 minutes on two cores)
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-gpu: $(VENV)/ready  ## run the tests that need a CUDA device
+test-gpu: $(READY)  ## run the tests that need a CUDA device; RUN=python3: with that as it is
 	@$(RUN) -m pytest -m gpu
 
 # Debian: apt-get install slurm-wlm munge

@@ -9,5 +9,5 @@ __all__ = ["RankFailed", "free_port", "run_ranks"]
 
 # Every test module imports these: once in the fork server, not in each of some hundred ranks.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    [*ranks.PRELOADED, "pytest", "hypothesis", "tests.strategy.harness"]
+    [*ranks.PRELOADED, "pytest", "hypothesis", "tests.device", "tests.strategy.harness"]
 )

@@ -67,6 +67,7 @@ class MemoryModel:
         rest_dtype: of parameters and optimizer state at rest; float32 for ``bf16-mixed``.
         fused_norm: whether RMSNorm is one kernel, which saves its input and one number per row.
             The one of a CPU is not, and also saves the normalised rows.
+        reduce_dtype: of what tensor- and context-parallel ranks send to be added up.
     """
 
     shape: ModelShape
@@ -74,6 +75,7 @@ class MemoryModel:
     dtype: str = "bfloat16"
     rest_dtype: str = "float32"
     fused_norm: bool = True
+    reduce_dtype: str = "float32"
 
     def parameters(self, parts: StageParts) -> int:
         """Parameters of a rank's tensor-parallel share, before sharding over data × context."""
@@ -188,7 +190,10 @@ class MemoryModel:
         queries = 2 * (layer.heads // size) * rows * layer.head_width * width
         attention = queries + self._key_bytes(layer, keys + fetched, width)
         if self.mesh.context > 1:
-            attention += self._key_bytes(layer, self.mesh.context * rows, self._wide)
+            # Sums of this rank's own, and where they travel narrower a copy of them.
+            reduced = DTYPE_BYTES[self.reduce_dtype]
+            widths = self._wide + (reduced if reduced < self._wide else 0)
+            attention += self._key_bytes(layer, self.mesh.context * rows, widths)
         return recomputed + max(feed_forward, attention) + 2 * rows * self.shape.dim * width
 
     def _attention_half(self, layer: LayerShape, rows: int) -> int:

@@ -3,8 +3,8 @@
 The same kernels and layers as for a profile that is kept, at fewer points, and nothing is held out
 of the fit. Rates between the points are interpolated as always, which is exact for a time that is
 proportional beside a constant. How large the points are follows from the speed of a matrix product,
-so that attention and layers take a third of the time each at most; what is still running at its end
-is given up. The link is not measured, since other processes would be needed.
+so that attention and layers take two fifths of the time each at most; what is still running at its
+end is given up. The link is not measured, since other processes would be needed.
 
 Cost: half of the time given, mostly. Not for an error to quote: ``lightning-wlb profile`` has one.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import inf
 
 import torch
 
@@ -22,10 +21,11 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import measure
-from lightning_wlb.profiling.bench import Bench, Grid
+from lightning_wlb.profiling.bench import Bench
+from lightning_wlb.profiling.grid import Grid, segments
 
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Largest numbers of rows and of queries, of which the largest is taken that there is time for."""
+"""Most rows, and most queries: the largest that there is time for."""
 CALLS = 4
 """Of everything measured; the first of them warms up."""
 
@@ -54,8 +54,7 @@ def measure_quickly(
         TimeoutError: it took longer, or the smallest points would.
     """
     until = time.monotonic() + seconds
-    smallest = grid_of(config.shape, inf, seconds, device.type)
-    speed = Bench(config, device, dtype, smallest).best_product()
+    speed = Bench(config, device, dtype, _grid(32, 32, 32)).best_product()
     return measure(
         config,
         name="automatic",
@@ -70,12 +69,11 @@ def measure_quickly(
 
 
 def grid_of(shape: ModelShape, speed: float, seconds: float, device_type: str) -> Grid:
-    """Where to measure so that attention and layers take a third of the time each.
+    """Where to measure so that attention and layers take two fifths of the time each.
 
     Args:
         shape: of the model.
-        speed: FLOP/s of a large matrix product; half of it is expected of layers, a quarter of
-            attention.
+        speed: FLOP/s of a large matrix product; half of it is expected of layers and of attention.
         seconds: for all of it.
         device_type: ``"cpu"`` or ``"cuda"``.
 
@@ -83,32 +81,49 @@ def grid_of(shape: ModelShape, speed: float, seconds: float, device_type: str) -
         TimeoutError: the smallest would take longer.
     """
     least = 32 if device_type == "cpu" else 256
-    third, sizes = seconds / 3, SIZES if device_type == "cuda" else SIZES[:-1]
-    layer, (kind,) = shape.each_layer[0], list(shape.kinds)
+    layer, usable = shape.each_layer[0], 0.4 * seconds * speed / 2 / CALLS  # FLOPs
 
-    def layers(rows: int) -> float:
+    def layers(most: int) -> float:
         # Stages of one and of three layers, and the head: forward, backward and its logits again.
-        flops = 4 * 3 * layer_linear_flops(layer, rows) + 4 * head_flops(shape, rows)
-        return CALLS * flops * 2 / speed
+        return sum(
+            4 * 3 * layer_linear_flops(layer, rows) + 4 * head_flops(shape, rows)
+            for rows in _points(least, most)
+        )
 
-    def attention(queries: int) -> float:
-        # A few segments of so many queries, alone and with four times the keys, forward and back.
-        pairs = causal_pairs(queries) + causal_pairs(queries, 3 * queries)
-        return CALLS * 14 * kind.heads * kind.head_width * pairs * 4 / speed
+    def attention(most: int) -> float:
+        grid = _grid(least, most, least)
+        points = [
+            (queries, round(queries * ratio))
+            for queries in grid.queries
+            for ratio in grid.keys_per_query
+        ]
+        cuda, budget = device_type == "cuda", 2**62
+        return sum(
+            14
+            * layer.heads
+            * layer.head_width
+            * causal_pairs(queries, keys - queries)
+            * segments(grid, shape, 4, queries, keys, cuda=cuda, budget=budget)
+            for queries, keys in points
+        )
 
     def largest(cost: Callable[[int], float]) -> int:
-        fitting = [size for size in sizes if cost(size) <= third]
+        fitting = [size for size in SIZES if cost(size) <= usable]
         if not fitting:
             raise TimeoutError(
-                f"layers of width {shape.dim} would take more than {third:.0f} s here"
+                f"layers of width {shape.dim} would take more than {0.4 * seconds:.0f} s here"
             )
         return fitting[-1]
 
-    rows, queries = largest(layers), largest(attention)
+    return _grid(least, largest(attention), largest(layers))
+
+
+def _grid(least: int, queries: int, rows: int) -> Grid:
+    """Up to so many queries and rows, from the least."""
     return Grid(
         queries=_points(least // 2, queries),
         keys_per_query=(1.0, 4.0, 16.0),
-        pairs=causal_pairs(queries, 3 * queries),
+        pairs=queries**2,
         rows=_points(least, rows),
         repeats=CALLS - 1,
         held_out=0,
@@ -120,4 +135,4 @@ def _points(least: int, most: int) -> tuple[int, ...]:
     points = [least]
     while 4 * points[-1] < most:
         points.append(8 * points[-1])
-    return (*points[:-1], most) if points[-1] >= most else (*points, most)
+    return (*(each for each in points if each < most), max(most, least))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
@@ -171,6 +172,19 @@ def check_precision(plugin: Precision) -> None:
             f"WLBStrategy would not run the precision plugin {type(plugin).__name__}:"
             " parameters are cast where they are gathered, and there is no autocast. Remove it and"
             " use Trainer(precision=...)."
+        )
+
+
+def check_reduce_dtype(asked: str | None, computed: torch.dtype, precision: str) -> None:
+    """Refuse sums over ranks that are narrower than what the run computes in.
+
+    Raises:
+        MisconfigurationException: naming both, and the remedy.
+    """
+    if asked is not None and getattr(torch, asked).itemsize < computed.itemsize:
+        raise MisconfigurationException(
+            f"reduce_dtype={asked!r} would round what precision={precision!r} computes. Leave it"
+            " out, or give a precision that computes in bfloat16."
         )
 
 

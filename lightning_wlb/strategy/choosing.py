@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -53,6 +54,7 @@ class ChoosingStrategy(CheckpointStrategy):
         async_save: see there.
         on_save_failure: see there.
         verify_checkpoints: see there.
+        reduce_dtype: ``"float32"``, ``"bfloat16"`` or None.
 
     Attributes:
         schedule: of the run.
@@ -73,7 +75,11 @@ class ChoosingStrategy(CheckpointStrategy):
         async_save: bool,
         on_save_failure: str,
         verify_checkpoints: bool,
+        reduce_dtype: str | None,
     ) -> None:
+        if reduce_dtype is not None:
+            choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
+        self._asked_reduce_dtype = reduce_dtype
         choice("schedule", schedule, (*SCHEDULES, "auto"))
         if virtual_stages is not None:
             virtual_stages = whole("virtual_pipeline_size", virtual_stages, 1)
@@ -127,6 +133,7 @@ class ChoosingStrategy(CheckpointStrategy):
             self.world_size,
             self.num_processes,
             name_of(precision.parameter_dtype),
+            name_of(self.reduce_dtype),
         )
         HERE.note(BETWEEN, "the choice of a mesh")
         mesh, self.schedule = searching.agreed_mesh(asked, trainer, data, module, self.profile)
@@ -204,6 +211,14 @@ class ChoosingStrategy(CheckpointStrategy):
             None if base is None else base.memory_bytes,
         )
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """In which what tensor- and context-parallel ranks add up travels."""
+        precision = self.precision_plugin
+        assert isinstance(precision, WLBPrecision)
+        asked: torch.dtype = getattr(torch, self._asked_reduce_dtype or "float32")
+        return torch.promote_types(asked, precision.compute_dtype)
+
     def _arguments(self, data: object) -> dict[str, str]:
         """What all ranks have to be given alike."""
         schedule, virtual_stages = self._asked_schedule
@@ -211,6 +226,7 @@ class ChoosingStrategy(CheckpointStrategy):
         otherwise = "whatever is measured" if getattr(data, "measures", False) else "none"
         return {
             "sizes": f"{self._asked}, schedule {schedule}, {virtual_stages} virtual stages",
+            "reduce_dtype": name_of(self.reduce_dtype),
             "a device profile": otherwise if given is None else given.provenance,
         }
 

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_wlb.attention.collectives import reducing_in
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.sample import Sample
+from lightning_wlb.models.compiled import uncompiled
 from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
@@ -43,6 +45,9 @@ class Executor:
         pipeline: the pipeline that the rank is in.
         groups: the rank's process groups; each step passes its own to the model's forward.
         gathering: of the model's parameters and gradients.
+
+    Attributes:
+        reduce_dtype: in which what tensor- and context-parallel ranks add up travels.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Executor:
         self.pipeline = pipeline
         self.groups = groups
         self.gathering = gathering
+        self.reduce_dtype = torch.float32
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
@@ -74,7 +80,8 @@ class Executor:
     def count_activations(self) -> ActivationCount:
         """Count what is held between forward and backward from the next step on.
 
-        Slows every operation down: not in steps whose times matter.
+        Slows every operation down, and runs compiled blocks uncompiled, which save more: not in
+        steps whose times matter.
         """
         if self.activations is None:
             self.activations = ActivationCount()
@@ -127,7 +134,10 @@ class Executor:
             self.activations.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        with self.gathering.step(programs[place], shared):
+        # What is counted in forward must be what a recomputation in backward saves again.
+        eager = uncompiled() if self.activations else nullcontext()
+        gathered = self.gathering.step(programs[place], shared)
+        with eager, reducing_in(self.reduce_dtype), gathered:
             if self.activations is not None:
                 self.gathering.wait()  # parameters are no activations
             for action in programs[place]:

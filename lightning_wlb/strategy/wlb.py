@@ -35,6 +35,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.strategy.checks import (
     check_precision,
+    check_reduce_dtype,
     check_trainer,
     checked_model,
     checked_module,
@@ -86,12 +87,16 @@ class WLBStrategy(ChoosingStrategy):
             ``"warn"`` goes on without it. Either way no other checkpoint is lost.
         verify_checkpoints: compare what is read from a checkpoint with the checksums in its
             manifest, in a thread beside reading. False compares the sizes of files only.
+        reduce_dtype: in which what tensor- and context-parallel ranks add up travels:
+            ``"float32"``, or, where a precision computes in bfloat16, ``"bfloat16"``, which halves
+            these messages and rounds where two ranks' values meet. None: float32 or wider.
+            Gradients of parameters are added up in float32 or wider, whatever this is.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
             runs) the sizes do not fit the number of devices.
         ValueError: if the schedule is unknown or cannot run so many stages per rank, or another
-            ``on_nonfinite``.
+            ``on_nonfinite`` or ``reduce_dtype``.
     """
 
     strategy_name = "wlb"
@@ -112,6 +117,7 @@ class WLBStrategy(ChoosingStrategy):
         async_save: bool = False,
         on_save_failure: str = "raise",
         verify_checkpoints: bool = True,
+        reduce_dtype: str | None = None,
     ) -> None:
         super().__init__(
             (
@@ -127,6 +133,7 @@ class WLBStrategy(ChoosingStrategy):
             async_save,
             on_save_failure,
             verify_checkpoints,
+            reduce_dtype,
         )
         # The loss of a step whose gradients are not reduced yet.
         self._loss: Tensor | None = None
@@ -160,6 +167,8 @@ class WLBStrategy(ChoosingStrategy):
         """Make the mesh and its process groups, where the Trainer asks for nothing impossible."""
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer)
+        precision = self.precision_plugin
+        check_reduce_dtype(self._asked_reduce_dtype, precision.compute_dtype, precision.precision)
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -174,6 +183,8 @@ class WLBStrategy(ChoosingStrategy):
             self._parallelize(trainer, module)
         elif previous is not self:
             self._adopt(previous)
+        assert self.executor is not None
+        self.executor.reduce_dtype = self.reduce_dtype
         module.executor = self._run_step
         self._guard(trainer)
         self._loss = None
@@ -286,7 +297,8 @@ class WLBStrategy(ChoosingStrategy):
         assert isinstance(module, LanguageModule)
         dtype, rest = name_of(precision.compute_dtype), name_of(precision.parameter_dtype)
         fused = self.root_device.type != "cpu"
-        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused_norm=fused)
+        reduced = name_of(self.reduce_dtype)
+        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused, reduced)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

@@ -269,3 +269,20 @@ def test_narrower_values_are_padded_to_the_keys() -> None:
         assert latent.context_parallel_ns(10, 20, backward=backward) == wide.context_parallel_ns(
             10, 20, backward=backward
         )
+
+
+def test_sums_that_travel_narrower_take_half_of_the_bytes() -> None:
+    wide = LatencyModel(FLAT, SHAPE, Mesh(context=2, tensor=2))
+    narrow = replace(wide, reduce_dtype="bfloat16")
+    # One gigabyte a second: a nanosecond a byte. Gathers are of bfloat16 either way.
+    gathered = 2 * 1000 * SHAPE.dim * 2 // 2
+    assert wide.tensor_parallel_ns(1000) == 3 * gathered
+    assert narrow.tensor_parallel_ns(1000) == 2 * gathered
+    fetched = narrow.context_parallel_ns(1000, 0, backward=False)
+    assert fetched == wide.context_parallel_ns(1000, 0, backward=False)
+    assert fetched == narrow.context_parallel_ns(1000, 0, backward=True)
+    assert 2 * fetched == wide.context_parallel_ns(1000, 0, backward=True)
+    # Gradients of parameters stay as they are.
+    assert narrow.reduce_ns(1000) == wide.reduce_ns(1000)
+    exact = replace(narrow, profile=replace(FLAT, dtype="float64"))
+    assert exact.tensor_parallel_ns(1000) == 8 * gathered

@@ -13,6 +13,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.planning import DataSettings
+from tests.device import DEVICE
 from tests.models.steps import (
     MICRO_BATCHES,
     PIECES,
@@ -79,10 +80,10 @@ def module(sliding_window=None, **options):
 )
 def test_a_steps_gradient_equals_the_oracle(normalisation, sliding_window):
     texts, masks = documents(), loss_masks()
-    trained = module(sliding_window, loss_normalisation=normalisation)
+    trained = module(sliding_window, loss_normalisation=normalisation).to(DEVICE)
     loss, wanted = oracle(trained.model, texts, PIECES, masks)
     divisor = 200 if normalisation == "nominal" else count_targets(texts, PIECES, masks)
-    found = trained.step(step_batch(texts, masks=masks))
+    found = trained.step(step_batch(texts, masks=masks).to(DEVICE))
     found.backward()
     assert found.item() == pytest.approx(loss / divisor, rel=1e-12)
     for name, parameter in trained.model.named_parameters():

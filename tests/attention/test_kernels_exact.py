@@ -1,0 +1,74 @@
+"""What the exact kernel promises beyond its numbers, which tests/attention/test_varlen.py holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_wlb.attention import kernels_exact
+from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.kernels_exact import exact_attention
+from tests.attention.support import SEGMENTS, attending, metadata_of, random_inputs, results
+from tests.device import DEVICE
+
+OPTIONS = AttentionOptions(0.3, 100, 2.0)
+
+
+class Watched(TorchDispatchMode):
+    """The operators that run, and the elements of the largest tensor that one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def watched(segments: list[tuple[int, int]]) -> Watched:
+    *inputs, gradient = random_inputs(segments, 4, 2)
+    inputs.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
+    attend = attending(exact_attention, metadata_of(segments), OPTIONS)
+    with Watched() as watch:
+        results(attend, inputs, gradient)
+    return watch
+
+
+def test_no_operator_adds_up_in_an_order_of_its_own() -> None:
+    """Those of torch that do so on CUDA, if deterministic algorithms are not asked for."""
+    names = watched(list(SEGMENTS)).names
+    assert {"bmm", "_softmax_backward_data"} <= names
+    unordered = ("index", "scatter", "put", "cumsum", "embedding", "bincount", "histc")
+    assert not [name for name in names if any(part in name for part in unordered)]
+
+
+def test_scores_of_one_block_at_a_time_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_exact, "BLOCK", 16)
+    assert watched([(64, 300)] * 4).largest <= 4 * max(16 * (16 + 99 + 1), 300 * 4 * 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_call_gives_the_same_bits_in_the_dtype_of_the_queries(dtype: torch.dtype) -> None:
+    *inputs, gradient = random_inputs(SEGMENTS, 4, 2)
+    inputs = [x.to(dtype) for x in inputs]
+    attend = attending(exact_attention, metadata_of(SEGMENTS, DEVICE), OPTIONS)
+    once, again = (results(attend, inputs, gradient) for _ in range(2))
+    assert {x.dtype for x in once} == {dtype}
+    for x, y in zip(once, again, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_segments_without_queries_or_keys_for_them_are_refused() -> None:
+    for segment in ((0, 1), (2, 1)):
+        *inputs, _ = random_inputs([segment], 2, 2)
+        with pytest.raises(ValueError, match=f"{segment[0]} queries and 1 keys"):
+            exact_attention(*inputs, metadata_of([segment]), OPTIONS)
