@@ -23,7 +23,7 @@ def test_there_are_points_up_to_what_there_is_time_for() -> None:
     assert grid.pairs == 4096**2
     slower = grid_of(TINY.shape, 1e9, 14.0, "cpu")
     assert slower.queries == (16, 128, 256)
-    assert slower.rows == (32, 256, 512)
+    assert slower.rows == (32, 256)
     assert grid_of(BIG.shape, 6e14, 14.0, "cuda").rows == (256, 2048, 16384)
     for each in (grid, slower):
         for axis in (each.queries, each.rows):
