@@ -129,6 +129,7 @@ class Predictor:
             self.rest_dtype,
             fused_norm=latency.profile.device_type != "cpu",
             reduce_dtype=latency.reduce_dtype,
+            kernel=latency.profile.kernel,
         )
         return StepMemory.of(model, self.stages)
 

@@ -191,3 +191,29 @@ def test_tensor_parallel_ranks_share_idle_experts_too() -> None:
     )
     whole, norms = one.parameters(StageParts((1,))), LAYER.vector_parameters
     assert two.parameters(StageParts((1,))) == (whole - norms) // 2 + norms
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kv_heads", "elements"),
+    [
+        # Queries of 4 heads in float32, three segments with 128 rows more each; heads of 80 are
+        # padded to 96, also where gradients of keys and values are added up in float32.
+        ("flash_attn 2", 4, 4 * 4 * 96 * (1000 + 3 * 128)),
+        ("torch (FlashAttention-2)", 2, 4 * 4 * 96 * (1000 + 3 * 128) + 2 * 2 * 4 * 80 * 1500),
+        ("flash_attn 3", 2, 4 * 96 * (4 * (1000 + 3 * 128) + 2 * 2 * (1500 + 3 * 128))),
+        ("flash_attn 4", 4, 4 * 4 * 96 * (1000 + 3 * 128)),
+        ("", 4, 4 * 4 * 96 * (1000 + 3 * 128)),  # of a profile that does not say
+        ("exact", 4, 0),
+    ],
+)
+def test_kernels_on_cuda_add_gradients_up_beside_their_results(
+    kernel: str, kv_heads: int, elements: int
+) -> None:
+    wide = replace(CONFIG, heads=4, kv_heads=kv_heads, head_dim=80).shape
+
+    def inside(name: str) -> int:
+        return MemoryModel(wide, kernel=name).transient_bytes(
+            StageParts((1,)), 1000, 1500, segments=3
+        )
+
+    assert inside(kernel) - inside("cpu") == elements
