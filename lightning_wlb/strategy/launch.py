@@ -156,7 +156,7 @@ class MeshStrategy(ParallelStrategy):
             self.cluster_environment,
             backend,
             timeout=max(self._timeout, RENDEZVOUS),
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
+            device_id=_bound_device(backend, self.root_device),
             **_store_of_restart(),
         )
         self._faults.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
@@ -227,6 +227,16 @@ class MeshStrategy(ParallelStrategy):
         if isinstance(tensor, Tensor) and self._collective:
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+
+def _bound_device(backend: str, device: torch.device) -> torch.device | None:
+    """The device that torch binds the process group to: one that travels by NCCL.
+
+    NCCL then connects at once, and splits further groups off this one. Bound to gloo, torch would
+    split groups too, by calls that only NCCL has (read in 2.13).
+    """
+    parts = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
+    return device if parts.get(device.type, parts.get("")) == "nccl" else None
 
 
 def _store_of_restart() -> dict[str, Any]:

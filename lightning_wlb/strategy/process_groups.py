@@ -26,7 +26,7 @@ from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import AXES, Mesh, Rank
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
-from lightning_wlb.strategy.mesh import data_context, device_mesh, set_timeout
+from lightning_wlb.strategy.mesh import data_context, device_mesh, is_cuda_over_gloo, set_timeout
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +128,13 @@ def _connect(
     """
     if rank.mesh.pipeline == 1:
         return
-    token = torch.zeros(1, device=device)
-    dist.all_reduce(token, group=mesh["pipeline"].get_group())
+    dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
     ranks = rank.group("pipeline")
     for channel, group in channels.items():
         hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
         if channel.kind != FORWARD:
             hops = [(end, begin) for begin, end in reversed(hops)]
+        token = torch.zeros(1, device=message_device(device, group))
         for sender, receiver in hops:
             if rank.index == sender:
                 dist.send(token, receiver, group)
@@ -235,6 +235,18 @@ def own_group(
     # for itself: else it would wait for ever in the next one.
     made = dist.new_group(own or [global_rank], timeout=timeout, use_local_synchronization=True)
     return made if own else None
+
+
+def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where tensors of a device have to lie to be sent or received over a group.
+
+    gloo copies what a collective is given to the host and back by itself (broadcast, all-reduce,
+    all-gather, all-to-all, and reduce-scatter, which is an all-reduce there), but to a message it
+    takes the address as it is, and hands one of a GPU to a socket. So these are copied here, which
+    waits for the device: for tests of several ranks on one GPU, not for training. Read in torch
+    2.13, not run on CUDA.
+    """
+    return torch.device("cpu") if is_cuda_over_gloo(device, group) else device
 
 
 # torch 2.13 has a new name for it and deprecates the old one.

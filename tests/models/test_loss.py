@@ -156,3 +156,27 @@ def test_of_ready_logits_loss_and_gradient_are_those_of_cross_entropy():
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     assert relative_error(gradient, wanted_gradient) <= 1e-12
     assert torch.equal(logits, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bfloat16_on_a_gpu_is_near_float64(record_property):
+    errors = bfloat16_errors("cuda")
+    record_property("errors", errors)
+    assert errors[0] <= 1e-3
+    assert max(errors) <= 1e-2
+
+
+def bfloat16_errors(device):
+    """Relative errors of the loss and both gradients, of some thousand words and rows."""
+    hidden, weight, labels = example(3000, 64, 4000, torch.bfloat16, 1 / 8)
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    wanted = dense(*wide, labels)
+    leaves = [each.detach().to(device).requires_grad_() for each in (hidden, weight)]
+    loss = token_loss(*leaves, labels.to(device))
+    pairs = zip(
+        (loss, *torch.autograd.grad(loss, leaves)),
+        (wanted, *torch.autograd.grad(wanted, wide)),
+        strict=True,
+    )
+    return [relative_error(value.detach().cpu().double(), reference) for value, reference in pairs]

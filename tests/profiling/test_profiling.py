@@ -14,7 +14,7 @@ from lightning_wlb.cli.main import main
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Profile
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import Grid, measure
+from lightning_wlb.profiling import GRIDS, Grid, measure
 from lightning_wlb.profiling.bench import Bench, Stages, affine
 
 COARSE = Grid(
@@ -98,7 +98,7 @@ def test_a_constant_and_a_slope_are_found_and_never_negative() -> None:
 def test_the_command_writes_the_file_and_reports_the_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_wlb.profiling.CPU_GRID", COARSE)
+    monkeypatch.setitem(GRIDS, "cpu", COARSE)
     path = tmp_path / "mine.json"
     code = main(
         [

@@ -17,7 +17,7 @@ from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.messages import Pipeline
-from lightning_wlb.strategy.out_of_memory import is_out_of_memory, note
+from lightning_wlb.strategy.out_of_memory import note
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 
@@ -96,20 +96,6 @@ def test_what_is_on_already_and_what_does_not_divide_is_not_advised() -> None:
     assert "tensor_parallel_size" not in text
     assert "context_parallel_size=2" in text
     assert "action" not in text.partition(".")[0]
-
-
-@pytest.mark.parametrize(
-    ("error", "out"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (MemoryError(), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("no"), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(error: Exception, out: bool) -> None:
-    assert is_out_of_memory(error) is out
 
 
 def runs_out(rank: int) -> list[tuple[str, list[str]]]:
