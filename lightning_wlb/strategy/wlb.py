@@ -296,9 +296,9 @@ class WLBStrategy(ChoosingStrategy):
         module, precision = self.lightning_module, self.precision_plugin
         assert isinstance(module, LanguageModule)
         dtype, rest = name_of(precision.compute_dtype), name_of(precision.parameter_dtype)
-        fused = self.root_device.type != "cpu"
+        accelerator = self.root_device.type != "cpu"
         reduced = name_of(self.reduce_dtype)
-        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused, reduced)
+        return MemoryModel(module.model_shape, self.mesh, dtype, rest, accelerator, reduced)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
