@@ -321,7 +321,7 @@ class Bench:
     def _stage_bytes(self, rows: int) -> int:
         """What a micro-batch of so many rows takes on the stage of three layers."""
         dtype, cuda = str(self.dtype).removeprefix("torch."), self.device.type == "cuda"
-        model = MemoryModel(self.config.shape, dtype=dtype, fused_norm=cuda)
+        model = MemoryModel(self.config.shape, dtype=dtype, accelerator=cuda)
         parts = StageParts(layers=(3,))
         held = model.micro_batch_bytes(parts, rows) + model.transient_bytes(parts, rows, rows)
         return held + 2 * self._width * model.parameters(parts)

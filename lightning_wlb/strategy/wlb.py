@@ -302,7 +302,7 @@ class WLBStrategy(ChoosingStrategy):
             self.mesh,
             name_of(precision.compute_dtype),
             name_of(precision.parameter_dtype),
-            fused_norm=device != "cpu",
+            accelerator=device != "cpu",
             reduce_dtype=name_of(self.reduce_dtype),
             kernel=module.model.attention_kernel.kernel_name(device),
         )
