@@ -183,6 +183,7 @@ class WLBStrategy(ChoosingStrategy):
             self._parallelize(trainer, module)
         elif previous is not self:
             self._adopt(previous)
+        self.model_to_device()
         assert self.executor is not None
         self.executor.reduce_dtype = self.reduce_dtype
         module.executor = self._run_step
@@ -257,7 +258,22 @@ class WLBStrategy(ChoosingStrategy):
         model.parallelized_by = self  # type: ignore[assignment]
 
     def model_to_device(self) -> None:
-        """Nothing to do: parameters are made on their device."""
+        """Move the module's own buffers and metrics, and what it calls its device.
+
+        Not the model, which is made where it belongs; ``Module.to`` cannot replace its shards.
+        """
+        module = self.lightning_module
+        assert module is not None
+        split = {
+            name: child
+            for name, child in module._modules.items()
+            if child is not None and any(True for _ in child.parameters())
+        }
+        module._modules.update(dict.fromkeys(split))
+        try:
+            module.to(self.root_device)
+        finally:
+            module._modules.update(split)
 
     def _run_step(self, batch: StepBatch) -> Tensor:
         """What a LanguageModule's ``step`` calls instead of its own loop."""
