@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.attention import kernels_exact
 from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.kernels_exact import exact_attention
-from tests.attention.support import SEGMENTS, attending, metadata_of, random_inputs, results
+from tests.attention.support import (
+    SEGMENTS,
+    Watched,
+    attending,
+    metadata_of,
+    random_inputs,
+    results,
+)
 from tests.device import DEVICE
 
 OPTIONS = AttentionOptions(0.3, 100, 2.0)
-
-
-class Watched(TorchDispatchMode):
-    """The operators that run, and the elements of the largest tensor that one makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.largest = max(self.largest, out.numel())
-        return out
 
 
 def watched(segments: list[tuple[int, int]]) -> Watched:
