@@ -73,8 +73,8 @@ class MemoryModel:
         fused_norm: whether RMSNorm is one kernel, which saves its input and one number per row.
             The one of a CPU is not, and also saves the normalised rows.
         reduce_dtype: of what tensor- and context-parallel ranks send to be added up.
-        kernel: the attention kernel, named as in :class:`.Profile`; another name stands for a
-            FlashAttention-2.
+        kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; another
+            name stands for a FlashAttention-2.
     """
 
     shape: ModelShape
