@@ -1,8 +1,9 @@
 """Measure this device and write a device profile.
 
 Runs the attention kernels and decoder layers of a model on the device, fits the latency model to
-them, judges it by micro-batches that were held out of the fit, and writes one JSON file for
-`lightning-wlb plan --profile`. One to two minutes on a CPU; leave the machine alone meanwhile.
+them, judges it by windows of documents like those of long-context pretraining, which the fit has
+not seen, and writes one JSON file for `lightning-wlb plan --profile`. One to two minutes on a CPU;
+leave the machine alone meanwhile.
 
   lightning-wlb profile --model tiny --output mine.json
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cli.arguments import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.profiling import measure
@@ -35,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPE_BYTES, help="default: bfloat16 on cuda, float32 on a cpu"
     )
     parser.add_argument(
+        "--attention-backend",
+        choices=("auto", *BACKENDS),
+        default="auto",
+        help="whose kernel is measured; as of the run that the profile is for (default: auto)",
+    )
+    parser.add_argument(
         "--threads", type=int, default=1, help="of a CPU rank (default 1: a core for each rank)"
     )
     parser.add_argument(
@@ -46,7 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, report the fit's error, write.
 
     Raises:
-        ValueError: a device that is not there, or a file that cannot be written.
+        ValueError: a device or an attention backend that is not there, or a file that cannot be
+            written.
     """
     console = Console()
     config = model_config(arguments.model)
@@ -67,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
             device=torch.device(arguments.device),
             dtype=getattr(torch, dtype),
             links=not arguments.no_links,
+            backend=arguments.attention_backend,
             report=lambda text: console.print(f"Measuring: {text}", highlight=False),
         )
     finally:

@@ -10,8 +10,9 @@ Activations are the tensors that autograd saves of the reference decoder, tensor
 micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
 values of other ranks or of earlier slices are not among them, because backward refetches them.
 What lives only inside one pass (the gradients of one layer, its recomputation, keys that were
-fetched, the logits of one chunk, what attention's kernel adds gradients up in) is counted once, at
-the largest. Kernels under ``torch.use_deterministic_algorithms`` take more than is counted.
+fetched, the loss head's logits of one chunk and the gradient of its matrix, what attention's kernel
+adds gradients up in) is counted once, at the largest. Kernels under
+``torch.use_deterministic_algorithms`` take more than is counted.
 
 Of layers of another family they are those of a plain decoder's layer with as many heads and
 feed-forward parameters, which is an estimate.
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
@@ -37,9 +39,6 @@ from lightning_wlb.plan import Recompute
 
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill."""
-
-_CHUNK_LOGITS_BYTES = 3 * 4 * 2**22
-"""Logits of one chunk of rows, their exponentials and gradient, in float32 (models/loss.py)."""
 
 
 _TILE = 128
@@ -70,8 +69,8 @@ class MemoryModel:
         mesh: ranks along each axis.
         dtype: what the model computes in.
         rest_dtype: of parameters and optimizer state at rest; float32 for ``bf16-mixed``.
-        fused_norm: whether RMSNorm is one kernel, which saves its input and one number per row.
-            The one of a CPU is not, and also saves the normalised rows.
+        accelerator: whether the device is no CPU. A CPU's RMSNorm is not one kernel, and also
+            saves the normalised rows; its loss head takes fewer rows at a time.
         reduce_dtype: of what tensor- and context-parallel ranks send to be added up.
         kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; another
             name stands for a FlashAttention-2.
@@ -81,7 +80,7 @@ class MemoryModel:
     mesh: Mesh = ONE_DEVICE
     dtype: str = "bfloat16"
     rest_dtype: str = "float32"
-    fused_norm: bool = True
+    accelerator: bool = True
     reduce_dtype: str = "float32"
     kernel: str = "flash_attn 2"
 
@@ -197,7 +196,14 @@ class MemoryModel:
             for layer, count in kinds
             if count
         ]
-        return max([*inside, _CHUNK_LOGITS_BYTES if parts.head else 0])
+        return max([*inside, self._head_transient_bytes(rows) if parts.head else 0])
+
+    def _head_transient_bytes(self, rows: int) -> int:
+        """Of one chunk the logits; their gradient, for half types; that of the matrix (loss.py)."""
+        words = self.shape.vocab_size // self.mesh.tensor
+        logits = min(rows, chunk_rows(words, self.accelerator)) * words
+        narrow = self._width if self._width < self._wide else 0
+        return (self._wide + narrow) * (logits + words * self.shape.dim)
 
     def _transient_bytes(
         self, layer: LayerShape, rows: int, keys: int, recompute: Recompute, segments: int
@@ -265,7 +271,7 @@ class MemoryModel:
 
     def _norm(self, rows: int) -> int:
         """An RMSNorm's input, and one number per row."""
-        copies = 1 if self.fused_norm else 2
+        copies = 1 if self.accelerator else 2
         return rows // self.mesh.tensor * (copies * self.shape.dim * self._width + 4)
 
     @cached_property

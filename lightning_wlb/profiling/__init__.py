@@ -14,7 +14,7 @@ On a CPU with one thread, times are the thread's own CPU time, as in the strateg
 that a busy machine disturbs the result little; on CUDA they are events on a stream that the host
 keeps full (:mod:`.timing`). The CUDA branch has not been run by this project yet.
 
-Cost: one to two minutes on a CPU; seconds with ``QUICK_GRIDS``, whose tables are coarse. A profile
+Cost: one to two minutes on a CPU; seconds where a run begins with it (:mod:`.quick`). A profile
 of small layers says little about large ones: profile the layers that will run. Links between nodes
 are not measured; add them by hand.
 """
@@ -26,6 +26,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -35,12 +36,12 @@ from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.bench import Bench
-from lightning_wlb.profiling.grid import GRIDS, QUICK_GRIDS, Grid
+from lightning_wlb.profiling.grid import GRIDS, Grid
 from lightning_wlb.profiling.links import measure_link
 from lightning_wlb.profiling.memory import memory_bytes
 from lightning_wlb.profiling.peaks import peak_flops
 
-__all__ = ["GRIDS", "QUICK_GRIDS", "Grid", "measure", "measure_link"]
+__all__ = ["GRIDS", "Grid", "device_name", "measure", "measure_link"]
 
 
 def measure(
@@ -53,6 +54,7 @@ def measure(
     links: bool = True,
     backend: str = "auto",
     report: Callable[[str], None] = lambda text: None,
+    until: float = inf,
 ) -> Profile:
     """Measure a device.
 
@@ -66,17 +68,19 @@ def measure(
             GPU, the memory's bandwidth stands in its place, and the profile says so.
         backend: of attention, see :class:`.VarlenAttention`; the profile names its kernel.
         report: called with what is being measured.
+        until: when to give up, by ``time.monotonic``.
 
     Raises:
         ValueError: a dtype that profiles do not know, a backend that is missing, or layers that
             not even the fewest rows of the grid fit into memory with.
+        TimeoutError: it is later than ``until``.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in DTYPE_BYTES:
         raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]
-    bench = Bench(config, device, dtype, grid, backend)
+    bench = Bench(config, device, dtype, grid, backend, until)
     report("attention kernel")
     attention = bench.attention()
     report("layers, head and overhead")
@@ -107,7 +111,7 @@ def measure(
     )
     profile = Profile(
         name=name,
-        device=_device_name(device),
+        device=device_name(device),
         device_type=device.type,
         dtype=dtype_name,
         measured=True,
@@ -126,6 +130,8 @@ def measure(
         shape=asdict(config.shape),
         kernel=kernel_name(backend, device),
     )
+    if not grid.held_out:
+        return profile
     report("micro-batches held out of the fit")
     return replace(profile, errors=bench.errors(profile))
 
@@ -144,7 +150,8 @@ def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Gr
     )
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpus = Path("/proc/cpuinfo")  # Linux has it

@@ -9,15 +9,17 @@ host's, since an action of few rows takes as long as the host needs to queue it,
 could do. Attention inside of a stage is the device's time and is taken off.
 
 What does not fit into memory is not measured (:mod:`.grid`), and running out of it ends no
-measurement: a point of the kernel has then the rate of its neighbour, with fewer keys for each
-query or else with fewer queries, and rows of layers end with those that fit.
+measurement: a point of the kernel has then the better rate of its neighbours, with fewer keys for
+each query and with fewer queries, and rows of layers end with those that fit.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +68,8 @@ class Bench:
         dtype: to compute in.
         grid: where to measure.
         backend: of attention.
+        until: when to give up, by ``time.monotonic``; a measurement that begins later raises
+            TimeoutError.
 
     Attributes:
         rows: of the grid, those that layers fit into memory with.
@@ -82,9 +86,10 @@ class Bench:
         dtype: torch.dtype,
         grid: Grid,
         backend: str = "auto",
+        until: float = inf,
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
-        self.backend, self.out_of_memory = backend, 0
+        self.backend, self.out_of_memory, self._until = backend, 0, until
         self._timer = make_timer(device)
         self._free = free_bytes(device)
         self.rows = tuple(rows for rows in grid.rows if self._stage_bytes(rows) < self._free // 2)
@@ -107,7 +112,7 @@ class Bench:
                         f" {shape.head_dim}, the smallest point. Free memory on {self.device}."
                     )
                 if rate is None:
-                    rate = rates[:, row, column - 1] if column else rates[:, row - 1, 0]
+                    rate = _neighbouring(rates, row, column)
                 rates[:, row, column] = rate
         forward, backward = (tuple(map(_rounded, table)) for table in rates)
         return AttentionTable(
@@ -316,7 +321,7 @@ class Bench:
     def _stage_bytes(self, rows: int) -> int:
         """What a micro-batch of so many rows takes on the stage of three layers."""
         dtype, cuda = str(self.dtype).removeprefix("torch."), self.device.type == "cuda"
-        model = MemoryModel(self.config.shape, dtype=dtype, fused_norm=cuda)
+        model = MemoryModel(self.config.shape, dtype=dtype, accelerator=cuda)
         parts = StageParts(layers=(3,))
         held = model.micro_batch_bytes(parts, rows) + model.transient_bytes(parts, rows, rows)
         return held + 2 * self._width * model.parameters(parts)
@@ -354,7 +359,18 @@ class Bench:
         return DTYPE_BYTES[str(self.dtype).removeprefix("torch.")]
 
     def _random(self, *sizes: int) -> Tensor:
+        """Random numbers, with a gradient, with which every measurement begins."""
+        if time.monotonic() > self._until:
+            raise TimeoutError("it took longer than it may")
         return torch.randn(*sizes, device=self.device, dtype=self.dtype).requires_grad_()
+
+
+def _neighbouring(rates: np.ndarray, row: int, column: int) -> np.ndarray:
+    """The better rate with fewer keys for each query and with fewer queries."""
+    near = [rates[:, row, column - 1]] if column else []
+    if row:
+        near.append(rates[:, row - 1, column])
+    return np.asarray(np.max(near, axis=0))
 
 
 def _short_documents(rows: int) -> list[int]:

@@ -57,26 +57,6 @@ GRIDS = {
 }
 """By kind of device: one to two minutes."""
 
-QUICK_GRIDS = {
-    "cpu": Grid(
-        queries=(1, 16, 128, 1024),
-        keys_per_query=(1.0, 1.5, 4.0, 32.0),
-        pairs=2**20,
-        rows=(32, 256, 1024),
-        repeats=2,
-        held_out=2,
-    ),
-    "cuda": Grid(
-        queries=(128, 512, 2048, 8192),
-        keys_per_query=(1.0, 2.0, 8.0, 64.0),
-        pairs=2**29,
-        rows=(128, 1024, 8192, 32768),
-        repeats=3,
-        held_out=3,
-    ),
-}
-"""By kind of device: for a few seconds, where a run begins with it."""
-
 
 def segment_bytes(shape: ModelShape, width: int, queries: int, keys: int) -> int:
     """Bytes that one segment of a call takes, forward and backward, in the hungriest kernel.

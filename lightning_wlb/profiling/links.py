@@ -32,23 +32,39 @@ def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link | 
         return None
     backend = "nccl" if cuda else "gloo"
     small, large = run_ranks(_exchange, 2, device.type, timeout=timeout_seconds, backend=backend)[0]
+    return _link(small, large, 2)
+
+
+def link_of_ranks(device: torch.device) -> Link:
+    """The same between all ranks of a run, which are on one node; collective over them.
+
+    Each may measure a little differently.
+    """
+    return _link(*_seconds(device), dist.get_world_size())
+
+
+def _link(small: float, large: float, ranks: int) -> Link:
+    """From the seconds of either size, between so many ranks."""
     return Link(
         latency_ns=float(round(small * 1e9)),
-        bytes_per_second=float(round(SIZES[1] / max(large - small, 1e-9))),
+        bytes_per_second=float(round((ranks - 1) * SIZES[1] / max(large - small, 1e-9))),
     )
 
 
 def _exchange(rank: int, device_type: str) -> tuple[float, float]:
-    """Seconds of an all-gather of either size, as one of the two processes has them."""
-    cuda = device_type == "cuda"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    return _seconds(torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu"))
+
+
+def _seconds(device: torch.device) -> tuple[float, float]:
+    """Seconds of an all-gather of either size, as one of the ranks has them."""
+    cuda, ranks = device.type == "cuda", dist.get_world_size()
     # A message may take less than the host needs to queue it and to wait for it: several in a row.
     messages = 10 if cuda else 1
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     seconds = []
     for size in SIZES:
         mine = torch.zeros(size // 4, device=device)
-        everyone = torch.zeros(2 * size // 4, device=device)
+        everyone = torch.zeros(ranks * size // 4, device=device)
         samples = []
         for _ in range(15):
             dist.barrier()

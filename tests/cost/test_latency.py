@@ -92,8 +92,8 @@ def test_the_ends_and_the_overhead() -> None:
     flops = 2 * 1000 * 4096 * 32000
     assert model.head_ns(1000, backward=False) == round(flops / RATE * 1e9)
     assert model.head_ns(1000, backward=True) == round(3 * flops / RATE * 1e9)
-    assert model.action_ns(50, backward=False) == 150
-    assert model.action_ns(50, backward=True) == 300
+    assert model.action_ns(50, 10**6, backward=False) == 150
+    assert model.action_ns(50, 10**6, backward=True) == 300 + 2_500
 
 
 def test_short_micro_batches_pay_for_low_utilisation() -> None:

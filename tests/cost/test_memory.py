@@ -64,7 +64,7 @@ def test_a_middle_stage_saves_what_the_model_says(recompute: Recompute, lengths:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     batch = replace(micro_batch(lengths), recompute=recompute)
-    memory = MemoryModel(CONFIG.shape, dtype="float32", fused_norm=False)
+    memory = MemoryModel(CONFIG.shape, dtype="float32", accelerator=False)
     predicted = memory.micro_batch_bytes(StageParts((3,)), batch.rows, recompute)
     assert predicted == saved_bytes(model, batch, hidden=True)
 
@@ -74,7 +74,7 @@ def test_a_last_stage_saves_what_the_model_says() -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     batch = micro_batch([100, 156])
-    memory = MemoryModel(CONFIG.shape, dtype="float32", fused_norm=False)
+    memory = MemoryModel(CONFIG.shape, dtype="float32", accelerator=False)
     predicted = memory.micro_batch_bytes(StageParts((1,), head=True), batch.rows)
     # torch's own loss in float32 keeps the head's input and no log-sums; ours keeps both.
     assert saved_bytes(model, batch, hidden=True) == pytest.approx(predicted, rel=0.01)
@@ -217,3 +217,21 @@ def test_kernels_on_cuda_add_gradients_up_beside_their_results(
         )
 
     assert inside(kernel) - inside("cpu") == elements
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "dtype", "rows", "wanted"),
+    [
+        # float32 logits of 4,096 rows and the same in bfloat16; the matrix' gradient in both.
+        (True, "bfloat16", 20_000, 6 * (4096 * 128_256 + 128_256 * 64)),
+        (True, "bfloat16", 100, 6 * (100 * 128_256 + 128_256 * 64)),
+        (False, "float32", 20_000, 4 * (256 * 128_256 + 128_256 * 64)),
+    ],
+)
+def test_the_loss_head_holds_one_chunk_and_the_gradient_of_its_matrix(
+    accelerator: bool, dtype: str, rows: int, wanted: int
+) -> None:
+    shape = replace(CONFIG.shape, vocab_size=128_256)
+    memory = MemoryModel(shape, dtype=dtype, accelerator=accelerator)
+    assert memory.transient_bytes(StageParts((0,), head=True), rows, rows) == wanted
+    assert memory.transient_bytes(StageParts((0,)), rows, rows) == 0

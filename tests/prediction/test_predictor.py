@@ -110,7 +110,7 @@ def test_an_action_is_the_sum_of_its_parts() -> None:
         assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
         layer = attention + latency.linear_ns(rows, backward=backward)
         assert cost.layer_ns[0][backward] == layer
-        overhead = latency.action_ns(rows, backward=backward)
+        overhead = latency.action_ns(rows, 0, backward=backward)
         first, last = len(model.stages[0]), len(model.stages[1])
         assert first + last == 8
         assert model.action_ns(0, cost)[backward] == (
@@ -318,7 +318,7 @@ def test_layers_that_differ_are_predicted_by_kind_and_split_by_cost() -> None:
         near_ns, full_ns = (each.attention_ns[backward] for each in alike)
         assert cost.attention_ns[backward] == round((6 * near_ns + 4 * full_ns) / 10)
         near_ns, full_ns = (each.layer_ns[0][backward] for each in alike)
-        overhead = model.latency.action_ns(cost.rows, backward=backward)
+        overhead = model.latency.action_ns(cost.rows, 0, backward=backward)
         embedding = model.latency.embedding_ns(cost.rows, backward=backward)
         first, second = (model.action_ns(stage, cost)[backward] for stage in (0, 1))
         assert first == 6 * near_ns + 2 * full_ns + overhead + embedding
