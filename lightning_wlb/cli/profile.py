@@ -11,6 +11,7 @@ leave the machine alone meanwhile.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cli.arguments import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.profiling import measure
+from lightning_wlb.strategy.overhead import measure_overhead
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,20 +69,28 @@ def run(arguments: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise ValueError(f"--output {arguments.output}: there is no folder {folder}.")
     dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    device, backend = torch.device(arguments.device), arguments.attention_backend
+
+    def report(text: str) -> None:
+        console.print(f"Measuring: {text}", highlight=False)
+
     before = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
         profile = measure(
             config,
             name=arguments.name or arguments.output.stem,
-            device=torch.device(arguments.device),
+            device=device,
             dtype=getattr(torch, dtype),
             links=not arguments.no_links,
-            backend=arguments.attention_backend,
-            report=lambda text: console.print(f"Measuring: {text}", highlight=False),
+            backend=backend,
+            report=report,
         )
+        report("what actions take beside the model")
+        beside = measure_overhead(config, device, getattr(torch, dtype), backend)
     finally:
         torch.set_num_threads(before)
+    profile = replace(profile, action=profile.action + beside)
     try:
         arguments.output.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:

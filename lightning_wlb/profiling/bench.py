@@ -92,7 +92,9 @@ class Bench:
         self.backend, self.out_of_memory, self._until = backend, 0, until
         self._timer = make_timer(device)
         self._free = free_bytes(device)
-        self.rows = tuple(rows for rows in grid.rows if self._stage_bytes(rows) < self._free // 2)
+        self.rows = tuple(
+            rows for rows in grid.rows if self._stage_bytes(rows) < 3 * self._free // 4
+        )
         self._check_rows()
         # The latency model is asked for the traffic of a layer alone, so any profile's rates do.
         profile = replace(Profile.load("h100"), dtype=str(dtype).removeprefix("torch."))
@@ -331,8 +333,8 @@ class Bench:
             raise ValueError(
                 f"no memory on {self.device} for three layers of dim {self.config.dim} and"
                 f" feed-forward {self.config.ffn_dim} with {self.grid.rows[0]} rows: of"
-                f" {self._free / 1e9:.1f} GB, layers may take half. Measure layers split over"
-                " fewer heads and a narrower feed-forward."
+                f" {self._free / 1e9:.1f} GB, layers may take three quarters. Measure layers split"
+                " over ranks: fewer heads and a narrower feed-forward."
             )
 
     def _if_it_fits(self, measure: Callable[[], Any]) -> Any:

@@ -145,7 +145,8 @@ class ChoosingStrategy(CheckpointStrategy):
         on_cpu = self.root_device.type == "cpu"
         if settled and (on_cpu or given is not None):
             return None
-        profile = profile_of(self.root_device) if given is None else given
+        backend = getattr(self.lightning_module, "attention_backend", "auto")
+        profile = profile_of(self.root_device, backend) if given is None else given
         if profile is None or (self.num_nodes > 1 and "network" not in profile.links):
             return None
         return replace(profile, devices_per_node=self.num_processes)

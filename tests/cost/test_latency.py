@@ -26,7 +26,7 @@ FLAT = replace(
     attention=(AttentionTable(128, 128, (128,), (1.0,), ((RATE,),), ((RATE / 2,),)),),
     layer=LinearTable((1,), (RATE,), (RATE / 2,)),
     head=LinearTable((1,), (RATE,), (RATE,)),
-    action=ActionOverhead((100.0, 200.0), (1.0, 2.0)),
+    action=ActionOverhead((100.0, 200.0), (1.0, 2.0), 2.5e-3),
     element_bytes_per_second=1e30,
     links={"node": Link(0.0, 1e9), "network": Link(0.0, 1e8)},
 )

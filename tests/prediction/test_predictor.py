@@ -121,6 +121,38 @@ def test_an_action_is_the_sum_of_its_parts() -> None:
         )
 
 
+def test_a_backward_sums_the_gradients_of_its_layers_and_head() -> None:
+    """Not of the embedding, whose look-up is charged with its gradient."""
+    mesh = Mesh(pipeline=2, tensor=2)
+    without = predictor(mesh)
+    latency = without.latency
+    summing = replace(
+        without,
+        latency=replace(
+            latency, profile=replace(latency.profile, action=ActionOverhead(parameter_ns=0.5))
+        ),
+    )
+    bare = replace(
+        without,
+        latency=replace(latency, profile=replace(latency.profile, action=ActionOverhead())),
+    )
+    cost = without.micro_batch([Slice(0, 0, 0, 3000)], "per_sequence")
+    layers = [len(stage) for stage in without.stages]
+    shape = latency.shape
+    (layer,) = shape.kinds
+    matrices = layer.attention_parameters + layer.feed_forward_parameters
+    of_layer = matrices // 2 + layer.vector_parameters
+    head = shape.vocab_size // 2 * shape.dim + shape.dim
+    for stage, parameters in ((0, layers[0] * of_layer), (1, layers[1] * of_layer + head)):
+        forward, backward = (
+            with_sums - none
+            for with_sums, none in zip(
+                summing.action_ns(stage, cost), bare.action_ns(stage, cost), strict=True
+            )
+        )
+        assert (forward, backward) == (0, round(parameters / 2))
+
+
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(context=2, tensor=2)], ids=str)
 def test_recomputation_adds_a_forward_to_the_backward(mesh: Mesh) -> None:
     model = predictor(mesh)

@@ -14,10 +14,17 @@ from lightning_wlb.cli.main import main
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Profile
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import GRIDS, QUICK_GRIDS, measure
+from lightning_wlb.profiling import GRIDS, Grid, measure
 from lightning_wlb.profiling.bench import Bench, Stages, affine
 
-COARSE = QUICK_GRIDS["cpu"]
+COARSE = Grid(
+    queries=(1, 16, 128, 1024),
+    keys_per_query=(1.0, 1.5, 4.0, 32.0),
+    pairs=2**20,
+    rows=(32, 256, 1024),
+    repeats=2,
+    held_out=2,
+)
 CONFIG = TransformerConfig.preset("tiny")
 
 
