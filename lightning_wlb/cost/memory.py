@@ -72,8 +72,8 @@ class MemoryModel:
         accelerator: whether the device is no CPU. A CPU's RMSNorm is not one kernel, and also
             saves the normalised rows; its loss head takes fewer rows at a time.
         reduce_dtype: of what tensor- and context-parallel ranks send to be added up.
-        kernel: the attention kernel, named as in :class:`.Profile`; another name stands for a
-            FlashAttention-2.
+        kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; another
+            name stands for a FlashAttention-2.
     """
 
     shape: ModelShape

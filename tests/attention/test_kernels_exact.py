@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_wlb.attention import kernels_exact
 from lightning_wlb.attention.kernel import AttentionOptions
@@ -52,6 +55,18 @@ def test_every_call_gives_the_same_bits_in_the_dtype_of_the_queries(dtype: torch
     assert {x.dtype for x in once} == {dtype}
     for x, y in zip(once, again, strict=True):
         assert torch.equal(x, y)
+
+
+def test_all_of_it_is_on_the_device_of_the_queries() -> None:
+    """Forward and backward on tensors without memory, which mix with no others."""
+    *inputs, gradient = (x.to("meta") for x in random_inputs(SEGMENTS, 4, 2))
+    inputs.append(torch.empty(4, device="meta", dtype=torch.float64))
+    metadata = metadata_of(SEGMENTS)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return exact_attention(q, k, v, metadata, replace(OPTIONS, sinks=sinks))
+
+    assert {x.device.type for x in results(attend, inputs, gradient)} == {"meta"}
 
 
 def test_segments_without_queries_or_keys_for_them_are_refused() -> None:
