@@ -78,7 +78,7 @@ def train_rank(
                 micro_batches=options["micro_batches"],
                 packing=packing.removesuffix(BY_PROFILE),
                 seed=seed,
-                profile=profile if packing.endswith(BY_PROFILE) else None,
+                profile=profile if packing.endswith(BY_PROFILE) else "none",
                 num_workers=0,
             )
             steps = train(CONFIG, Mesh(pipeline=ranks), data, counted=counted, max_epochs=1)

@@ -10,8 +10,9 @@ name       kernel                                        dtypes              dev
 ``cpu``    torch's CPU kernel, two calls per segment     float16 to float64  CPU     nothing
 ``exact``  dense attention of each segment, for tests    float16 to float64  both    nothing
 ``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)  float16, bfloat16   CUDA    softcap
+``flash``  FlashAttention-3, on Hopper                   float16, bfloat16   CUDA    sinks
 ``flash``  ``flash_attn`` from 2.6.2 on, below 3         float16, bfloat16   CUDA    sinks
-``flash``  ``flash_attn``, older 2.x or 4.x              float16, bfloat16   CUDA    sinks, softcap
+``flash``  ``flash_attn`` from 2.4.1 on, or 4.x          float16, bfloat16   CUDA    sinks, softcap
 =========  ============================================  ==================  ======  ==============
 
 ``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
@@ -68,7 +69,7 @@ BACKENDS: dict[str, Loader] = {
 # What the backends for CUDA alone need.
 _PACKAGES = {
     "torch": "torch 2.11 or newer built for CUDA",
-    "flash": "the package flash-attn (2.x) or flash-attn-4 (4.x)",
+    "flash": "flash-attn (2.4.1 or newer), FlashAttention-3 on Hopper, or flash-attn-4",
 }
 
 
@@ -87,8 +88,8 @@ def available_backends() -> list[str]:
 def kernel_name(backend: str, device: torch.device | str) -> str:
     """Which kernel a backend runs on a device of this machine, by the name that profiles give it.
 
-    One of ``"cpu"``, ``"torch (FlashAttention-2)"``, ``"flash_attn 2"``, ``"flash_attn 4"`` and
-    ``"exact"``. A library for CUDA is imported for CUDA devices only.
+    One of ``"cpu"``, ``"torch (FlashAttention-2)"``, ``"flash_attn 2"``, ``"flash_attn 3"``,
+    ``"flash_attn 4"`` and ``"exact"``. A library for CUDA is imported for CUDA devices only.
 
     Raises:
         ValueError: as :class:`.VarlenAttention` does, or if the backend does not run there.
@@ -133,8 +134,10 @@ class VarlenAttention:
         if backend == "auto":
             self._kernels["cpu"] = _load("cpu")
             if torch.cuda.is_available():
-                name = "flash" if "flash" in available_backends() else "torch"
-                self._kernels["cuda"] = _load(name)
+                try:
+                    self._kernels["cuda"] = _load("flash")
+                except ImportError:
+                    self._kernels["cuda"] = _load("torch")
             return
         try:
             loaded = _load(backend)

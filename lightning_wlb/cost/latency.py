@@ -234,10 +234,17 @@ class LatencyModel:
             self.profile.head, rows, 3 * flops if backward else flops, backward
         ) + self._traffic_ns(self.head_traffic(rows, backward=backward))
 
-    def action_ns(self, rows: int, *, backward: bool) -> int:
-        """What a pass through a stage takes besides layers and ends."""
+    def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
+        """What a pass through a stage takes besides layers and ends.
+
+        Args:
+            rows: of the micro-batch on the rank.
+            parameters: of the stage's layers and head on the rank.
+            backward: the backward pass; else the forward pass.
+        """
         overhead = self.profile.action
-        return round(overhead.ns[backward] + rows * overhead.row_ns[backward])
+        sums = parameters * overhead.parameter_ns if backward else 0.0
+        return round(overhead.ns[backward] + rows * overhead.row_ns[backward] + sums)
 
     # Communication
 

@@ -98,10 +98,20 @@ class ActionOverhead:
     Args:
         ns: per action of any size, (forward, backward).
         row_ns: per row of the micro-batch, (forward, backward).
+        parameter_ns: per parameter of the stage's layers and head, in a backward: its gradient is
+            added to the sums of the step.
     """
 
     ns: tuple[float, float] = (0.0, 0.0)
     row_ns: tuple[float, float] = (0.0, 0.0)
+    parameter_ns: float = 0.0
+
+    def __add__(self, other: ActionOverhead) -> ActionOverhead:
+        return ActionOverhead(
+            ns=(self.ns[0] + other.ns[0], self.ns[1] + other.ns[1]),
+            row_ns=(self.row_ns[0] + other.row_ns[0], self.row_ns[1] + other.row_ns[1]),
+            parameter_ns=self.parameter_ns + other.parameter_ns,
+        )
 
 
 @dataclass(frozen=True)

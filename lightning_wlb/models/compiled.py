@@ -4,8 +4,8 @@ A function is compiled once for any number of rows: that dim is marked dynamic, 
 as they are. It must compile as one graph, so that nothing falls back unseen. Its parameters are
 arguments, so that a step may bring other tensors of the same shapes, as gathered ones are.
 
-Eagerly run in any case: fewer than two rows, which inductor would compile again for; a dispatch
-mode that looks at every operation; ``torch.compiler.set_stance("force_eager")``.
+Run as they are in any case: on fewer than two rows, for which inductor would compile again; under a
+dispatch mode, which looks at every operation; inside :func:`uncompiled`.
 
 Cost: seconds of compiler time for each function, at its first call with gradients and again at its
 first without; some tens of microseconds of checks for each call. Not for functions that communicate
@@ -19,7 +19,8 @@ repeated bit for bit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,34 +31,54 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Function = Callable[..., Tensor]
 
+_uncompiled = False  # of the process: on CUDA backward recomputes in a thread of autograd's
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run functions as they are, of all models of this process.
+
+    For a forward under a dispatch mode and a backward without, which must recompute the same.
+    """
+    global _uncompiled
+    before, _uncompiled = _uncompiled, True
+    try:
+        yield
+    finally:
+        _uncompiled = before
+
 
 class Compiler:
-    """Compiles the functions of one model, until one of them cannot be compiled.
+    """What the compiled functions of one model share: whether a failure has been told.
 
     Attributes:
-        failure: why functions run as they are; None as long as they are compiled.
+        failure: of the first function that could not be compiled; None so far.
     """
 
     def __init__(self) -> None:
         self.failure: str | None = None
 
-    def fail(self, error: Exception) -> None:
-        """Compile nothing from here on, and say so once."""
+    def tell(self, error: Exception) -> None:
+        """Warn of the first failure; the others have the same cause as a rule."""
+        if self.failure is not None:
+            return
         # The rest of such a message is about stack traces and how to report a bug.
-        cause = str(error).strip().split("\n\n")[0]
-        self.failure = f"{type(error).__name__}: {cause}"
+        self.failure = f"{type(error).__name__}: {str(error).strip().split(chr(10) * 2)[0]}"
         warnings.warn(
-            "compile=True: torch.compile fails here, so this process runs the model's blocks"
+            "compile=True: torch.compile fails here, so this process runs blocks of the model"
             f" uncompiled, which is slower and as exact. The cause is {self.failure}\nIf a C++"
-            " compiler is missing, install one (g++, or set CXX); if the limit of recompilations"
-            " was reached by other models of this process, call torch.compiler.reset() between"
-            " them; else set compile=False.",
+            " compiler is missing, install one (g++, or set CXX); if other models of this process"
+            " have reached the limit of recompilations, call torch.compiler.reset() between them;"
+            " else set compile=False.",
             stacklevel=2,
         )
 
 
 class Compiled:
     """A function, compiled at its first call.
+
+    One that fails is not tried again, and others are not given up for it: what a forward has run
+    compiled, its recomputation in backward must run compiled too.
 
     Args:
         compiler: of the model.
@@ -72,11 +93,13 @@ class Compiled:
         self._compiler, self._function, self._rows = compiler, function, rows
         self._eager = function if eager is None else eager
         self._compiled: Function | None = None
+        self._failed = False
 
     def __call__(self, *args: Any) -> Tensor:
         """The function's value."""
         if (
-            self._compiler.failure is not None
+            _uncompiled
+            or self._failed
             or len(args[0]) < 2
             or is_in_torch_dispatch_mode(include_infra_modes=False)
         ):
@@ -85,7 +108,8 @@ class Compiled:
             return self._run(*args)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # Raised before anything of the function has run.
-            self._compiler.fail(error)
+            self._failed = True
+            self._compiler.tell(error)
             return self._eager(*args)
 
     def _run(self, *args: Any) -> Tensor:

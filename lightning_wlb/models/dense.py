@@ -62,7 +62,7 @@ class Dense:
 
     @classmethod
     def compiled(cls) -> Dense:
-        """Compiled for one model; if one of them cannot be, all run as they are."""
+        """Compiled for one model; one that cannot be runs as it is."""
         compiler = Compiler()
         return cls(
             Compiled(compiler, rms_norm),

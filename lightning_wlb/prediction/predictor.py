@@ -18,7 +18,7 @@ simulation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -127,8 +127,9 @@ class Predictor:
             latency.mesh,
             latency.profile.dtype,
             self.rest_dtype,
-            fused_norm=latency.profile.device_type != "cpu",
+            accelerator=latency.profile.device_type != "cpu",
             reduce_dtype=latency.reduce_dtype,
+            kernel=latency.profile.kernel,
         )
         return StepMemory.of(model, self.stages)
 
@@ -301,11 +302,13 @@ class Predictor:
 
     def _rest_ns(self, parts: StageParts, rows: int) -> tuple[int, int]:
         """What a stage takes for so many rows beside its layers, forward and backward."""
-        key = parts.embedding, parts.head, rows
+        key = parts, rows
         if key not in self._rests:
             latency = self.latency
+            # The gradient of an embedding is in the time of its look-up.
+            summed = self.memory.model.parameters(replace(parts, embedding=False))
             forward, backward = (
-                latency.action_ns(rows, backward=each)
+                latency.action_ns(rows, summed, backward=each)
                 + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
                 + (latency.head_ns(rows, backward=each) if parts.head else 0)
                 for each in PASSES
@@ -314,8 +317,8 @@ class Predictor:
         return self._rests[key]
 
     @cached_property
-    def _rests(self) -> dict[tuple[bool, bool, int], tuple[int, int]]:
-        """By ends and rows: rows recur from plan to plan, there are thousands of them at most."""
+    def _rests(self) -> dict[tuple[StageParts, int], tuple[int, int]]:
+        """By parts and rows: rows recur from plan to plan, there are thousands of them at most."""
         return {}
 
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:

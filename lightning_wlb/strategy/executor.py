@@ -24,6 +24,7 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.sample import Sample
+from lightning_wlb.models.compiled import uncompiled
 from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
@@ -137,7 +138,7 @@ class Executor:
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
         # What is counted in forward must be what a recomputation in backward saves again.
-        eager = torch.compiler.set_stance("force_eager") if self.activations else nullcontext()
+        eager = uncompiled() if self.activations else nullcontext()
         gathered = self.gathering.step(programs[place], shared)
         with eager, reducing_in(self.reduce_dtype), gathered:
             if self.activations is not None:

@@ -15,13 +15,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
 
-import torch
-from lightning.pytorch.utilities.memory import is_out_of_cpu_memory
-
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.plan import MicroBatch, Recompute
 from lightning_wlb.prediction.memory import StepMemory, most_open
+from lightning_wlb.profiling.memory import is_out_of_memory
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.cuda_settings import ALLOCATOR, EXPANDABLE, has_expandable_segments
 from lightning_wlb.strategy.executor import Executor
@@ -46,12 +44,6 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
         if is_out_of_memory(error) and (batch := HERE.batch) is not None:
             error.add_note(note(HERE.action, batch, executor.pipeline, memory()))
         raise
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the machine had no memory left."""
-    out = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return out or is_out_of_cpu_memory(error)
 
 
 def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: MemoryModel) -> str:

@@ -311,10 +311,17 @@ class WLBStrategy(ChoosingStrategy):
     def _memory_model(self) -> MemoryModel:
         module, precision = self.lightning_module, self.precision_plugin
         assert isinstance(module, LanguageModule)
-        dtype, rest = name_of(precision.compute_dtype), name_of(precision.parameter_dtype)
-        fused = self.root_device.type != "cpu"
-        reduced = name_of(self.reduce_dtype)
-        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused, reduced)
+        assert module.model is not None
+        device = self.root_device.type
+        return MemoryModel(
+            module.model_shape,
+            self.mesh,
+            name_of(precision.compute_dtype),
+            name_of(precision.parameter_dtype),
+            accelerator=device != "cpu",
+            reduce_dtype=name_of(self.reduce_dtype),
+            kernel=module.model.attention_kernel.kernel_name(device),
+        )
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

@@ -26,7 +26,7 @@ FLAT = replace(
     attention=(AttentionTable(128, 128, (128,), (1.0,), ((RATE,),), ((RATE / 2,),)),),
     layer=LinearTable((1,), (RATE,), (RATE / 2,)),
     head=LinearTable((1,), (RATE,), (RATE,)),
-    action=ActionOverhead((100.0, 200.0), (1.0, 2.0)),
+    action=ActionOverhead((100.0, 200.0), (1.0, 2.0), 2.5e-3),
     element_bytes_per_second=1e30,
     links={"node": Link(0.0, 1e9), "network": Link(0.0, 1e8)},
 )
@@ -92,8 +92,8 @@ def test_the_ends_and_the_overhead() -> None:
     flops = 2 * 1000 * 4096 * 32000
     assert model.head_ns(1000, backward=False) == round(flops / RATE * 1e9)
     assert model.head_ns(1000, backward=True) == round(3 * flops / RATE * 1e9)
-    assert model.action_ns(50, backward=False) == 150
-    assert model.action_ns(50, backward=True) == 300
+    assert model.action_ns(50, 10**6, backward=False) == 150
+    assert model.action_ns(50, 10**6, backward=True) == 300 + 2_500
 
 
 def test_short_micro_batches_pay_for_low_utilisation() -> None:

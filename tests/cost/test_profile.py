@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_wlb.cost.profile import AttentionTable, Link, Profile, shipped_profiles
+from lightning_wlb.cost.profile import (
+    ActionOverhead,
+    AttentionTable,
+    Link,
+    Profile,
+    shipped_profiles,
+)
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
@@ -90,12 +96,15 @@ def test_the_rates_of_flash_attention_2_are_those_of_the_stated_fit(
                 assert rate == pytest.approx(best * 1e12 * pairs / 128**2 / tiles, rel=1e-5)
 
 
-def test_a_profile_of_another_kernel_of_the_device_differs_in_attention_alone() -> None:
+def test_a_profile_of_another_kernel_of_the_device_differs_in_attention_and_sums() -> None:
     for name in ("h100", "h200"):
         fast, slow = Profile.load(name), Profile.load(f"{name}-fa2")
-        told = {"name", "sources", "date", "kernel", "attention"}
+        told = {"name", "sources", "date", "kernel", "attention", "action"}
         changed = {each for each in vars(fast) if getattr(fast, each) != getattr(slow, each)}
         assert changed == told
+        # 12 bytes of memory traffic for each parameter and backward.
+        each = round(12e9 / slow.element_bytes_per_second, 6)
+        assert slow.action == fast.action + ActionOverhead(parameter_ns=each)
 
 
 def test_the_nearest_head_size_is_taken() -> None:
@@ -124,7 +133,7 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
 
 def test_a_name_that_is_nothing_lists_the_shipped() -> None:
     with pytest.raises(
-        ValueError, match=r"'v100' is neither shipped \(.*h100, h100-fa2, h200, h200-fa2\) nor a"
+        ValueError, match=r"'v100' is neither shipped \(.*h100-fa2, h200, h200-fa2\) nor"
     ):
         Profile.load("v100")
 
