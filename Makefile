@@ -29,7 +29,7 @@ test: $(VENV)/ready  ## run the tests (CPU only, 8 minutes on two cores)
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device; RUN=python3: with that as it is
-	@$(RUN) -m pytest -m gpu
+	@$(RUN) -m pytest -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
 
 # Debian: apt-get install slurm-wlm munge
 test-slurm: $(VENV)/ready  ## run the tests that start a Slurm of two virtual nodes (where it is installed)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from itertools import pairwise
-from statistics import median
 
 import numpy as np
 import torch
@@ -18,6 +15,9 @@ from lightning_wlb.attention.kernels_gpu import flash_library
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.profiling.timing import make_timer
+
+REPEATS = 5
 
 Segments = tuple[list[int], list[int]]
 """Queries and keys of each segment."""
@@ -33,7 +33,7 @@ class Kernel:
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self._attention = VarlenAttention()
+        self._attention, self._timer = VarlenAttention(), make_timer(device)
 
     def ms(self, segments: Segments, *, ranks: int = 1, backward: bool = True) -> float:
         """One call over segments, of the heads of one of ``ranks`` ranks that split them."""
@@ -81,12 +81,12 @@ class Kernel:
         for leaf in leaves:
             leaf.requires_grad_(backward)
 
-        def run() -> None:
-            out = call(*leaves)
+        def back(out: Tensor) -> None:
             if backward:
-                torch.autograd.grad(out, leaves, gradient)
+                torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
-        return milliseconds(run, self.device)
+        seconds = self._timer.medians(lambda: call(*leaves), back, REPEATS)
+        return float(seconds[: 1 + backward].sum()) * 1e3
 
 
 def bare_call(name: str, metadata: AttentionMetadata) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -120,36 +120,3 @@ def bare_call(name: str, metadata: AttentionMetadata) -> Callable[[Tensor, Tenso
         return out[0] if isinstance(out, tuple) else out
 
     return call
-
-
-def milliseconds(function: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call after some that warm up, about half a second of calls in all.
-
-    On CUDA by events. Short calls are timed several at a time, and nothing waits for the device in
-    between: it would have nothing to do while the host launches, and that is not the kernel's time.
-    """
-    if device.type != "cuda":
-        function()
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            function()
-            times.append((time.perf_counter() - begin) * 1e3)
-        return median(times)
-    once = _between(function, 1, 1)[0]
-    count = int(min(max(2 / once, 1), 50))
-    rounds = int(min(max(500 / (once * count), 2), 10))
-    return median(_between(function, count, rounds)) / count
-
-
-def _between(function: Callable[[], object], count: int, rounds: int) -> list[float]:
-    """Milliseconds of each of some rounds of calls on the device."""
-    function()  # it runs while the first event and what follows are launched
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-    events[0].record()
-    for event in events[1:]:
-        for _ in range(count):
-            function()
-        event.record()
-    events[-1].synchronize()
-    return [begin.elapsed_time(end) for begin, end in pairwise(events)]

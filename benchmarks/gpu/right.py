@@ -1,9 +1,10 @@
 """Part 1: whether it is right on this device: the project's own tests, file by file.
 
 A row is one run of pytest in a process of its own, so that a crash of the device costs no other
-row: every file that has tests marked ``gpu``, and gradients of whole runs against one process. It
-holds how many passed, failed and were skipped, what failed with its error, what was skipped with
-the reason, and the figures that tests have recorded (``record_property``).
+row: every file that has tests marked ``gpu``, and then tests of gradients that run on any device
+(``--device``), in float64 with the attention kernel ``exact``: dense attention is their definition
+(:data:`GRADIENTS`). A row holds how many tests passed, failed and were skipped, what failed with
+its error, what was skipped with the reason, and figures that tests have recorded.
 
 Tests run with this interpreter; pytest and hypothesis are all that they need beside the package.
 """
@@ -23,8 +24,24 @@ from benchmarks.gpu.recording import Figures, Row, Run
 
 ROOT = Path(__file__).parents[2]
 MARK = "pytest.mark.gpu"
+ROW_SECONDS = 150
+"""Limit of one row, so that ranks that wait for each other cost no other row."""
+
 MOST_TEXT = 2000
 """Characters of an error that are kept, its end."""
+
+
+GRADIENTS: dict[str, tuple[str, ...]] = {
+    "gradients of a step": ("tests/models/test_language_module.py", "-k", "oracle"),
+    "gradients of packed rows": ("tests/models/test_transformer.py", "-k", "gradients"),
+    "three steps of one process": ("tests/strategy/test_reference.py",),
+    "three steps, one rank": ("tests/strategy/test_gradients.py", "-k", "1x1x1x1"),
+    "three steps, pipeline 2 on one device": ("tests/strategy/test_gradients.py", "-k", "1x2x1x1"),
+    "three steps, context 2 on one device": ("tests/strategy/test_gradients.py", "-k", "1x1x2x1"),
+    "three steps, data 2 on one device": ("tests/strategy/test_gradients.py", "-k", "2x1x1x1"),
+    "three steps, tensor 2 on one device": ("tests/strategy/test_gradients.py", "-k", "1x1x1x2"),
+}
+"""What is run of the tests of gradients, from the smallest on."""
 
 
 def files_with_gpu_tests() -> list[str]:
@@ -37,9 +54,13 @@ def files_with_gpu_tests() -> list[str]:
 
 
 def rows(run: Run) -> list[Row]:
-    """The files."""
-    files = files_with_gpu_tests()[:1] if run.small else files_with_gpu_tests()
-    return [(file, partial(tested, run, file, "-m", "gpu")) for file in files]
+    """The files, and the tests of gradients; of either the first in a small run."""
+    device = ("--device", run.device.type, "--attention-backend", "exact")
+    files = [(file, partial(tested, run, file, "-m", "gpu")) for file in files_with_gpu_tests()]
+    gradients = [
+        (name, partial(tested, run, *arguments, *device)) for name, arguments in GRADIENTS.items()
+    ]
+    return [files[0], gradients[0]] if run.small else [*files, *gradients]
 
 
 def tested(run: Run, *arguments: str) -> dict[str, Any]:
@@ -57,7 +78,7 @@ def tested(run: Run, *arguments: str) -> dict[str, Any]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=run.left,
+            timeout=min(max(run.left - 10, 1), ROW_SECONDS),
         )
         if not report.exists():
             raise RuntimeError((ran.stdout + ran.stderr)[-MOST_TEXT:])

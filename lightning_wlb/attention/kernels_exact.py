@@ -6,8 +6,9 @@ gradients on a GPU can be compared with those of one process, or on a CPU.
 
 It is :func:`.dense_attention`, the definition of right, on the queries of a block and the keys that
 they may see. Backward makes each block's weights again and lets autograd differentiate them, so
-that a block is the most that is in memory. Half types are computed in float32. Results are bit for
-bit the same on every call: nothing is added up in an order that depends on time.
+that a block is the most that is in memory. Half types are computed in float32, which on CUDA is
+what ``torch.set_float32_matmul_precision`` says. Results are bit for bit the same on every call:
+nothing is added up in an order that depends on time.
 
 Cost: all pairs of a block of :data:`BLOCK` queries with its keys, masked ones included, in
 several tensors of heads · block · keys elements at a time, keys and values repeated for each query

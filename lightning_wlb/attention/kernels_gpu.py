@@ -96,7 +96,7 @@ def load_torch() -> Kernel:
 
 
 def load_flash() -> tuple[str, Kernel]:
-    """The package of FlashAttention that fits the device, with its name; :func:`flash_library`."""
+    """The package of FlashAttention that fits the device, with its name; :func:`.flash_library`."""
     function, version = flash_library()
 
     def attention(

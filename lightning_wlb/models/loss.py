@@ -12,9 +12,16 @@ states is the part that flows through this rank's words, which the backward of `
 up.
 
 One process in float32 or float64 uses ``torch.nn.functional.linear_cross_entropy`` where torch has
-it, with ``reduction="none"``. Its ``reduction="sum"`` computes gradients in forward, so that each
-micro-batch whose backward has not run yet holds a gradient as large as the output matrix; and in
-bfloat16 it rounds the loss, and the weight gradient at every chunk.
+it, with ``reduction="none"`` and our chunks: its own are of so few rows for large vocabularies that
+a CPU takes 1.5 times as long (``benchmarks/loss_head.py``). Its ``reduction="sum"`` computes
+gradients in forward, so that each micro-batch whose backward has not run yet holds a gradient as
+large as the output matrix; and in bfloat16 it rounds the loss of every row and, by default, the
+weight gradient at every chunk. Liger's fused loss computes gradients in forward too, and has
+kernels for accelerators only.
+
+Sums over chunks are in float32. On CUDA the products of half types come out in it too, and add to
+the gradient of the output matrix in place, without a copy in either type. That has been run with
+stand-ins for the two operators only (tests/models/test_loss.py).
 
 Cost: one extra product of hidden states and output matrix in backward, a third more than the head
 would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is faster.
@@ -31,13 +38,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.process_groups import group_size
+from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.data.batch import IGNORE
-
-CHUNK_LOGITS = 2**22
-"""Logits of one chunk (16 MiB in float32), unless that would leave a chunk of few rows."""
-
-MINIMUM_CHUNK_ROWS = 256
-"""Fewer rows than this starve the matrix product."""
 
 
 def token_loss(
@@ -64,7 +66,7 @@ def token_loss(
             labels,
             reduction="none",
             ignore_index=IGNORE,
-            options=torch.nn.LinearCrossEntropyOptions(),
+            options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_chunk_rows(weight)),
         )
         return losses.sum()
     return chunked_token_loss(hidden, weight, labels, group if parallel else None)
@@ -103,10 +105,14 @@ def _torch_is_exact(hidden: Tensor, weight: Tensor) -> bool:
     )
 
 
-def chunks(rows: int, words: int) -> list[slice]:
-    """Rows whose logits over ``words`` words exist at a time."""
-    size = max(CHUNK_LOGITS // max(words, 1), MINIMUM_CHUNK_ROWS)
+def chunks(rows: int, weight: Tensor) -> list[slice]:
+    """Rows whose logits by ``weight`` [words, dim] exist at a time."""
+    size = _chunk_rows(weight)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _chunk_rows(weight: Tensor) -> int:
+    return chunk_rows(weight.shape[0], weight.device.type != "cpu")
 
 
 def _terms(
@@ -161,8 +167,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         first_word = 0 if group is None else dist.get_rank(group) * words
         loss = hidden.new_zeros((), dtype=wide)
         log_sums = hidden.new_empty(hidden.shape[0], dtype=wide)
-        for chunk in chunks(hidden.shape[0], words):
-            logits = (hidden[chunk] @ weight.T).to(wide)
+        for chunk in chunks(hidden.shape[0], weight):
+            logits = _wide_product(hidden[chunk], weight.T, wide)
             terms, log_sum, peak = _terms(logits, labels[chunk], first_word, group)
             loss += terms.sum()
             log_sums[chunk] = log_sum + peak
@@ -178,8 +184,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks add up in float32 even where the weight is bfloat16.
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for chunk in chunks(hidden.shape[0], words):
-            slope = (hidden[chunk] @ weight.T).to(wide)
+        for chunk in chunks(hidden.shape[0], weight):
+            slope = _wide_product(hidden[chunk], weight.T, wide)
             slope -= log_sums[chunk, None]
             slope.exp_()
             column, here = _column(labels[chunk], ctx.first_word, words)
@@ -189,7 +195,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             if hidden_gradient is not None:
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:
-                weight_gradient += narrow.T @ hidden[chunk]
+                _add_product(weight_gradient, narrow.T, hidden[chunk])
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None
@@ -200,3 +206,25 @@ def _column(labels: Tensor, first_word: int, words: int) -> tuple[Tensor, Tensor
     column = labels - first_word
     here = (column >= 0) & (column < words)
     return column.masked_fill(~here, 0), here
+
+
+def _wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """``a @ b``, at least in float32."""
+    if _has_wide_products(a) and a.dtype != wide:
+        return torch.mm(a, b, out_dtype=wide)
+    return (a @ b).to(wide)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, which may be of a wider type."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif _has_wide_products(a):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _has_wide_products(a: Tensor) -> bool:
+    """Whether torch multiplies half types into float32 on the device (2.8 and newer on CUDA)."""
+    return a.is_cuda and torch.version.hip is None

@@ -127,8 +127,9 @@ class Predictor:
             latency.mesh,
             latency.profile.dtype,
             self.rest_dtype,
-            fused_norm=latency.profile.device_type != "cpu",
+            accelerator=latency.profile.device_type != "cpu",
             reduce_dtype=latency.reduce_dtype,
+            kernel=latency.profile.kernel,
         )
         return StepMemory.of(model, self.stages)
 

@@ -92,7 +92,9 @@ class Bench:
         self.backend, self.out_of_memory, self._until = backend, 0, until
         self._timer = make_timer(device)
         self._free = free_bytes(device)
-        self.rows = tuple(rows for rows in grid.rows if self._stage_bytes(rows) < self._free // 2)
+        self.rows = tuple(
+            rows for rows in grid.rows if self._stage_bytes(rows) < 3 * self._free // 4
+        )
         self._check_rows()
         # The latency model is asked for the traffic of a layer alone, so any profile's rates do.
         profile = replace(Profile.load("h100"), dtype=str(dtype).removeprefix("torch."))
@@ -321,7 +323,7 @@ class Bench:
     def _stage_bytes(self, rows: int) -> int:
         """What a micro-batch of so many rows takes on the stage of three layers."""
         dtype, cuda = str(self.dtype).removeprefix("torch."), self.device.type == "cuda"
-        model = MemoryModel(self.config.shape, dtype=dtype, fused_norm=cuda)
+        model = MemoryModel(self.config.shape, dtype=dtype, accelerator=cuda)
         parts = StageParts(layers=(3,))
         held = model.micro_batch_bytes(parts, rows) + model.transient_bytes(parts, rows, rows)
         return held + 2 * self._width * model.parameters(parts)
@@ -331,8 +333,8 @@ class Bench:
             raise ValueError(
                 f"no memory on {self.device} for three layers of dim {self.config.dim} and"
                 f" feed-forward {self.config.ffn_dim} with {self.grid.rows[0]} rows: of"
-                f" {self._free / 1e9:.1f} GB, layers may take half. Measure layers split over"
-                " fewer heads and a narrower feed-forward."
+                f" {self._free / 1e9:.1f} GB, layers may take three quarters. Measure layers split"
+                " over ranks: fewer heads and a narrower feed-forward."
             )
 
     def _if_it_fits(self, measure: Callable[[], Any]) -> Any:

@@ -50,8 +50,9 @@ class Held:
     """What :meth:`.CallTimer.held` found out.
 
     Attributes:
-        seconds: that the host took to queue the work; 0 where it does the work itself.
-        ahead: whether the device had begun with nothing of it by then.
+        seconds: that the host took to queue the work; 0 where it does the work itself, or waited
+            for the device meanwhile.
+        ahead: whether the device had begun with nothing of it by then, or no sleep is longer.
     """
 
     seconds: float = 0.0
@@ -135,9 +136,11 @@ class CUDATimer(CallTimer):
         asleep.record()
         start = time.perf_counter()
         yield held
-        held.seconds = time.perf_counter() - start
-        held.ahead = not asleep.query() or self._cycles == LONGEST_SLEEP
-        if not held.ahead:
+        seconds = time.perf_counter() - start
+        if not asleep.query():
+            held.seconds = seconds
+        elif self._cycles < LONGEST_SLEEP:
+            held.ahead = False
             self._cycles *= 2
 
     def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:

@@ -227,7 +227,10 @@ class Board(threading.Thread):
     def _gone(self, peer: Peer) -> None:
         """A rank's process has ended before its run was over."""
         if peer.place is None or self._verdict == "together":
-            self._alone(f"rank {peer.rank} has died without a word; it was at {peer.doing}")
+            cause = f"rank {peer.rank} has died without a word; it was at {peer.doing}"
+            if self._verdict != "alone":
+                self._say(cause)  # at once: NCCL may end this process, too, before it says more
+            self._alone(cause)
         elif self._verdict == "":
             self._alone(self._cause())
 

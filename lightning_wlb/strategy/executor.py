@@ -61,6 +61,8 @@ class Executor:
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
+        # Of the last step, while it has not been read: the step, and what each rank has told.
+        self._told: tuple[StepBatch, Tensor] | None = None
         # Of every rank in the last step; 0 where a rank computes none, or the same as another.
         self.losses: list[float] = []
 
@@ -90,8 +92,9 @@ class Executor:
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients travel from here on; :meth:`.Gathering.finish` waits for them. Collective over all
-        ranks.
+        Gradients travel from here on; :meth:`.Gathering.finish` waits for them. What the ranks have
+        told each other is not read yet where gradients are enabled: that would wait for the device,
+        and leave it nothing to do meanwhile. :meth:`read` does it. Collective over all ranks.
 
         Args:
             batch: this rank's part of the step.
@@ -150,22 +153,36 @@ class Executor:
         HERE.note(EXCHANGING, "the exchange that ends it")
         loss = self._total_loss(step.loss, batch, denominator)
         HERE.note(REDUCING, "its reduction" if training else "its end")
+        if not training:
+            self.read()
         return loss
+
+    def read(self) -> None:
+        """Take note of what the ranks have told each other in the last step: wait for the device.
+
+        Raises:
+            RuntimeError: naming the ranks and digests, if ranks hold different plans for the next.
+        """
+        assert self._told is not None, "a step has run"
+        (batch, told), self._told = self._told, None
+        losses, digests, notices = told.T.tolist()
+        check_digests(digests, f"step {batch.plan.step + 1}")
+        self._agreed = batch.next_digest or None
+        NOTICES.seen = reduce(or_, notices)
+        self.losses = torch.tensor(losses, dtype=torch.int64).view(torch.float64).tolist()
 
     def _total_loss(self, loss: Tensor, batch: StepBatch, denominator: int) -> Tensor:
         """Sum the loss over ranks; the next plan's digest and a notice travel along."""
         # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
         rank = self.pipeline.rank
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
-        bits = mine.to(torch.float64).view(torch.int64).item()
-        everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.bits])
-        check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
-        self._agreed = batch.next_digest or None
-        NOTICES.seen = reduce(or_, (row[2] for row in everyone))
-        losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
-        self.losses = losses.view(torch.float64).tolist()
-        total = losses.view(torch.float64).sum() / denominator
-        return total.to(device=self.pipeline.device, dtype=loss.dtype)
+        bits = mine.to(torch.float64).view(torch.int64)
+        # Filled in, since a copy from the host would wait for the device.
+        others = [bits.new_full((), number) for number in (batch.next_digest, NOTICES.bits)]
+        told = gather_from_all_ranks(torch.stack([bits, *others]))
+        self._told = batch, told
+        total: Tensor = told[:, 0].contiguous().view(torch.float64).sum() / denominator
+        return total.to(loss.dtype)
 
     def _check_agreement(self, batch: StepBatch) -> None:
         """Do nothing where the last step's exchange already covered this plan, else exchange."""
@@ -173,15 +190,11 @@ class Executor:
             return
         # Not xor, which the same store twice in a mixture would make 0.
         digest = sum(each.digest for each in batch.samples) % (1 << 63)
-        everyone = self._all_gather([batch.plan.digest, digest])
-        check_digests([row[0] for row in everyone], f"step {batch.plan.step}")
-        if len({row[1] for row in everyone}) > 1:
+        mine = torch.tensor([batch.plan.digest, digest], device=self.pipeline.device)
+        plans, samples = gather_from_all_ranks(mine).T.tolist()
+        check_digests(plans, f"step {batch.plan.step}")
+        if len(set(samples)) > 1:
             _refuse_samples(batch.samples)
-
-    def _all_gather(self, numbers: list[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.pipeline.device)
-        rows: list[list[int]] = gather_from_all_ranks(mine).tolist()
-        return rows
 
 
 @dataclass(eq=False, repr=False)

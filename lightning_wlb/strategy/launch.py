@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.strategy.checks import check_process_group, check_script, check_tasks
+from lightning_wlb.strategy.cuda_settings import prepare_cuda
 from lightning_wlb.strategy.faults import Faults
 from lightning_wlb.strategy.launcher import Launcher, die_with_launcher
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
@@ -115,6 +116,8 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         die_with_launcher()
         heed_requeue(self.cluster_environment)
+        if any(device.type == "cuda" for device in self.parallel_devices or ()):
+            prepare_cuda(self.num_processes * self.num_nodes)
         if self.cluster_environment.creates_processes_externally:
             return
         check_tasks()

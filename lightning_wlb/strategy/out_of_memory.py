@@ -21,6 +21,7 @@ from lightning_wlb.plan import MicroBatch, Recompute
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.profiling.memory import is_out_of_memory
 from lightning_wlb.schedule.actions import Action
+from lightning_wlb.strategy.cuda_settings import ALLOCATOR, EXPANDABLE, has_expandable_segments
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.whereabouts import HERE
@@ -95,11 +96,14 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
         reverse=True,
     )
     options = "; ".join(f"{option}: {_megabytes(saved)} less" for saved, option in less)
+    gaps = ""
+    if pipeline.device.type == "cuda" and not has_expandable_segments():
+        gaps = f" {ALLOCATOR}={EXPANDABLE} leaves fewer gaps between tensors of changing sizes."
     return (
         f"{said}. By the memory model this rank needs {_megabytes(held)}:"
         f" {_megabytes(model.state_bytes(parts))} for parameters, gradients and optimizer state,"
         f" the rest for {count} open micro-batches of {longest.rows} rows. What takes less:"
-        f" {options}."
+        f" {options}.{gaps}"
     )
 
 

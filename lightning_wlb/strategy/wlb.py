@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -135,8 +135,8 @@ class WLBStrategy(ChoosingStrategy):
             verify_checkpoints,
             reduce_dtype,
         )
-        # The loss of a step whose gradients are not reduced yet.
-        self._loss: Tensor | None = None
+        # A step that has run, and its loss, until its gradients are there.
+        self._ran: tuple[StepBatch, Tensor] | None = None
         self.executor: Executor | None = None
         self.guard = StepGuard(on_nonfinite)
 
@@ -183,11 +183,12 @@ class WLBStrategy(ChoosingStrategy):
             self._parallelize(trainer, module)
         elif previous is not self:
             self._adopt(previous)
+        self.model_to_device()
         assert self.executor is not None
         self.executor.reduce_dtype = self.reduce_dtype
         module.executor = self._run_step
         self._guard(trainer)
-        self._loss = None
+        self._ran = None
         Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -257,7 +258,22 @@ class WLBStrategy(ChoosingStrategy):
         model.parallelized_by = self  # type: ignore[assignment]
 
     def model_to_device(self) -> None:
-        """Nothing to do: parameters are made on their device."""
+        """Move the module's own buffers and metrics, and what it calls its device.
+
+        Not the model, which is made where it belongs; ``Module.to`` cannot replace its shards.
+        """
+        module = self.lightning_module
+        assert module is not None
+        split = {
+            name: child
+            for name, child in module._modules.items()
+            if child is not None and any(True for _ in child.parameters())
+        }
+        module._modules.update(dict.fromkeys(split))
+        try:
+            module.to(self.root_device)
+        finally:
+            module._modules.update(split)
 
     def _run_step(self, batch: StepBatch) -> Tensor:
         """What a LanguageModule's ``step`` calls instead of its own loop."""
@@ -267,15 +283,15 @@ class WLBStrategy(ChoosingStrategy):
         self.check_saves()
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
-            if self._loss is not None:
+            if self._ran is not None:
                 raise MisconfigurationException(
                     f"{type(module).__name__}.training_step called self.step more than once, or"
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
-            self._loss = self.executor.run(batch, denominator)
-            self.guard.ran(batch, self.executor.losses)
-            return self._loss.clone()
+            loss = self.executor.run(batch, denominator)
+            self._ran = batch, loss
+            return loss.clone()
         # Parameters gathered in inference mode could not train afterwards.
         with torch.inference_mode(False), torch.no_grad():
             return self.executor.run(batch, denominator)
@@ -295,31 +311,42 @@ class WLBStrategy(ChoosingStrategy):
     def _memory_model(self) -> MemoryModel:
         module, precision = self.lightning_module, self.precision_plugin
         assert isinstance(module, LanguageModule)
-        dtype, rest = name_of(precision.compute_dtype), name_of(precision.parameter_dtype)
-        fused = self.root_device.type != "cpu"
-        reduced = name_of(self.reduce_dtype)
-        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused, reduced)
+        assert module.model is not None
+        device = self.root_device.type
+        return MemoryModel(
+            module.model_shape,
+            self.mesh,
+            name_of(precision.compute_dtype),
+            name_of(precision.parameter_dtype),
+            accelerator=device != "cpu",
+            reduce_dtype=name_of(self.reduce_dtype),
+            kernel=module.model.attention_kernel.kernel_name(device),
+        )
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Wait for the step's gradients, which travel since its backwards, and set ``.grad``."""
-        ran, self._loss = self._loss, None
-        if closure_loss.requires_grad or ran is None or not _same(closure_loss, ran):
-            raise MisconfigurationException(
-                f"training_step returned a loss of {float(closure_loss):g}, but the step that ran"
-                f" has {'none' if ran is None else f'{float(ran):g}'}. WLBStrategy would not train"
-                " terms or factors of your own: the step's backward passes have already run."
-                " Return self.step(batch) as it is, and change the loss inside the model's head."
-            )
+        """Wait for the step's gradients, which travel since its backwards, and set ``.grad``.
+
+        The loss, and what the ranks have told each other, are read when all of that is queued on
+        the device, which would have nothing to do while they are waited for.
+        """
         assert self.executor is not None
         module = self.lightning_module
         assert module is not None
+        ran, self._ran = self._ran, None
+        if ran is None or closure_loss.requires_grad:
+            _refuse(closure_loss, None if ran is None else ran[1])
+        batch, loss = ran
         self.precision_plugin.pre_backward(closure_loss, module)
         self.executor.gathering.finish()
         add_tied_gradients(
             self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
         )
+        self.executor.read()
+        self.guard.ran(batch, self.executor.losses)
+        if not _same(closure_loss, loss):
+            _refuse(closure_loss, loss)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _tied_peer(self) -> int | None:
@@ -346,6 +373,15 @@ class WLBStrategy(ChoosingStrategy):
         if isinstance(module, LanguageModule):
             module.executor = None
         super().teardown()
+
+
+def _refuse(returned: Tensor, ran: Tensor | None) -> NoReturn:
+    raise MisconfigurationException(
+        f"training_step returned a loss of {float(returned):g}, but the step that ran has"
+        f" {'none' if ran is None else f'{float(ran):g}'}. WLBStrategy would not train terms or"
+        " factors of your own: the step's backward passes have already run. Return"
+        " self.step(batch) as it is, and change the loss inside the model's head."
+    )
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:

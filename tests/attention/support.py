@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions, Kernel
@@ -39,6 +40,22 @@ class Counter:
 
     def stop(self) -> None:
         self.stops += 1
+
+
+class Watched(TorchDispatchMode):
+    """The operators that run, and the elements of the largest tensor that one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
 
 
 def as_it_is(out: Tensor) -> Tensor:

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.attention import kernels_exact
 from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.kernels_exact import exact_attention
-from tests.attention.support import SEGMENTS, attending, metadata_of, random_inputs, results
+from tests.attention.support import (
+    SEGMENTS,
+    Watched,
+    attending,
+    metadata_of,
+    random_inputs,
+    results,
+)
 from tests.device import DEVICE
 
 OPTIONS = AttentionOptions(0.3, 100, 2.0)
-
-
-class Watched(TorchDispatchMode):
-    """The operators that run, and the elements of the largest tensor that one makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.largest = max(self.largest, out.numel())
-        return out
 
 
 def watched(segments: list[tuple[int, int]]) -> Watched:
@@ -65,6 +55,18 @@ def test_every_call_gives_the_same_bits_in_the_dtype_of_the_queries(dtype: torch
     assert {x.dtype for x in once} == {dtype}
     for x, y in zip(once, again, strict=True):
         assert torch.equal(x, y)
+
+
+def test_all_of_it_is_on_the_device_of_the_queries() -> None:
+    """Forward and backward on tensors without memory, which mix with no others."""
+    *inputs, gradient = (x.to("meta") for x in random_inputs(SEGMENTS, 4, 2))
+    inputs.append(torch.empty(4, device="meta", dtype=torch.float64))
+    metadata = metadata_of(SEGMENTS)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return exact_attention(q, k, v, metadata, replace(OPTIONS, sinks=sinks))
+
+    assert {x.device.type for x in results(attend, inputs, gradient)} == {"meta"}
 
 
 def test_segments_without_queries_or_keys_for_them_are_refused() -> None:

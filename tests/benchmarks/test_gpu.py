@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu import kernels, right
 from benchmarks.gpu.__main__ import PARTS, main, part
-from benchmarks.gpu.kernels import bare_call, milliseconds
+from benchmarks.gpu.kernels import bare_call
 from benchmarks.gpu.papers import PAPER, figure_10, figure_15, summary
 from benchmarks.gpu.papers import SMALL as SMALL_SIZES
 from benchmarks.gpu.recording import Run, machine, record
@@ -167,35 +167,6 @@ def test_the_bare_call_is_the_library_s_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "flash_library", lambda: (library, (2, 8, 3)))
     wanted = bare_call("cpu", metadata)(q, k, v)
     assert torch.equal(bare_call("flash_attn 2", metadata)(q, k, v), wanted)
-
-
-def test_on_cuda_nothing_waits_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of a hundredth of a millisecond are timed together, and the device waited for once."""
-    order: list[str] = []
-    clock = [0.0]
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            order.append("record")
-            self.at = clock[0]
-
-        def synchronize(self) -> None:
-            order.append("wait")
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.at - self.at
-
-    def call() -> None:
-        order.append("call")
-        clock[0] += 0.01
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert milliseconds(call, torch.device("cuda")) == pytest.approx(0.01)
-    assert order[:5] == ["call", "record", "call", "record", "wait"]
-    assert order[5:] == ["call", *["record", *["call"] * 50] * 10, "record", "wait"]
 
 
 @pytest.mark.parametrize(

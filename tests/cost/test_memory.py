@@ -64,7 +64,7 @@ def test_a_middle_stage_saves_what_the_model_says(recompute: Recompute, lengths:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     batch = replace(micro_batch(lengths), recompute=recompute)
-    memory = MemoryModel(CONFIG.shape, dtype="float32", fused_norm=False)
+    memory = MemoryModel(CONFIG.shape, dtype="float32", accelerator=False)
     predicted = memory.micro_batch_bytes(StageParts((3,)), batch.rows, recompute)
     assert predicted == saved_bytes(model, batch, hidden=True)
 
@@ -74,7 +74,7 @@ def test_a_last_stage_saves_what_the_model_says() -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     batch = micro_batch([100, 156])
-    memory = MemoryModel(CONFIG.shape, dtype="float32", fused_norm=False)
+    memory = MemoryModel(CONFIG.shape, dtype="float32", accelerator=False)
     predicted = memory.micro_batch_bytes(StageParts((1,), head=True), batch.rows)
     # torch's own loss in float32 keeps the head's input and no log-sums; ours keeps both.
     assert saved_bytes(model, batch, hidden=True) == pytest.approx(predicted, rel=0.01)
@@ -191,3 +191,47 @@ def test_tensor_parallel_ranks_share_idle_experts_too() -> None:
     )
     whole, norms = one.parameters(StageParts((1,))), LAYER.vector_parameters
     assert two.parameters(StageParts((1,))) == (whole - norms) // 2 + norms
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kv_heads", "elements"),
+    [
+        # Queries of 4 heads in float32, three segments with 128 rows more each; heads of 80 are
+        # padded to 96, also where gradients of keys and values are added up in float32.
+        ("flash_attn 2", 4, 4 * 4 * 96 * (1000 + 3 * 128)),
+        ("torch (FlashAttention-2)", 2, 4 * 4 * 96 * (1000 + 3 * 128) + 2 * 2 * 4 * 80 * 1500),
+        ("flash_attn 3", 2, 4 * 96 * (4 * (1000 + 3 * 128) + 2 * 2 * (1500 + 3 * 128))),
+        ("flash_attn 4", 4, 4 * 4 * 96 * (1000 + 3 * 128)),
+        ("", 4, 4 * 4 * 96 * (1000 + 3 * 128)),  # of a profile that does not say
+        ("exact", 4, 0),
+    ],
+)
+def test_kernels_on_cuda_add_gradients_up_beside_their_results(
+    kernel: str, kv_heads: int, elements: int
+) -> None:
+    wide = replace(CONFIG, heads=4, kv_heads=kv_heads, head_dim=80).shape
+
+    def inside(name: str) -> int:
+        return MemoryModel(wide, kernel=name).transient_bytes(
+            StageParts((1,)), 1000, 1500, segments=3
+        )
+
+    assert inside(kernel) - inside("cpu") == elements
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "dtype", "rows", "wanted"),
+    [
+        # float32 logits of 4,096 rows and the same in bfloat16; the matrix' gradient in both.
+        (True, "bfloat16", 20_000, 6 * (4096 * 128_256 + 128_256 * 64)),
+        (True, "bfloat16", 100, 6 * (100 * 128_256 + 128_256 * 64)),
+        (False, "float32", 20_000, 4 * (256 * 128_256 + 128_256 * 64)),
+    ],
+)
+def test_the_loss_head_holds_one_chunk_and_the_gradient_of_its_matrix(
+    accelerator: bool, dtype: str, rows: int, wanted: int
+) -> None:
+    shape = replace(CONFIG.shape, vocab_size=128_256)
+    memory = MemoryModel(shape, dtype=dtype, accelerator=accelerator)
+    assert memory.transient_bytes(StageParts((0,), head=True), rows, rows) == wanted
+    assert memory.transient_bytes(StageParts((0,)), rows, rows) == 0

@@ -19,6 +19,7 @@ def float32_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.filterwarnings("ignore:FLOPs not found")
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [

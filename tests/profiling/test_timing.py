@@ -92,9 +92,14 @@ def test_a_call_that_no_sleep_is_long_enough_for_counts_as_it_is(
     cuda: Callable[[float], Device],
 ) -> None:
     device = cuda(1.0)
-    seconds, _ = CUDATimer().seconds(lambda: device.run(2e-6, "call"))
+    timer = CUDATimer()
+    seconds, _ = timer.seconds(lambda: device.run(2e-6, "call"))
     assert device.log.count("sleep") == 1 + (LONGEST_SLEEP // FIRST_SLEEP).bit_length() - 1
     assert seconds == pytest.approx(1.0 + 2e-6 - LONGEST_SLEEP * CYCLE)
+    with timer.held() as held:
+        device.run(2e-6, "call")
+    assert held.ahead
+    assert held.seconds == 0.0  # it may have waited for the device
 
 
 @pytest.mark.parametrize(("seconds", "times"), [(0.0, 20), (2e-6, 20), (300e-6, 4), (0.2, 1)])

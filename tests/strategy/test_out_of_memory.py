@@ -27,7 +27,11 @@ LENGTHS = [8000, 6000, *[500] * 60]
 
 
 def told(
-    model: MemoryModel, number: int, action: Action | None, recompute: ActivationCheckpointing
+    model: MemoryModel,
+    number: int,
+    action: Action | None,
+    recompute: ActivationCheckpointing,
+    device: str = "cpu",
 ) -> tuple[str, StepBatch]:
     """The note of a rank of that number in a step of two replicas, and the step."""
     settings = DataSettings(
@@ -40,9 +44,8 @@ def told(
     batch = StepBatch(plan, 0, plan.replicas, [], {}, 0, False)
     half = SHAPE.layers // 2
     stages = range(half), range(half, SHAPE.layers)
-    cpu = torch.device("cpu")
-    rank = MESH.coordinate(number)
-    pipeline = Pipeline(rank, stages, "1f1b", {}, SHAPE.dim, torch.bfloat16, cpu)
+    rank, on = MESH.coordinate(number), torch.device(device)
+    pipeline = Pipeline(rank, stages, "1f1b", {}, SHAPE.dim, torch.bfloat16, on)
     return note(action, batch, pipeline, model), batch
 
 
@@ -96,6 +99,18 @@ def test_what_is_on_already_and_what_does_not_divide_is_not_advised() -> None:
     assert "tensor_parallel_size" not in text
     assert "context_parallel_size=2" in text
     assert "action" not in text.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "advised"),
+    [("cuda", "", True), ("cuda", "expandable_segments:True", False), ("cpu", "", False)],
+)
+def test_segments_that_grow_are_advised_on_a_gpu_without_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, settings: str, advised: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    text, _ = told(MemoryModel(SHAPE, MESH), 0, None, "auto", device)
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:True leaves fewer gaps" in text) is advised
 
 
 def runs_out(rank: int) -> list[tuple[str, list[str]]]:

@@ -74,7 +74,7 @@ class Head(nn.Module):
             return token_loss(hidden, local(self.projection.weight), labels, group)
         # Zero, and tied to the hidden states also where there is no row.
         total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for chunk in chunks(hidden.shape[0], self.projection.out_features):
+        for chunk in chunks(hidden.shape[0], local(self.projection.weight)):
             total = total + recomputed(self._loss)(hidden[chunk], labels[chunk])
         return total
 
