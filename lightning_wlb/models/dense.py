@@ -3,7 +3,7 @@
 :data:`EAGER` has them as they are. :meth:`Dense.compiled` has them compiled (:mod:`.compiled`):
 inductor then makes one kernel of a norm, one of a rotation, and one of SwiGLU's element-wise
 part, and backward computes cheap things again rather than reading them, so that autograd saves less
-than the memory model counts: of SwiGLU two matrices in place of four.
+than the memory model counts: of SwiGLU three matrices in place of four.
 
 Not fused: what lies on two sides of a collective, as the residual sum and the norm behind it.
 """
