@@ -36,7 +36,7 @@ def test_a_state_that_does_not_fit_is_no_step() -> None:
 def test_less_memory_costs_time_and_then_nothing_fits() -> None:
     mesh, steps = Mesh(4), []
     state = ClosedForm(EVEN).estimate(mesh).state_bytes
-    for activations in (2**36, 2**30, 2**29, 2**20):
+    for activations in (2**36, 2**31, 2**30, 2**20):
         usable = (state + activations) * 100 // 92
         asked = replace(EVEN, profile=replace(EVEN.profile, memory_bytes=usable))
         steps.append(ClosedForm(asked).estimate(mesh).step_ns)
