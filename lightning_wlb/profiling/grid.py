@@ -30,8 +30,8 @@ class Grid:
     Args:
         queries: of attention segments.
         keys_per_query: of attention segments.
-        pairs: most query-key pairs of a segment; points beyond repeat the rate of the last. On a
-            CPU those of a call, as far as it has several segments.
+        pairs: most query-key pairs of a segment; points beyond have a neighbour's rate. On a CPU
+            those of a call, as far as it has several segments.
         rows: of layers and of the head.
         repeats: of every measurement, of which the median counts.
         held_out: micro-batches that the finished profile is judged by.

@@ -43,7 +43,7 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
     h100 = Profile.load("h100")
     # As fast for a segment of one query as for long ones: without tiles or keys to copy.
     tileless = replace(
-        cpu,
+        h100,
         attention=(AttentionTable(shape.head_dim, 1, (1,), (1.0,), ((1e14,),), ((1e14,),)),),
         element_bytes_per_second=1e30,
     )
