@@ -37,7 +37,7 @@ def test_a_state_that_does_not_fit_is_no_step() -> None:
 def test_less_memory_costs_time_and_then_nothing_fits() -> None:
     mesh, steps = Mesh(4), []
     state = ClosedForm(EVEN).estimate(mesh).state_bytes
-    for activations in (2**36, 2**30, 2**29, 2**20):
+    for activations in (2**36, 3 * 2**29, 2**30, 2**20):
         asked = replace(EVEN, profile=with_usable(EVEN.profile, state + activations, mesh))
         steps.append(ClosedForm(asked).estimate(mesh).step_ns)
     assert steps[0] < steps[1] < steps[2]
