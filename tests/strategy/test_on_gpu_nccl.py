@@ -20,7 +20,7 @@ __all__ = ["on_cpu"]  # a fixture
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)], ids=str)
 def test_two_ranks_over_nccl_are_one_on_a_cpu(
     mesh: tuple[int, ...],
-    on_cpu: dict[str, Any],  # noqa: F811
+    on_cpu: dict[str, Any],
     record_property: Callable[[str, object], None],
 ) -> None:
     for found in ran(GPU, 2, mesh=mesh):
