@@ -44,7 +44,9 @@ from lightning_wlb.strategy.overhead import measure_overhead
 from lightning_wlb.strategy.searching import progress_bar
 
 SECONDS = 14.0
-"""Of the layers and kernels. Links and what actions take beside them need a few more."""
+"""That the layers and kernels may take; what is measured then is given up."""
+OVERHEAD_SECONDS = 4.0
+"""After which fewer samples do of what actions take beside them; and links take a second."""
 
 PHASES = 4
 """Attention, layers, memory, actions."""
@@ -141,7 +143,7 @@ def _measured(asked: Asked, link: Link, report: Callable[[str], None], leads: bo
             config, device=device, dtype=dtype, backend=backend, seconds=SECONDS, report=report
         )
         report("what actions take beside the model")
-        beside = measure_overhead(config, device, dtype, backend)
+        beside = measure_overhead(config, device, dtype, backend, OVERHEAD_SECONDS)
     if cuda:
         torch.cuda.empty_cache()
     if not leads:

@@ -14,9 +14,11 @@ run on a device.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -51,7 +53,11 @@ STEPS = 5
 
 
 def measure_overhead(
-    config: TransformerConfig, device: torch.device, dtype: torch.dtype, backend: str = "auto"
+    config: TransformerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    seconds: float = inf,
 ) -> ActionOverhead:
     """What actions take on this device beside those of the bare model. Not collective.
 
@@ -60,6 +66,7 @@ def measure_overhead(
         device: to measure.
         dtype: that the model computes in.
         backend: of attention.
+        seconds: after which no more samples are taken than two of each micro-batch.
     """
     forward, backward, counts = [], [], []
     with _one_rank(device) as mesh:
@@ -67,7 +74,7 @@ def measure_overhead(
             small = replace(config, layers=layers, vocab_size=VOCABULARY, tied_embeddings=False)
             pair = _Pair.of(small, device, dtype, backend, mesh)
             counts.append(sum(each.numel() for each in pair.bare.parameters()))
-            there, back = pair.more_ns()
+            there, back = pair.more_ns(seconds / 2)
             forward.append(there)
             backward.append(back)
     each = max(backward[1] - backward[0], 0.0) / (counts[1] - counts[0])
@@ -118,10 +125,13 @@ class _Pair:
             bare,
         )
 
-    def more_ns(self) -> tuple[float, float]:
+    def more_ns(self, seconds: float) -> tuple[float, float]:
         """By how much a forward and a backward of a run take longer, in ns."""
         samples: dict[tuple[bool, str], list[float]] = {}
+        until = time.monotonic() + seconds
         for number in range(STEPS):
+            if number > 2 and time.monotonic() > until:
+                break
             for in_run in (False, True):
                 for action, seconds in self._step(in_run):
                     if number:
