@@ -69,7 +69,7 @@ class LatencyModel:
         profile: of the device.
         shape: of the whole model.
         mesh: ranks along each axis.
-        reduce_dtype: of sums over tensor- and context-parallel ranks, where wider than the profile's.
+        reduce_dtype: of sums over tensor- and context-parallel ranks; at least the profile's.
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
