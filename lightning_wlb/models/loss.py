@@ -226,5 +226,5 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _has_wide_products(a: Tensor) -> bool:
-    """Whether torch multiplies half types into float32 on the device, added to float32 (2.10 and newer on CUDA)."""
+    """Whether torch multiplies half types into float32 on the device (on CUDA; adds from 2.10)."""
     return a.is_cuda and torch.version.hip is None
