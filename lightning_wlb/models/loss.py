@@ -172,6 +172,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             terms, log_sum, peak = _terms(logits, labels[chunk], first_word, group)
             loss += terms.sum()
             log_sums[chunk] = log_sum + peak
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, labels, log_sums)
         ctx.first_word = first_word
         return loss
@@ -196,6 +197,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:
                 _add_product(weight_gradient, narrow.T, hidden[chunk])
+            del slope, narrow
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None
