@@ -244,12 +244,15 @@ def test_a_device_is_measured_where_plans_depend_on_times() -> None:
 
 def test_what_a_checkpoint_brings_goes_before_a_measurement() -> None:
     base, other = measured(1.0), replace(measured(3.0), kernel="cpu")
+    base = replace(base, devices_per_node=2)
     gpu = replace(other, device_type="cuda")
     for brought, expected, measures in (
         (None, other, 1),
         (replace(base, kernel="cpu").to_json(), replace(base, kernel="cpu"), 0),
         ("", base, 0),  # that run could not measure, and went on by what it had
         (gpu.to_json(), other, 1),  # of another kind of device
+        # Of one rank a node: a mesh of two would lead to a node that nothing is known of.
+        (replace(base, kernel="cpu", devices_per_node=1).to_json(), other, 1),
     ):
         documents_ = data(CASE, profile=None)
         documents_.load_state_dict(
