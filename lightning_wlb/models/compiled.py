@@ -9,7 +9,8 @@ dispatch mode, which looks at every operation; inside :func:`uncompiled`.
 
 Cost: seconds of compiler time for each function, at its first call with gradients and again at its
 first without; some tens of microseconds of checks for each call. Not for functions that communicate
-or call a kernel of their own, which inductor has nothing to fuse with.
+or call a kernel of their own, which inductor has nothing to fuse with, nor for small layers on a
+CPU, where the checks take longer than they save.
 
 Run on CPUs only so far. On CUDA inductor chooses among Triton's kernels by time, so that sums may
 have another order in another process, unless ``torch.use_deterministic_algorithms`` is on.
