@@ -253,7 +253,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:
                 _add_product(weight_gradient, narrow.T, hidden[chunk])
-            del slope, narrow
+            del logits, narrow
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None
