@@ -14,9 +14,11 @@ run on a device.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -51,7 +53,11 @@ STEPS = 5
 
 
 def measure_overhead(
-    config: TransformerConfig, device: torch.device, dtype: torch.dtype, backend: str = "auto"
+    config: TransformerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    until: float = inf,
 ) -> ActionOverhead:
     """What actions take on this device beside those of the bare model. Not collective.
 
@@ -60,6 +66,10 @@ def measure_overhead(
         device: to measure.
         dtype: that the model computes in.
         backend: of attention.
+        until: when to give up, by ``time.monotonic``.
+
+    Raises:
+        TimeoutError: it is later than ``until``, and not all has been measured twice.
     """
     forward, backward, counts = [], [], []
     with _one_rank(device) as mesh:
@@ -67,7 +77,7 @@ def measure_overhead(
             small = replace(config, layers=layers, vocab_size=VOCABULARY, tied_embeddings=False)
             pair = _Pair.of(small, device, dtype, backend, mesh)
             counts.append(sum(each.numel() for each in pair.bare.parameters()))
-            there, back = pair.more_ns()
+            there, back = pair.more_ns(until)
             forward.append(there)
             backward.append(back)
     each = max(backward[1] - backward[0], 0.0) / (counts[1] - counts[0])
@@ -97,10 +107,11 @@ class _Pair:
         mesh: DeviceMesh,
     ) -> _Pair:
         def model() -> Transformer:
-            made = Transformer(config, attention_backend=backend)
+            with device:  # a host takes seconds to draw a billion parameters
+                made = Transformer(config, attention_backend=backend).to(dtype)
             for parameter in made.parameters():
                 torch.nn.init.normal_(parameter, std=0.02)
-            return made.to(device=device, dtype=dtype)
+            return made
 
         bare, run = model(), model()
         fsdp.shard(run, mesh)
@@ -118,10 +129,14 @@ class _Pair:
             bare,
         )
 
-    def more_ns(self) -> tuple[float, float]:
+    def more_ns(self, until: float) -> tuple[float, float]:
         """By how much a forward and a backward of a run take longer, in ns."""
         samples: dict[tuple[bool, str], list[float]] = {}
         for number in range(STEPS):
+            if time.monotonic() > until:
+                if number > 1:
+                    break
+                raise TimeoutError("what actions take beside the model took longer than it may")
             for in_run in (False, True):
                 for action, seconds in self._step(in_run):
                     if number:
