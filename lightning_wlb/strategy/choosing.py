@@ -164,9 +164,13 @@ class ChoosingStrategy(CheckpointStrategy):
         asked = self._to_measure(data)
         if asked is None:
             return
+        kernel = kernel_name(asked.backend, asked.device)
+        own = (asked.device.type, name_of(asked.dtype), kernel, f"{asked.ranks} ranks a node")
         if data.measured is not None:
             kept = Profile.from_json(data.measured) if data.measured else None
-            if kept is None or _fits(kept, asked):
+            if kept is None or (
+                _devices_of(kept) == own and (asked.network is None or "network" in kept.links)
+            ):
                 self.profile = kept or self.profile
                 return
             rank_zero_info(
@@ -244,12 +248,10 @@ class ChoosingStrategy(CheckpointStrategy):
         )
 
 
-def _fits(kept: Profile, asked: Asked) -> bool:
-    """Whether a profile that another run has measured is of such devices, on such nodes."""
-    kernel = kernel_name(asked.backend, asked.device)
-    wanted = (asked.device.type, name_of(asked.dtype), kernel, asked.ranks)
-    had = (kept.device_type, kept.dtype, kept.kernel, kept.devices_per_node)
-    return had == wanted and (asked.network is None or "network" in kept.links)
+def _devices_of(kept: Profile) -> tuple[str, ...]:
+    """What another run has measured, in words."""
+    ranks = f"{kept.devices_per_node} ranks a node"
+    return kept.device_type, kept.dtype, kept.kernel, ranks
 
 
 def _usual(schedule: str, virtual_stages: int | None) -> tuple[str, int]:
