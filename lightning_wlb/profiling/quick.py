@@ -3,8 +3,8 @@
 The same kernels and layers as for a profile that is kept, at fewer points, and nothing is held out
 of the fit. Rates between the points are interpolated as always, which is exact for a time that is
 proportional beside a constant. How large the points are follows from the speed of a matrix product,
-so that attention and layers take two fifths of the time each at most; what is still running at its
-end is given up. The link is not measured, since other processes would be needed.
+so that attention and layers take two fifths of the time each; points that would begin after its end
+are left out. The link is not measured, since other processes would be needed.
 
 Cost: half of the time given, mostly. Not for an error to quote: ``lightning-wlb profile`` has one.
 """
@@ -46,12 +46,12 @@ def measure_quickly(
         device: to measure.
         dtype: to compute in.
         backend: of attention.
-        seconds: that it may take at most.
+        seconds: after which no larger point is begun.
         report: called with what is being measured.
 
     Raises:
         ValueError: a dtype that profiles do not know.
-        TimeoutError: it took longer, or the smallest points would.
+        TimeoutError: the smallest points would take longer.
     """
     until = time.monotonic() + seconds
     speed = Bench(config, device, dtype, _grid(32, 32, 32)).best_product()

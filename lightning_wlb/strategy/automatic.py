@@ -44,7 +44,7 @@ from lightning_wlb.strategy.overhead import measure_overhead
 from lightning_wlb.strategy.searching import progress_bar
 
 SECONDS = 14.0
-"""That the layers and kernels may take; what is measured then is given up."""
+"""That the layers and kernels may take, before their larger points are left out."""
 OVERHEAD_SECONDS = 4.0
 """After which fewer samples do of what actions take beside them; and links take a second."""
 
