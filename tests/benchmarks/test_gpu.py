@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu import kernels, right
 from benchmarks.gpu.__main__ import PARTS, main, part
 from benchmarks.gpu.kernels import bare_call
+from benchmarks.gpu.page import page
 from benchmarks.gpu.papers import PAPER, figure_10, figure_15, summary
 from benchmarks.gpu.papers import SMALL as SMALL_SIZES
 from benchmarks.gpu.recording import Run, machine, record
@@ -192,6 +193,52 @@ def test_shares_of_kernels() -> None:
     assert found["largest_others"] == [
         {"name": "copy", "share": 0.2, "calls": 2},
         {"name": "add", "share": 0.05, "calls": 1},
+    ]
+
+
+def test_rows_as_tables() -> None:
+    rows = {
+        "one": {"ms": {"a": 1.23456, "b": 2}, "list": [1.0, 2.5], "steps": [{"x": 1, "y": "s|t"}]},
+        "two": {"ms": {"a": 3.0, "b": 4}, "list": []},
+        "bad": {"error": "ValueError: no\nsuch thing"},
+    }
+    shown = page(
+        {
+            "part": "train",
+            "device": "GPU",
+            "kernel": "k",
+            "versions": {"torch": "2"},
+            "small": False,
+        }
+        | {"rows": rows, "left_out": ["three"], "summary": {"best": {"x": 0.5}, "all": 7}}
+    )
+    assert shown.splitlines()[2:] == [
+        "GPU, attention by k; torch 2.",
+        "",
+        "|  | x |",
+        "|---|---:|",
+        "| best | 0.5 |",
+        "",
+        "|  | all |",
+        "|---|---:|",
+        "| summary | 7 |",
+        "",
+        "|  | ms: a | ms: b | list |",
+        "|---|---:|---:|---:|",
+        "| one | 1.235 | 2 | 1, 2.5 |",
+        "| two | 3 | 4 |  |",
+        "",
+        "|  | error |",
+        "|---|---:|",
+        "| bad | ValueError: no such thing |",
+        "",
+        "one: steps",
+        "",
+        "| x | y |",
+        "|---|---:|",
+        "| 1 | s/t |",
+        "",
+        "Left out at the limit: three.",
     ]
 
 
