@@ -232,7 +232,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             logits = _wide_product(hidden[chunk], weight.T, wide)
             terms, log_sums[chunk] = _terms(logits, labels[chunk], first_word, group, softmax)
             loss += terms.sum()
-            del logits
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, labels, log_sums)
         ctx.first_word, ctx.softmax = first_word, softmax
         return loss
@@ -253,7 +253,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:
                 _add_product(weight_gradient, narrow.T, hidden[chunk])
-            del logits, narrow  # before the next ones are made
+            del logits, narrow
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None

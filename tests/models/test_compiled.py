@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_wlb.models import loss
 from lightning_wlb.models.compiled import Compiled, Compiler, uncompiled
 from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.dense import Dense
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
@@ -97,7 +98,13 @@ def test_one_row_or_none_and_what_a_mode_looks_at_run_uncompiled(compiled):
     assert not compiled
     assert double(torch.ones(3)).tolist() == [2, 2, 2]
     ((_, options),) = compiled
-    assert options == {"fullgraph": True, "dynamic": False}
+    assert options == {"fullgraph": True, "dynamic": False, "options": None}
+    torch.use_deterministic_algorithms(True)
+    try:
+        Compiled(Compiler(), torch.neg)(torch.ones(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert compiled[-1][1]["options"] == {"deterministic": True}
 
 
 def broken(x):
@@ -185,3 +192,44 @@ def test_a_model_that_compiles_nothing_is_refused():
         Own(compile=True).configure_model()
     with pytest.raises(ValueError, match="compile='yes'"):
         LanguageModule(compile="yes")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_compiled_functions_equal_the_plain_ones_on_a_gpu(dtype, most):
+    check_functions("cuda", getattr(torch, dtype), most)
+
+
+def check_functions(device, dtype, most):
+    generator = torch.Generator().manual_seed(0)
+    rows, dim, heads, inner = 1000, 256, 4, 384
+
+    def draw(*shape, scale=0.1):
+        values = scale * torch.randn(*shape, generator=generator)
+        return values.to(device, dtype).requires_grad_()
+
+    hidden, angles = draw(rows, dim, scale=1.0), torch.rand(rows, dim // heads // 2)
+    table = torch.stack([angles.cos(), angles.sin()], -1).to(device)
+    swiglu = [draw(inner, dim), draw(inner, dim), draw(dim, inner)]
+    calls = {
+        "rms_norm": (hidden, draw(dim), 1e-5),
+        "rotated_heads": (hidden, table, draw(dim, dim)),
+        "swiglu": (hidden, *swiglu),
+    }
+    plain, compiled = Dense(), Dense.compiled()
+    for name, given in calls.items():
+        leaves = [each for each in given if isinstance(each, torch.Tensor) and each.requires_grad]
+        results = []
+        for functions in (plain, compiled):
+            out = getattr(functions, name)(*given)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for value, wanted in zip(*results, strict=True):
+            assert relative_error(value.detach(), wanted.detach()) <= most, name
+    weight, labels = draw(512, dim), torch.arange(rows, device=device) % 512
+    results = []
+    for functions in (plain, compiled):
+        total = loss.chunked_token_loss(hidden, weight, labels, None, functions.softmax)
+        results.append([total, *torch.autograd.grad(total, (hidden, weight))])
+    for value, wanted in zip(*results, strict=True):
+        assert relative_error(value.detach(), wanted.detach()) <= most
