@@ -6,7 +6,8 @@ one packing trains an epoch after the other, so that a drift of the machine meet
 
 * *best_fit*, the baseline;
 * *auto, work*: ``profile="none"``, so chosen by exact work;
-* *auto*: the default. The first run measures the device, later ones find that in the cache.
+* *auto*: the default. Its first run measures the device, the later ones find that in the cache.
+  What earlier runs have kept there is removed first, as the machine may have been busy then.
 
 Steps are timed from the batch to the optimizer's update; planning is reported apart, since it runs
 ahead in a loader worker. *replayed* are the processor times of the actions through the simulator,
@@ -22,6 +23,7 @@ Needs two cores and nothing else running. Prints a table and as its last line on
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -30,11 +32,11 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.measured import RankStep, replayed, train
-from benchmarks.slimpack_measured import CONFIG, chosen, documents
+from benchmarks.measured import RankStep, train
+from benchmarks.slimpack_measured import CONFIG, chosen, documents, figures
+from lightning_wlb.data.cached import cache_folders
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.ranks import run_ranks
 
 MESHES = {"pipeline 2": Mesh(pipeline=2), "data 2": Mesh(data=2)}
@@ -43,6 +45,7 @@ FIGURES = {
     "wall_us_per_token": "wall clock (µs/token)",
     "with_planning_us_per_token": "  with planning in line",
     "replayed_us_per_token": "  replayed CPU times",
+    "bubble": "  share of it without work",
     "micro_batches": "  micro-batches of a replica",
 }
 
@@ -66,38 +69,18 @@ def train_rank(rank: int, mesh: Mesh, options: dict[str, int]) -> dict[str, list
     return result
 
 
-def figures(mesh: Mesh, epoch: list[list[RankStep]]) -> dict[str, float]:
-    """One epoch of one packing; ``epoch`` by rank, then step."""
-    steps = list(zip(*epoch, strict=True))
-    plans = [StepPlan.from_json(each[0].plan) for each in steps]
-    tokens = sum(plan.tokens for plan in plans)
-    compute_ns = sum(
-        replayed(mesh, plan, [rank.compute for rank in each])[0].compute_ns
-        for plan, each in zip(plans, steps, strict=True)
-    )
-    first, last = epoch[0][0], epoch[0][-1]
-    counts = [len(replica.forward) for plan in plans for replica in plan.replicas]
-    return {
-        "tokens": tokens,
-        "steps": len(plans),
-        "wall_us_per_token": 1e6 * sum(max(rank.wall for rank in each) for each in steps) / tokens,
-        "with_planning_us_per_token": 1e6 * (last.begin + last.wall - first.begin) / tokens,
-        "replayed_us_per_token": compute_ns / 1e3 / tokens,
-        "micro_batches": sum(counts) / len(counts),
-    }
-
-
 def measured(mesh: Mesh, options: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Of each packing the medians over rounds, and the wall clock of every round."""
     by_rank = run_ranks(train_rank, 2, mesh, options, timeout=1800, process_group=False)
     result = {}
     for packing in PACKINGS:
         rounds = [
-            figures(mesh, [rank[packing][number] for rank in by_rank])
+            figures([rank[packing][number] for rank in by_rank], mesh)
             for number in range(options["rounds"])
         ]
         result[packing] = {name: median(each[name] for each in rounds) for name in rounds[0]}
-        result[packing]["by_round"] = [each["wall_us_per_token"] for each in rounds]
+        by_round = [each["wall_us_per_token"] for each in rounds]
+        result[packing]["wall_us_per_token_by_round"] = by_round
     return result
 
 
@@ -121,6 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     }
     if arguments.quick:
         options |= {"rounds": 1, "tokens": 16_000, "window": 2048}
+    for folder in cache_folders():
+        for kept in folder.glob("profile-*"):
+            shutil.rmtree(kept)
     documents()  # tokenised once, before the ranks ask for it
     runs = {name: measured(mesh, options) for name, mesh in MESHES.items()}
     rows = [
@@ -133,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
             each: {
                 name: of["best_fit"][name] / of[each][name]
                 for name in FIGURES
-                if name != "micro_batches"
+                if name.endswith("per_token")
             }
             for each in PACKINGS
         }

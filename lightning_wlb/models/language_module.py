@@ -66,9 +66,9 @@ class LanguageModule(L.LightningModule):
             ``"auto"``: where a device profile says what fits in memory, each plan says it for each
             micro-batch, with as little as fits; else ``"none"``.
         attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
-        compile: compile the model's blocks (norms, rotary embedding, feed-forward networks) by
-            ``torch.compile``, once for all lengths, in the first step. Where that fails there is a
-            warning, and they run as without.
+        compile: compile the model's blocks (norms, rotary embedding, feed-forward networks, the
+            loss's softmax) by ``torch.compile``, once for all lengths, in the first step. Where
+            that fails there is a warning, and they run as without.
         seed: of the initial weights; that of ``seed_everything`` if None, or else 0.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 The same kernels and layers as for a profile that is kept, at fewer points, and nothing is held out
 of the fit. Rates between the points are interpolated as always, which is exact for a time that is
-proportional beside a constant. How large the points are follows from the speed of a matrix product,
-and on a CPU from how much of it other processes leave, so that attention and layers take two fifths
-of the time each at most; what is still running at its end is given up. The link is not measured,
-since other processes would be needed.
+proportional beside a constant. How large the points are follows from the speed of a matrix product
+and from how much of the processor other processes leave, so that attention and layers take two
+fifths of the time each at most; what is still running at its end is given up. The link is not
+measured, since other processes would be needed.
 
 Cost: half of the time given, mostly. Not for an error to quote: ``lightning-wlb profile`` has one.
 """

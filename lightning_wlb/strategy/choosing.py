@@ -170,6 +170,10 @@ class ChoosingStrategy(CheckpointStrategy):
             if kept is None or (kept.device_type, kept.dtype, kept.kernel) == own:
                 self.profile = kept or self.profile
                 return
+            rank_zero_info(
+                f"WLBStrategy: the run was planned by {kept.provenance}. Here it goes on with"
+                f" {', '.join(own)}, which is measured anew."
+            )
         HERE.note(BETWEEN, "the measurement of the device")
         profile = agreed_profile(asked)
         data.measured = "" if profile is None else profile.to_json()
