@@ -7,6 +7,7 @@ otherwise. Where that fails their other rows go by the profile that is shipped.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import Grid, measure
 from lightning_wlb.strategy.devices import profile_of
+from lightning_wlb.strategy.overhead import measure_overhead
 
 LAYERS = ("7b", "llama3-8b")
 """Presets: as many key and value heads as query heads, and a quarter of them."""
@@ -52,14 +54,17 @@ def measured(run: Run, name: str, config: TransformerConfig) -> Profile:
         if (kept.device, kept.versions["torch"]) == (here, torch.__version__):
             return kept
         path.unlink()
+    dtype = dtype_of(run.device)
     profile = measure(
         config,
         name=f"measured-{name}",
         device=run.device,
-        dtype=dtype_of(run.device),
+        dtype=dtype,
         grid=SMALL_GRID if run.small else None,
         links=False,
     )
+    beside = measure_overhead(config, run.device, dtype)
+    profile = replace(profile, action=profile.action + beside)
     path.write_text(profile.to_json(), encoding="utf-8")
     return profile
 
@@ -95,6 +100,7 @@ def _row(run: Run, name: str, config: TransformerConfig) -> dict[str, Any]:
         "most_layer_flops": [max(profile.layer.forward), max(profile.layer.backward)],
         "most_head_flops": [max(profile.head.forward), max(profile.head.backward)],
         "action_ns": list(profile.action.ns),
+        "parameter_ns": profile.action.parameter_ns,
     }
 
 

@@ -11,7 +11,7 @@ from lightning_wlb.arguments import whole
 from lightning_wlb.cli.arguments import mesh_of, model_shape, names_of, packing_options
 from lightning_wlb.cli.lengths import Lengths, load_lengths
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
-from lightning_wlb.cost.memory import USABLE_PERCENT
+from lightning_wlb.cost.memory import usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
@@ -117,7 +117,7 @@ class Request:
     @property
     def usable_bytes(self) -> int:
         """Bytes of a device that may be filled."""
-        return self.profile.memory_bytes * USABLE_PERCENT // 100
+        return usable_bytes(self.profile, self.mesh)
 
     def predictor(self, mesh: Mesh | None = None) -> Predictor:
         """The predictor on this or another mesh.

@@ -20,8 +20,8 @@ feed-forward parameters, which is an estimate.
 tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
 tests/strategy/test_activations.py whole steps to what the executor counts.
 
-The caching allocator's fragmentation, the CUDA context and communication buffers are left out:
-plan with :data:`USABLE_PERCENT` of a device. Every call is O(1).
+The caching allocator's fragmentation, the CUDA context and communication buffers are not among
+them: plan with :func:`usable_bytes` of a device. Every call is O(1).
 """
 
 from __future__ import annotations
@@ -33,16 +33,50 @@ from functools import cached_property
 
 from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.cost.latency import DTYPE_BYTES
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
 
 USABLE_PERCENT = 92
-"""Percent of a device's memory that a plan may fill."""
+"""Percent of a device's memory that a plan may fill at most."""
 
+COMMUNICATOR_BYTES = 24 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
+"""What a process group takes of a GPU under NCCL once it has reduced or gathered: a ring receives
+into buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30), of which
+eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not measured."""
+
+_SPARE_PERCENT = 3
+"""Percent of a GPU that is left for CUDA's context and for fragmentation, at least."""
 
 _TILE = 128
 """Rows that a kernel's accumulator has for each segment beyond its own, at most."""
+
+
+def usable_bytes(profile: Profile, mesh: Mesh) -> int:
+    """Bytes of a device that a plan may fill on a mesh.
+
+    :data:`USABLE_PERCENT` of it; on a small GPU less, where that would leave no room for process
+    groups.
+    """
+    memory = profile.memory_bytes
+    taken = communicators(mesh) * COMMUNICATOR_BYTES if profile.device_type == "cuda" else 0
+    room = memory * (100 - _SPARE_PERCENT) // 100 - taken
+    return max(min(memory * USABLE_PERCENT // 100, room), 0)
+
+
+def communicators(mesh: Mesh) -> int:
+    """Process groups over which a rank communicates, with all that sharing of replicas may add."""
+    channels = 4 if mesh.virtual_stages > 1 else 2
+    return (
+        (mesh.devices > 1)
+        + (mesh.tensor > 1)
+        + (mesh.context > 1)
+        + (mesh.data * mesh.context > 1)
+        + (1 + channels) * (mesh.pipeline > 1)
+        + mesh.data.bit_length()
+        - 1
+    )
 
 
 @dataclass(frozen=True)
@@ -221,7 +255,7 @@ class MemoryModel:
         attention += self._kernel_bytes(layer, rows, keys, segments)
         if self.mesh.context > 1:
             # Sums of this rank's own, and where they travel narrower a copy of them.
-            reduced = DTYPE_BYTES[self.reduce_dtype]
+            reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
             widths = self._wide + (reduced if reduced < self._wide else 0)
             attention += self._key_bytes(layer, self.mesh.context * rows, widths)
         return recomputed + max(feed_forward, attention) + 2 * rows * self.shape.dim * width
@@ -317,7 +351,7 @@ class MemoryModel:
         self,
         parts: StageParts,
         open_micro_batches: int,
-        memory_bytes: int,
+        usable: int,
         micro_batches: int,
         recompute: Recompute = "none",
     ) -> int:
@@ -329,14 +363,14 @@ class MemoryModel:
         Args:
             parts: of the rank, all its stages together.
             open_micro_batches: most stage passes whose activations the schedule holds at once.
-            memory_bytes: of the device, of which :data:`USABLE_PERCENT` are filled.
+            usable: bytes of the device that may be filled.
             micro_batches: how many the step has.
             recompute: of each.
 
         Returns:
             0 where not even the state fits.
         """
-        usable, size = memory_bytes * USABLE_PERCENT // 100, self.mesh.tensor
+        size = self.mesh.tensor
         # A row takes more than one byte, so no more than these units of `size` rows fit.
         most = max(usable - self.state_bytes(parts), 0)
         units = bisect_right(

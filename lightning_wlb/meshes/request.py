@@ -130,7 +130,7 @@ class MeshRequest:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a device that may be filled."""
+        """Bytes of a device that may be filled; a predictor knows where a mesh leaves less."""
         return self.profile.memory_bytes * USABLE_PERCENT // 100
 
     @property

@@ -1,9 +1,10 @@
-"""What a layer computes between its collectives and its attention, as pure functions.
+"""What is computed between collectives, attention and the head's products, as pure functions.
 
 :data:`EAGER` has them as they are. :meth:`Dense.compiled` has them compiled (:mod:`.compiled`):
-inductor then makes one kernel of a norm, one of a rotation, and one of SwiGLU's element-wise
-part, and backward computes cheap things again rather than reading them, so that autograd saves less
-than the memory model counts: of SwiGLU two matrices in place of four.
+inductor then makes one kernel of a norm, one of a rotation, one of SwiGLU's element-wise part, and
+two of what the loss does to logits in half types. Backward computes cheap things again rather than
+reading them, so that autograd saves less than the memory model counts: of SwiGLU three matrices in
+place of four.
 
 Not fused: what lies on two sides of a collective, as the residual sum and the norm behind it.
 """
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_wlb.models.compiled import Compiled, Compiler, Function
+from lightning_wlb.models.loss import PLAIN, Softmax, log_sum_exp, slope, slope_at_once
 from lightning_wlb.models.rotary import rotate, rotate_real
 
 
@@ -47,6 +50,10 @@ def _heads(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
     return F.linear(hidden, weight).unflatten(1, (weight.shape[0] // head_dim, head_dim))
 
 
+def _log_sum_exp_at_once(logits: Tensor) -> Tensor:
+    return torch.logsumexp(logits, -1)
+
+
 def swiglu(hidden: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
     """w2(silu(w1 x) * w3 x); [rows, dim] -> [rows, dim]."""
     return F.linear(F.silu(F.linear(hidden, w1)) * F.linear(hidden, w3), w2)
@@ -59,6 +66,7 @@ class Dense:
     rms_norm: Function = rms_norm
     rotated_heads: Function = rotated_heads
     swiglu: Function = swiglu
+    softmax: Softmax = PLAIN
 
     @classmethod
     def compiled(cls) -> Dense:
@@ -68,6 +76,10 @@ class Dense:
             Compiled(compiler, rms_norm),
             Compiled(compiler, _rotated_heads_real, 2, rotated_heads),
             Compiled(compiler, swiglu),
+            Softmax(
+                Compiled(compiler, _log_sum_exp_at_once, 1, log_sum_exp),
+                Compiled(compiler, slope_at_once, 4, slope),
+            ),
         )
 
 

@@ -66,9 +66,9 @@ class LanguageModule(L.LightningModule):
             ``"auto"``: where a device profile says what fits in memory, each plan says it for each
             micro-batch, with as little as fits; else ``"none"``.
         attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
-        compile: compile the model's blocks (norms, rotary embedding, feed-forward networks) by
-            ``torch.compile``, once for all lengths, in the first step. Where that fails there is a
-            warning, and they run as without.
+        compile: compile the model's blocks (norms, rotary embedding, feed-forward networks, the
+            loss's softmax) by ``torch.compile``, once for all lengths, in the first step. Where
+            that fails there is a warning, and they run as without.
         seed: of the initial weights; that of ``seed_everything`` if None, or else 0.
 
     Attributes:
@@ -243,7 +243,8 @@ class LanguageModule(L.LightningModule):
         loss = self.step(batch)
         self.tokens_seen += batch.tokens
         self.log("train_loss", loss.detach(), prog_bar=True)
-        self.log("tokens", float(batch.tokens))
+        # Filled in on the device: Lightning would copy a number to it, and wait for the device.
+        self.log("tokens", torch.full((), float(batch.tokens), device=loss.device))
         return loss
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:

@@ -29,7 +29,8 @@ would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,62 @@ from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.data.batch import IGNORE
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials, [rows]; overwrites the logits [rows, words]."""
+    peak = logits.amax(-1)
+    logits -= peak[:, None]
+    return logits.exp_().sum(-1).log_().add_(peak)
+
+
+def slope(
+    logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of cross-entropy by the logits, which it overwrites.
+
+    Args:
+        logits: [rows, words].
+        log_sums: [rows], over all words of all ranks.
+        column: [rows], of the target; -1 where it is not among the words.
+        scale: [rows], what the gradient is multiplied by.
+        dtype: of the result.
+
+    Returns:
+        [rows, words].
+    """
+    logits -= log_sums[:, None]
+    logits.exp_()
+    here = (column >= 0).to(logits.dtype)
+    logits.scatter_add_(1, column.clamp_min(0)[:, None], -here[:, None])
+    logits *= scale[:, None]
+    return logits.to(dtype)
+
+
+def slope_at_once(
+    logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """:func:`slope` without a change in place, for a compiler."""
+    words = torch.arange(logits.shape[1], device=logits.device)
+    target = (words == column[:, None]).to(logits.dtype)
+    return (((logits - log_sums[:, None]).exp() - target) * scale[:, None]).to(dtype)
+
+
+class Softmax(NamedTuple):
+    """The element-wise work on logits; the functions above, or others that are equal to them."""
+
+    log_sum_exp: Callable[..., Tensor] = log_sum_exp
+    slope: Callable[..., Tensor] = slope
+
+
+PLAIN = Softmax()
+"""The functions as they are."""
+
+
 def token_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Sum over rows of the cross-entropy of ``softmax(hidden @ weight.T)``.
 
@@ -53,6 +108,7 @@ def token_loss(
             many on each rank.
         labels: int64 [rows], global word numbers, ``IGNORE`` (-100) where a row has no target.
         group: the tensor-parallel group.
+        softmax: what of the work may be compiled.
 
     Returns:
         0-dim, float32 (float64 for float64 inputs), the same on every rank. Zero, with zero
@@ -69,14 +125,18 @@ def token_loss(
             options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_chunk_rows(weight)),
         )
         return losses.sum()
-    return chunked_token_loss(hidden, weight, labels, group if parallel else None)
+    return chunked_token_loss(hidden, weight, labels, group if parallel else None, softmax)
 
 
 def chunked_token_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """:func:`token_loss` by this module's own function, whatever torch offers."""
-    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group)
+    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group, softmax)
     return loss
 
 
@@ -116,23 +176,22 @@ def _chunk_rows(weight: Tensor) -> int:
 
 
 def _terms(
-    logits: Tensor, labels: Tensor, first_word: int, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of each row; log of the sum of exp(logits - peak); peak, all [rows].
+    logits: Tensor, labels: Tensor, first_word: int, group: ProcessGroup | None, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row, and the logarithm of its sum of exponentials over all words.
 
-    ``logits`` becomes exp(logits - peak), in place.
+    ``logits`` may be overwritten.
     """
-    column, here = _column(labels, first_word, logits.shape[1])
-    peak = logits.amax(-1)
+    column = _column(labels, first_word, logits.shape[1])
+    target = logits.gather(1, column.clamp_min(0)[:, None]).squeeze(1).masked_fill(column < 0, 0)
+    log_sum = softmax.log_sum_exp(logits)
     if group is not None:
+        peak = log_sum.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-    logits -= peak[:, None]
-    target = logits.gather(1, column[:, None]).squeeze(1).masked_fill(~here, 0)
-    sums = torch.stack([logits.exp_().sum(-1), target])
-    if group is not None:
+        sums = torch.stack([(log_sum - peak).exp(), target])
         dist.all_reduce(sums, group=group)
-    log_sum = sums[0].log()
-    return (log_sum - sums[1]).masked_fill(labels == IGNORE, 0), log_sum, peak
+        log_sum, target = peak + sums[0].log(), sums[1]
+    return (log_sum - target).masked_fill(labels == IGNORE, 0), log_sum
 
 
 class _LogitsLoss(torch.autograd.Function):
@@ -141,71 +200,69 @@ class _LogitsLoss(torch.autograd.Function):
         group = group if group_size(group) > 1 else None
         words = logits.shape[1]
         first_word = 0 if group is None else dist.get_rank(group) * words
-        # A copy: it becomes the gradient.
-        slope = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        terms, log_sum, _ = _terms(slope, labels, first_word, group)
-        slope /= log_sum.exp()[:, None]
-        column, here = _column(labels, first_word, words)
-        slope.scatter_add_(1, column[:, None], -here.to(slope.dtype)[:, None])
-        slope *= (labels != IGNORE)[:, None]
-        ctx.save_for_backward(slope.to(logits.dtype))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        terms, log_sum = _terms(logits.to(wide, copy=True), labels, first_word, group, PLAIN)
+        column = _column(labels, first_word, words)
+        scale = (labels != IGNORE).to(wide)
+        copy = logits.to(wide, copy=True)
+        ctx.save_for_backward(slope(copy, log_sum, column, scale, logits.dtype))
         return terms.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        return slope * gradient.to(slope.dtype), None, None
+        (logits_gradient,) = ctx.saved_tensors
+        return logits_gradient * gradient.to(logits_gradient.dtype), None, None
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: ProcessGroup | None,
+        softmax: Softmax,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        words = weight.shape[0]
-        first_word = 0 if group is None else dist.get_rank(group) * words
+        first_word = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         loss = hidden.new_zeros((), dtype=wide)
         log_sums = hidden.new_empty(hidden.shape[0], dtype=wide)
         for chunk in chunks(hidden.shape[0], weight):
             logits = _wide_product(hidden[chunk], weight.T, wide)
-            terms, log_sum, peak = _terms(logits, labels[chunk], first_word, group)
+            terms, log_sums[chunk] = _terms(logits, labels[chunk], first_word, group, softmax)
             loss += terms.sum()
-            log_sums[chunk] = log_sum + peak
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, labels, log_sums)
-        ctx.first_word = first_word
+        ctx.first_word, ctx.softmax = first_word, softmax
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_sums = ctx.saved_tensors
         wide = log_sums.dtype
-        words = weight.shape[0]
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks add up in float32 even where the weight is bfloat16.
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for chunk in chunks(hidden.shape[0], weight):
-            slope = _wide_product(hidden[chunk], weight.T, wide)
-            slope -= log_sums[chunk, None]
-            slope.exp_()
-            column, here = _column(labels[chunk], ctx.first_word, words)
-            slope.scatter_add_(1, column[:, None], -here.to(wide)[:, None])
-            slope *= (gradient * (labels[chunk] != IGNORE))[:, None]
-            narrow = slope.to(hidden.dtype)
+            logits = _wide_product(hidden[chunk], weight.T, wide)
+            column = _column(labels[chunk], ctx.first_word, weight.shape[0])
+            scale = gradient.to(wide) * (labels[chunk] != IGNORE)
+            narrow = ctx.softmax.slope(logits, log_sums[chunk], column, scale, hidden.dtype)
             if hidden_gradient is not None:
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:
                 _add_product(weight_gradient, narrow.T, hidden[chunk])
+            del logits, narrow
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None
+        return hidden_gradient, weight_gradient, None, None, None
 
 
-def _column(labels: Tensor, first_word: int, words: int) -> tuple[Tensor, Tensor]:
-    """Column of each row's target among this rank's words, and whether it is among them."""
+def _column(labels: Tensor, first_word: int, words: int) -> Tensor:
+    """Column of each row's target among this rank's words, -1 where it is not among them."""
     column = labels - first_word
-    here = (column >= 0) & (column < words)
-    return column.masked_fill(~here, 0), here
+    return column.masked_fill((column < 0) | (column >= words), -1)
 
 
 def _wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
@@ -226,5 +283,5 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _has_wide_products(a: Tensor) -> bool:
-    """Whether torch multiplies half types into float32 on the device (2.8 and newer on CUDA)."""
+    """Whether torch multiplies half types into float32 on the device (on CUDA; adds from 2.10)."""
     return a.is_cuda and torch.version.hip is None

@@ -139,13 +139,13 @@ class Transformer(Decoder):
         return packed_attention(q, k, v, project, metadata, kernel, groups, options)
 
     def compile_blocks(self) -> None:
-        """Compile norms, rotations and feed-forward networks; see :meth:`.Decoder.compile_blocks`.
+        """Compile norms, rotations, feed-forward networks and the loss's softmax.
 
         Modules of a subclass's own are left as they are.
         """
         dense = Dense.compiled()
         for module in self.modules():
-            if isinstance(module, Attention | FeedForward | RMSNorm):
+            if isinstance(module, Attention | FeedForward | RMSNorm | Head):
                 module.dense = dense
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
@@ -314,6 +314,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection; under tensor parallelism each rank holds some words."""
 
+    dense = EAGER
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config)
@@ -324,7 +326,7 @@ class Head(nn.Module):
         hidden = gather_rows(self.norm(hidden), group)
         if labels is None:
             return F.linear(hidden, local(self.weight))
-        return token_loss(hidden, local(self.weight), labels, group)
+        return token_loss(hidden, local(self.weight), labels, group, self.dense.softmax)
 
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:

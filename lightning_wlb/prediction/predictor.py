@@ -32,7 +32,7 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel, StageParts
+from lightning_wlb.cost.memory import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.estimate import estimated_costs
@@ -141,21 +141,21 @@ class Predictor:
     @property
     def usable_bytes(self) -> int:
         """Bytes of the device that may be filled."""
-        return self.latency.profile.memory_bytes * USABLE_PERCENT // 100
+        return usable_bytes(self.latency.profile, self.latency.mesh)
 
     def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
         """L_max: tokens of a micro-batch of which a replica can run ``micro_batches``; 0 if none.
 
         The schedule decides how many are open at once on each rank. ``recompute`` is that of each.
         """
-        mesh, memory_bytes = self.latency.mesh, self.latency.profile.memory_bytes
+        mesh = self.latency.mesh
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
         limits = []
         for parts, program in zip(self.memory.rank_parts, programs, strict=True):
             most = most_open(program, mesh.virtual_stages)
             limits.append(
                 self.memory.model.longest_micro_batch(
-                    parts, most, memory_bytes, micro_batches, recompute
+                    parts, most, self.usable_bytes, micro_batches, recompute
                 )
             )
         return min(limits)

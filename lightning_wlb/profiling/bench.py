@@ -278,16 +278,17 @@ class Bench:
 
     def _stage(self, *, layers: int, embed: bool = False, head: bool = False) -> Transformer:
         config = replace(self.config, layers=max(layers, 1))
-        model = Transformer(
-            config,
-            layers=range(layers),
-            embed=embed,
-            head=head,
-            attention_backend=self.backend,
-        )
+        with self.device:  # a host takes seconds to draw a billion parameters
+            model = Transformer(
+                config,
+                layers=range(layers),
+                embed=embed,
+                head=head,
+                attention_backend=self.backend,
+            ).to(self.dtype)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        return model.to(device=self.device, dtype=self.dtype)
+        return model
 
     def _linear_seconds(
         self, models: Sequence[Transformer], lengths: Sequence[int]

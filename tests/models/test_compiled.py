@@ -1,13 +1,18 @@
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_wlb.models import loss
 from lightning_wlb.models.compiled import Compiled, Compiler, uncompiled
 from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.dense import Dense
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
@@ -33,12 +38,18 @@ def other_parameters(model):
             setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
 
 
+@pytest.fixture
+def own_loss(monkeypatch):
+    """The loss of half types and of ranks, also where torch's own would be exact."""
+    monkeypatch.setattr(loss, "_torch_is_exact", lambda hidden, weight: False)
+
+
 def graphs():
     return counters["stats"]["unique_graphs"]
 
 
 @needs_compiler
-def test_gradients_and_few_compilations_whatever_the_lengths():
+def test_gradients_and_few_compilations_whatever_the_lengths(own_loss):
     model, plain = build(), build()
     model.compile_blocks()
     before = graphs()
@@ -52,7 +63,7 @@ def test_gradients_and_few_compilations_whatever_the_lengths():
             model(micro_batch).backward()
         for name, parameter in model.named_parameters():
             assert relative_error(parameter.grad, wanted[name]) <= 1e-10, (name, length)
-    assert graphs() - before == 3, "norm, rotation and SwiGLU, each once"
+    assert graphs() - before == 5, "norm, rotation, SwiGLU, and two of the loss, each once"
 
 
 class Nothing(TorchDispatchMode):
@@ -87,7 +98,13 @@ def test_one_row_or_none_and_what_a_mode_looks_at_run_uncompiled(compiled):
     assert not compiled
     assert double(torch.ones(3)).tolist() == [2, 2, 2]
     ((_, options),) = compiled
-    assert options == {"fullgraph": True, "dynamic": False}
+    assert options == {"fullgraph": True, "dynamic": False, "options": None}
+    torch.use_deterministic_algorithms(True)
+    try:
+        Compiled(Compiler(), torch.neg)(torch.ones(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert compiled[-1][1]["options"] == {"deterministic": True}
 
 
 def broken(x):
@@ -111,6 +128,24 @@ def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning(monkeypatch):
     assert tried
 
 
+def test_a_backward_that_cannot_be_compiled_is_known_in_forward_behind_a_validation(monkeypatch):
+    def eager(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def refuse(graph, inputs):
+        raise NotImplementedError("no backward")
+
+    backend = aot_autograd(fw_compiler=eager, bw_compiler=refuse, inference_compiler=eager)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    square = Compiled(Compiler(), lambda x: x * x)
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        square(x)
+    with pytest.warns(UserWarning, match=r"(?s)fails here.*no backward"):
+        square(x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
 def test_without_a_compiler_of_c_the_blocks_run_uncompiled():
     # Of a type that no other test here has compiled for.
     model, plain = build(torch.float32, layers=1), build(torch.float32, layers=1)
@@ -130,16 +165,17 @@ def test_errors_of_the_function_itself_are_raised():
         product(torch.ones(2, 3), torch.ones(2, 3))
 
 
-def test_the_module_compiles_the_blocks_and_says_so_in_its_hyperparameters(compiled):
+def test_the_module_compiles_the_blocks_and_says_so_in_its_hyperparameters(compiled, own_loss):
     module = LanguageModule(config(), compile=True, seed=1)
     assert module.hparams.compile is True
     module.configure_model()
     (micro_batch, *_) = step_batch(documents()).micro_batches
-    module.model(micro_batch)
+    module.model(micro_batch).backward()
     names = {function.__name__ for function, _ in compiled}
-    assert names == {"rms_norm", "_rotated_heads_real", "swiglu"}
+    of_loss = {"_log_sum_exp_at_once", "slope_at_once"}
+    assert names == {"rms_norm", "_rotated_heads_real", "swiglu"} | of_loss
     # Both norms of both layers and the last one; queries and keys; the feed-forward networks.
-    assert len(compiled) == 5 + 4 + 2
+    assert len(compiled) == 5 + 4 + 2 + 2
     compiled.clear()
     plain = LanguageModule(config(), seed=1)
     plain.configure_model()
@@ -156,3 +192,44 @@ def test_a_model_that_compiles_nothing_is_refused():
         Own(compile=True).configure_model()
     with pytest.raises(ValueError, match="compile='yes'"):
         LanguageModule(compile="yes")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_compiled_functions_equal_the_plain_ones_on_a_gpu(dtype, most):
+    check_functions("cuda", getattr(torch, dtype), most)
+
+
+def check_functions(device, dtype, most):
+    generator = torch.Generator().manual_seed(0)
+    rows, dim, heads, inner = 1000, 256, 4, 384
+
+    def draw(*shape, scale=0.1):
+        values = scale * torch.randn(*shape, generator=generator)
+        return values.to(device, dtype).requires_grad_()
+
+    hidden, angles = draw(rows, dim, scale=1.0), torch.rand(rows, dim // heads // 2)
+    table = torch.stack([angles.cos(), angles.sin()], -1).to(device)
+    swiglu = [draw(inner, dim), draw(inner, dim), draw(dim, inner)]
+    calls = {
+        "rms_norm": (hidden, draw(dim), 1e-5),
+        "rotated_heads": (hidden, table, draw(dim, dim)),
+        "swiglu": (hidden, *swiglu),
+    }
+    plain, compiled = Dense(), Dense.compiled()
+    for name, given in calls.items():
+        leaves = [each for each in given if isinstance(each, torch.Tensor) and each.requires_grad]
+        results = []
+        for functions in (plain, compiled):
+            out = getattr(functions, name)(*given)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for value, wanted in zip(*results, strict=True):
+            assert relative_error(value.detach(), wanted.detach()) <= most, name
+    weight, labels = draw(512, dim), torch.arange(rows, device=device) % 512
+    results = []
+    for functions in (plain, compiled):
+        total = loss.chunked_token_loss(hidden, weight, labels, None, functions.softmax)
+        results.append([total, *torch.autograd.grad(total, (hidden, weight))])
+    for value, wanted in zip(*results, strict=True):
+        assert relative_error(value.detach(), wanted.detach()) <= most
