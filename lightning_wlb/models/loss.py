@@ -29,8 +29,8 @@ would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.attention.process_groups import group_size
 from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.data.batch import IGNORE
+from lightning_wlb.models.compiled import Function
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
@@ -82,11 +83,12 @@ def slope_at_once(
     return (((logits - log_sums[:, None]).exp() - target) * scale[:, None]).to(dtype)
 
 
-class Softmax(NamedTuple):
+@dataclass(frozen=True)
+class Softmax:
     """The element-wise work on logits; the functions above, or others that are equal to them."""
 
-    log_sum_exp: Callable[..., Tensor] = log_sum_exp
-    slope: Callable[..., Tensor] = slope
+    log_sum_exp: Function = log_sum_exp
+    slope: Function = slope
 
 
 PLAIN = Softmax()
