@@ -5,15 +5,16 @@ Two CPU ranks with one thread and a core each train the same documents as in
 one packing trains an epoch after the other, so that a drift of the machine meets all of them:
 
 * *best_fit*, the baseline;
-* *auto, work*: ``profile="none"``, so chosen by exact work;
-* *auto*: the default. The first run measures the device, later ones find that in the cache.
+* *auto, work*, with ``--work``: ``profile="none"``, so chosen by exact work;
+* *auto*: the default. Its first run measures the device, the later ones find that in the cache.
+  What earlier runs have kept there is removed first, as the machine may have been busy then.
 
 Steps are timed from the batch to the optimizer's update; planning is reported apart, since it runs
 ahead in a loader worker. *replayed* are the processor times of the actions through the simulator,
 without communication. A figure is the median over rounds, a ratio that of medians, best_fit's over
 the other's: above 1 is faster than best_fit.
 
-    python -m benchmarks.automatic_profile            # 8 minutes
+    python -m benchmarks.automatic_profile            # 6 minutes, an estimate
     python -m benchmarks.automatic_profile --quick    # half a minute, figures of no use
 
 Needs two cores and nothing else running. Prints a table and as its last line one JSON object.
@@ -22,6 +23,7 @@ Needs two cores and nothing else running. Prints a table and as its last line on
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -30,11 +32,11 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.measured import RankStep, replayed, train
-from benchmarks.slimpack_measured import CONFIG, chosen, documents
+from benchmarks.measured import RankStep, train
+from benchmarks.slimpack_measured import CONFIG, chosen, documents, figures
+from lightning_wlb.data.cached import cache_folders
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.ranks import run_ranks
 
 MESHES = {"pipeline 2": Mesh(pipeline=2), "data 2": Mesh(data=2)}
@@ -43,16 +45,20 @@ FIGURES = {
     "wall_us_per_token": "wall clock (µs/token)",
     "with_planning_us_per_token": "  with planning in line",
     "replayed_us_per_token": "  replayed CPU times",
+    "bubble": "  share of it without work",
     "micro_batches": "  micro-batches of a replica",
 }
 
 
-def train_rank(rank: int, mesh: Mesh, options: dict[str, int]) -> dict[str, list[list[RankStep]]]:
+def train_rank(
+    rank: int, mesh: Mesh, packings: list[str], options: dict[str, int]
+) -> dict[str, list[list[RankStep]]]:
     """The steps of every packing's epochs on this rank."""
     result: dict[str, list[list[RankStep]]] = defaultdict(list)
     for seed in range(options["rounds"]):
         subset = chosen(seed, options["tokens"])
-        for name, (packing, profile) in PACKINGS.items():
+        for name in packings:
+            packing, profile = PACKINGS[name]
             data = WLBDataModule(
                 subset,
                 context_window=options["window"],
@@ -63,41 +69,23 @@ def train_rank(rank: int, mesh: Mesh, options: dict[str, int]) -> dict[str, list
                 num_workers=0,  # the ranks may not have children
             )
             result[name].append(train(CONFIG, mesh, data, max_epochs=1))
+            if name == "auto" and not data.measured:
+                raise RuntimeError("the device could not be measured in time: is it busy?")
     return result
 
 
-def figures(mesh: Mesh, epoch: list[list[RankStep]]) -> dict[str, float]:
-    """One epoch of one packing; ``epoch`` by rank, then step."""
-    steps = list(zip(*epoch, strict=True))
-    plans = [StepPlan.from_json(each[0].plan) for each in steps]
-    tokens = sum(plan.tokens for plan in plans)
-    compute_ns = sum(
-        replayed(mesh, plan, [rank.compute for rank in each])[0].compute_ns
-        for plan, each in zip(plans, steps, strict=True)
-    )
-    first, last = epoch[0][0], epoch[0][-1]
-    counts = [len(replica.forward) for plan in plans for replica in plan.replicas]
-    return {
-        "tokens": tokens,
-        "steps": len(plans),
-        "wall_us_per_token": 1e6 * sum(max(rank.wall for rank in each) for each in steps) / tokens,
-        "with_planning_us_per_token": 1e6 * (last.begin + last.wall - first.begin) / tokens,
-        "replayed_us_per_token": compute_ns / 1e3 / tokens,
-        "micro_batches": sum(counts) / len(counts),
-    }
-
-
-def measured(mesh: Mesh, options: dict[str, int]) -> dict[str, dict[str, Any]]:
+def measured(mesh: Mesh, packings: list[str], options: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Of each packing the medians over rounds, and the wall clock of every round."""
-    by_rank = run_ranks(train_rank, 2, mesh, options, timeout=1800, process_group=False)
+    by_rank = run_ranks(train_rank, 2, mesh, packings, options, timeout=1800, process_group=False)
     result = {}
-    for packing in PACKINGS:
+    for packing in packings:
         rounds = [
-            figures(mesh, [rank[packing][number] for rank in by_rank])
+            figures([rank[packing][number] for rank in by_rank], mesh)
             for number in range(options["rounds"])
         ]
         result[packing] = {name: median(each[name] for each in rounds) for name in rounds[0]}
-        result[packing]["by_round"] = [each["wall_us_per_token"] for each in rounds]
+        by_round = [each["wall_us_per_token"] for each in rounds]
+        result[packing]["wall_us_per_token_by_round"] = by_round
     return result
 
 
@@ -105,9 +93,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = report.parser("automatic_profile", __doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=5)
-    add("--tokens", type=int, default=130_000, help="of an epoch")
+    add("--tokens", type=int, default=200_000, help="of an epoch")
     add("--window", type=int, default=8192)
     add("--micro-batches", type=int, default=4, help="N of a global batch")
+    add("--work", action="store_true", help="auto by work as well")
     add("--quick", action="store_true", help="a round of few tokens")
     add(
         "--output",
@@ -121,10 +110,14 @@ def main(argv: list[str] | None = None) -> None:
     }
     if arguments.quick:
         options |= {"rounds": 1, "tokens": 16_000, "window": 2048}
+    for folder in cache_folders():
+        for kept in folder.glob("profile-*"):
+            shutil.rmtree(kept)
+    packings = [each for each in PACKINGS if arguments.work or each != "auto, work"]
     documents()  # tokenised once, before the ranks ask for it
-    runs = {name: measured(mesh, options) for name, mesh in MESHES.items()}
+    runs = {name: measured(mesh, packings, options) for name, mesh in MESHES.items()}
     rows = [
-        [f"{run}: {label.strip()}", *(f"{runs[run][each][name]:,.4g}" for each in PACKINGS)]
+        [f"{run}: {label.strip()}", *(f"{runs[run][each][name]:,.4g}" for each in packings)]
         for run in runs
         for name, label in FIGURES.items()
     ]
@@ -133,13 +126,13 @@ def main(argv: list[str] | None = None) -> None:
             each: {
                 name: of["best_fit"][name] / of[each][name]
                 for name in FIGURES
-                if name != "micro_batches"
+                if name.endswith("per_token")
             }
-            for each in PACKINGS
+            for each in packings
         }
         for run, of in runs.items()
     }
-    Console(width=120).print(report.table("The same documents", ["", *PACKINGS], rows))
+    Console(width=120).print(report.table("The same documents", ["", *packings], rows))
     made = {
         "benchmark": "automatic_profile",
         "cores": os.cpu_count(),

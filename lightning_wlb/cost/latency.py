@@ -69,8 +69,7 @@ class LatencyModel:
         profile: of the device.
         shape: of the whole model.
         mesh: ranks along each axis.
-        reduce_dtype: of what tensor- and context-parallel ranks send to be added up; never narrower
-            than the profile's.
+        reduce_dtype: of sums over tensor- and context-parallel ranks; at least the profile's.
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
@@ -253,12 +252,9 @@ class LatencyModel:
 
         Backward has as much; either half of a layer has half of it.
         """
-        elements = rows * self.shape.dim
-        gather, scatter = (
-            self.communication.collective_ns("tensor", self.mesh.tensor, elements * width)
-            for width in (self._width, self._summed)
-        )
-        return 2 * (gather + scatter)
+        elements, ranks = rows * self.shape.dim, self.mesh.tensor
+        ns = self.communication.collective_ns
+        return 2 * sum(ns("tensor", ranks, elements * w) for w in (self._width, self._summed))
 
     def context_parallel_ns(
         self, rows: int, keys: int, *, backward: bool, replicas: int = 1

@@ -255,7 +255,7 @@ class MemoryModel:
         attention += self._kernel_bytes(layer, rows, keys, segments)
         if self.mesh.context > 1:
             # Sums of this rank's own, and where they travel narrower a copy of them.
-            reduced = DTYPE_BYTES[self.reduce_dtype]
+            reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
             widths = self._wide + (reduced if reduced < self._wide else 0)
             attention += self._key_bytes(layer, self.mesh.context * rows, widths)
         return recomputed + max(feed_forward, attention) + 2 * rows * self.shape.dim * width

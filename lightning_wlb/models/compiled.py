@@ -97,6 +97,7 @@ class Compiled:
         self._compiler, self._function, self._rows = compiler, function, rows
         self._eager = function if eager is None else eager
         self._compiled: Function | None = None
+        self._ready: set[bool] = set()  # with gradients and without, once it has run so
         self._failed = False
 
     def __call__(self, *args: Any) -> Tensor:
@@ -119,15 +120,16 @@ class Compiled:
     def _run(self, *args: Any) -> Tensor:
         for each in args[: self._rows]:
             torch._dynamo.mark_dynamic(each, 0)
-        if self._compiled is not None:
+        if self._compiled is None:
+            self._compiled = torch.compile(
+                self._function, fullgraph=True, dynamic=False, options=_options()
+            )
+        if torch.is_grad_enabled() in self._ready:
             return self._compiled(*args)
         # Else what backward needs is compiled there, where there is no way back.
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            compiled = torch.compile(
-                self._function, fullgraph=True, dynamic=False, options=_options()
-            )
-            result = compiled(*args)
-        self._compiled = compiled
+            result = self._compiled(*args)
+        self._ready.add(torch.is_grad_enabled())
         return result
 
 

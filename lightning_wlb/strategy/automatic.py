@@ -20,6 +20,7 @@ Cost: 20 seconds at most, then nothing. Memory of four layers with their activat
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,10 +44,8 @@ from lightning_wlb.profiling.quick import measure_quickly
 from lightning_wlb.strategy.overhead import measure_overhead
 from lightning_wlb.strategy.searching import progress_bar
 
-SECONDS = 14.0
-"""That the layers and kernels may take; what is measured then is given up."""
-OVERHEAD_SECONDS = 4.0
-"""After which fewer samples do of what actions take beside them; and links take a second."""
+SECONDS, LAYERS = 20.0, 0.7
+"""For all of it, and the part of them after which layers and kernels leave larger points out."""
 
 PHASES = 4
 """Attention, layers, memory, actions."""
@@ -103,6 +102,16 @@ def agreed_profile(asked: Asked) -> Profile | None:
 
     None where it could not be measured, about which one warning says why.
     """
+    try:
+        return _agreed(asked)
+    finally:
+        # Modules with hooks, and errors, hold what was measured in circles of references.
+        gc.collect()
+        if asked.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _agreed(asked: Asked) -> Profile | None:
     ranks, began = Ranks(), time.monotonic()
     try:
         text = ranks.lead(lambda: _recalled(_key(asked)))
@@ -111,11 +120,12 @@ def agreed_profile(asked: Asked) -> Profile | None:
             return Profile.from_json(text)
         with _progress(ranks.leads) as report:
             link = asked.link or link_of_ranks(asked.device)
-            measured = ranks.every(lambda: _measured(asked, link, report, ranks.leads))[0]
+            until = began + SECONDS
+            measured = ranks.every(lambda: _measured(asked, link, report, ranks.leads, until))[0]
         kept = ranks.lead(lambda: _keep(_key(asked), measured))
     except Exception as error:
         rank_zero_warn(
-            f"WLBStrategy could not measure this device ({error}). Steps are planned as without."
+            f"WLBStrategy could not measure this device ({error}), and plans steps without."
             " Give WLBDataModule(profile=...) a file that `lightning-wlb profile` wrote, or"
             ' profile="none" to have nothing measured.'
         )
@@ -130,7 +140,9 @@ def agreed_profile(asked: Asked) -> Profile | None:
     return profile
 
 
-def _measured(asked: Asked, link: Link, report: Callable[[str], None], leads: bool) -> str:
+def _measured(
+    asked: Asked, link: Link, report: Callable[[str], None], leads: bool, until: float
+) -> str:
     """The profile of this rank, as JSON; empty on ranks whose numbers do not count."""
     config, device, dtype, backend = asked[:4]
     cuda = device.type == "cuda"
@@ -139,13 +151,12 @@ def _measured(asked: Asked, link: Link, report: Callable[[str], None], leads: bo
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
+        layers = LAYERS * SECONDS
         profile = measure_quickly(
-            config, device=device, dtype=dtype, backend=backend, seconds=SECONDS, report=report
+            config, device=device, dtype=dtype, backend=backend, seconds=layers, report=report
         )
         report("what actions take beside the model")
-        beside = measure_overhead(config, device, dtype, backend, OVERHEAD_SECONDS)
-    if cuda:
-        torch.cuda.empty_cache()
+        beside = measure_overhead(config, device, dtype, backend, until)
     if not leads:
         return ""
     memory = profile.memory_bytes * (1 if cuda else profile.devices_per_node) // asked.ranks

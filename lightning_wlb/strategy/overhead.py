@@ -57,7 +57,7 @@ def measure_overhead(
     device: torch.device,
     dtype: torch.dtype,
     backend: str = "auto",
-    seconds: float = inf,
+    until: float = inf,
 ) -> ActionOverhead:
     """What actions take on this device beside those of the bare model. Not collective.
 
@@ -66,7 +66,10 @@ def measure_overhead(
         device: to measure.
         dtype: that the model computes in.
         backend: of attention.
-        seconds: after which no more samples are taken than two of each micro-batch.
+        until: when to give up, by ``time.monotonic``.
+
+    Raises:
+        TimeoutError: it is later than ``until``, and not all has been measured twice.
     """
     forward, backward, counts = [], [], []
     with _one_rank(device) as mesh:
@@ -74,7 +77,7 @@ def measure_overhead(
             small = replace(config, layers=layers, vocab_size=VOCABULARY, tied_embeddings=False)
             pair = _Pair.of(small, device, dtype, backend, mesh)
             counts.append(sum(each.numel() for each in pair.bare.parameters()))
-            there, back = pair.more_ns(seconds / 2)
+            there, back = pair.more_ns(until)
             forward.append(there)
             backward.append(back)
     each = max(backward[1] - backward[0], 0.0) / (counts[1] - counts[0])
@@ -104,10 +107,11 @@ class _Pair:
         mesh: DeviceMesh,
     ) -> _Pair:
         def model() -> Transformer:
-            made = Transformer(config, attention_backend=backend)
+            with device:  # a host takes seconds to draw a billion parameters
+                made = Transformer(config, attention_backend=backend).to(dtype)
             for parameter in made.parameters():
                 torch.nn.init.normal_(parameter, std=0.02)
-            return made.to(device=device, dtype=dtype)
+            return made
 
         bare, run = model(), model()
         fsdp.shard(run, mesh)
@@ -125,13 +129,14 @@ class _Pair:
             bare,
         )
 
-    def more_ns(self, seconds: float) -> tuple[float, float]:
+    def more_ns(self, until: float) -> tuple[float, float]:
         """By how much a forward and a backward of a run take longer, in ns."""
         samples: dict[tuple[bool, str], list[float]] = {}
-        until = time.monotonic() + seconds
         for number in range(STEPS):
-            if number > 2 and time.monotonic() > until:
-                break
+            if time.monotonic() > until:
+                if number > 1:
+                    break
+                raise TimeoutError("what actions take beside the model took longer than it may")
             for in_run in (False, True):
                 for action, seconds in self._step(in_run):
                     if number:

@@ -253,3 +253,15 @@ def test_process_groups_are_counted_on_a_gpu_that_is_too_small_for_them() -> Non
     assert usable_bytes(small, mesh) == 24 * 10**9 * 97 // 100 - taken
     assert usable_bytes(replace(small, memory_bytes=10**9), mesh) == 0
     assert usable_bytes(replace(small, device_type="cpu"), mesh) == 24 * 10**9 * 92 // 100
+
+
+def test_sums_that_travel_narrower_are_copied_for_it() -> None:
+    wide = MemoryModel(CONFIG.shape, Mesh(context=4))
+    narrow, parts = replace(wide, reduce_dtype="bfloat16"), StageParts((1,))
+    held = [each.transient_bytes(parts, 1000, 4500) for each in (wide, narrow)]
+    # Keys and values of the rows of all ranks, two heads of 16, in bfloat16.
+    assert held[1] - held[0] == 2 * 4000 * 2 * 16 * 2
+    exact = replace(wide, dtype="float64")
+    assert exact.transient_bytes(parts, 1000, 4500) == replace(
+        exact, reduce_dtype="float64"
+    ).transient_bytes(parts, 1000, 4500)

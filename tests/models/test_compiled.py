@@ -1,8 +1,11 @@
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -123,6 +126,24 @@ def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning(monkeypatch):
     assert not tried
     Compiled(compiler, torch.neg)(torch.ones(3))
     assert tried
+
+
+def test_a_backward_that_cannot_be_compiled_is_known_in_forward_behind_a_validation(monkeypatch):
+    def eager(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def refuse(graph, inputs):
+        raise NotImplementedError("no backward")
+
+    backend = aot_autograd(fw_compiler=eager, bw_compiler=refuse, inference_compiler=eager)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    square = Compiled(Compiler(), lambda x: x * x)
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        square(x)
+    with pytest.warns(UserWarning, match=r"(?s)fails here.*no backward"):
+        square(x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_without_a_compiler_of_c_the_blocks_run_uncompiled():

@@ -12,6 +12,7 @@ from lightning_wlb.models.loss import (
     slope_at_once,
     token_loss,
 )
+from lightning_wlb.strategy.activations import ActivationCount
 from tests.oracle import relative_error
 from tests.ranks import run_ranks
 
@@ -121,6 +122,23 @@ def test_logits_never_exist_for_all_rows():
         with Watch():
             function(hidden, weight, labels).backward()
         assert max(largest) <= rows * words // 3
+
+
+def test_the_logits_of_one_chunk_are_gone_before_those_of_the_next(monkeypatch):
+    chunk, words = 64, 1000
+    monkeypatch.setattr(module, "chunk_rows", lambda words, accelerator: chunk)
+
+    class Held(ActivationCount):
+        def __torch_dispatch__(self, *args, **options):
+            result = super().__torch_dispatch__(*args, **options)
+            self.sample()
+            return result
+
+    hidden, weight, labels = example(rows=3 * chunk, dim=4, words=words, dtype=torch.float32)
+    with Held() as held:
+        chunked_token_loss(hidden, weight, labels).backward()
+    logits, gradient = 4 * chunk * words, 4 * words * weight.shape[1]
+    assert logits < max(held.held_bytes) < 1.1 * logits + gradient
 
 
 def test_what_a_compiler_gets_is_what_runs_without():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.strategy import gradients, messages
+from lightning_wlb.strategy import gradients, mesh, messages
 from lightning_wlb.strategy.gradients import Tie, add_tied_gradients
 from lightning_wlb.strategy.launch import _bound_device
 from lightning_wlb.strategy.messages import Messages, Pipeline
@@ -69,6 +69,12 @@ def crossing(rank: int) -> tuple[list[float], list[float], list[type]]:
         model = nn.ParameterDict({"embed": weight})
         weight.grad = on_device([5.0 + rank, 6.0])
         add_tied_gradients(model, [Tie("embed", "head")], 1 - rank, next(iter(channels.values())))
+    with mock.patch.object(mesh, "is_cuda_over_gloo", return_value=True):
+        axes = mesh.device_mesh(Mesh(context=2), "cpu")
+        groups = [axes.get_group("context"), mesh.data_context(axes).get_group()]
+    # Made for gloo, where torch might take others for an axis of all ranks.
+    assert dist.group.WORLD not in groups
+    assert [(dist.get_backend(each), each.size()) for each in groups] == [("gloo", 2)] * 2
     return arrived.flatten().tolist(), weight.grad.tolist(), sent
 
 

@@ -51,11 +51,15 @@ def errors(rank: int, context: int, tensor: int) -> dict[str, float]:
     return {name: relative_error(narrow[name], wide[name]) for name in wide}
 
 
-# Of two ranks the sums round alike.
-@pytest.mark.parametrize(("context", "tensor"), [(4, 1), (1, 4)])
-def test_bfloat16_moves_gradients_by_its_rounding(context: int, tensor: int) -> None:
-    for moved in run_ranks(errors, 4, context, tensor):
-        assert 1e-4 < max(moved.values()) < 5e-2, moved
+def both(rank: int) -> list[dict[str, float]]:
+    return [errors(rank, *sizes) for sizes in ((4, 1), (1, 4))]
+
+
+def test_bfloat16_moves_gradients_by_its_rounding() -> None:
+    """Of four ranks: of two the sums round alike."""
+    for meshes in run_ranks(both, 4):
+        for moved in meshes:
+            assert 1e-4 < max(moved.values()) < 5e-2, moved
 
 
 def runs(rank: int) -> tuple[list[torch.dtype], str]:
@@ -86,6 +90,18 @@ def test_the_strategy_says_so_to_its_steps_and_to_the_planner() -> None:
     assert set(inside) == {torch.bfloat16}
     assert after == torch.float32
     assert predicted == "bfloat16"
+
+
+def test_sums_in_the_modules_of_transformers_travel_so_too(monkeypatch) -> None:
+    pytest.importorskip("transformers")
+    from lightning_wlb.models.huggingface.tensor import _summed
+
+    sent: list[torch.dtype] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: sent.append(x.dtype))
+    for least in (torch.float32, torch.bfloat16):
+        with reducing_in(least):
+            assert _summed(torch.ones(2, dtype=torch.bfloat16), None).dtype == torch.bfloat16
+    assert sent == [torch.float32, torch.bfloat16]
 
 
 def test_float32_is_the_default() -> None:

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause,
 
 def locked(rank: int, folder: Path) -> None:
     """Rank 1 dies, and rank 0 holds Python's lock from then on."""
-    watchdog.GRACE = watchdog.LOCKED = 0.5
+    watchdog.GRACE = watchdog.LOCKED = 0.3
     os.environ.update(RANK=str(rank))
     dist.init_process_group("gloo")
     faults = Faults()
@@ -88,14 +89,18 @@ def test_a_rank_in_foreign_code_that_holds_the_lock_is_ended_too(tmp_path):
     assert results == [None, None]
     assert seconds < 30
     said = (tmp_path / "0.err").read_text()
-    assert "Timeout (0:00:01)!" in said
+    assert "Timeout (0:00:00.6" in said
     assert "in locked" in said, "where it was"
 
 
 def watched(rank: int) -> str:
     faults = Faults()
     faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
-    faults.end()
+    assert faults._watchdog is not None
+    with mock.patch.object(watchdog, "faulthandler") as timer:
+        faults._watchdog._end_in(60.0)  # in the last moment of the run
+        faults.end()
+    timer.cancel_dump_traceback_later.assert_called_once_with()
     assert signal.set_wakeup_fd(-1) == -1, "as it was before"
     return "fine"
 
