@@ -13,7 +13,7 @@ up.
 
 One process in float32 or float64 uses ``torch.nn.functional.linear_cross_entropy`` where torch has
 it, with ``reduction="none"`` and our chunks: its own are of so few rows for large vocabularies that
-a CPU takes 1.5 times as long (``benchmarks/loss_head.py``). Its ``reduction="sum"`` computes
+a CPU takes 1.5 to 2 times as long (``benchmarks/loss_head.py``). Its ``reduction="sum"`` computes
 gradients in forward, so that each micro-batch whose backward has not run yet holds a gradient as
 large as the output matrix; and in bfloat16 it rounds the loss of every row and, by default, the
 weight gradient at every chunk. Liger's fused loss computes gradients in forward too, and has
