@@ -9,11 +9,11 @@ dispatch mode, which looks at every operation; inside :func:`uncompiled`.
 
 Cost: seconds of compiler time for each function, at its first call with gradients and again at its
 first without; some tens of microseconds of checks for each call. Not for functions that communicate
-or call a kernel of their own, which inductor has nothing to fuse with.
+or call a kernel of their own, which inductor has nothing to fuse with, nor for small layers on a
+CPU, where the checks take longer than they save.
 
-Run on CPUs only so far; on CUDA inductor writes Triton kernels, and their timing may choose another
-order of sums in another process, so that only a run with ``TORCHINDUCTOR_DETERMINISTIC=1`` can be
-repeated bit for bit.
+Run on CPUs only so far. On CUDA inductor chooses among Triton's kernels by time, so that sums may
+have another order in another process, unless ``torch.use_deterministic_algorithms`` is on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 import torch._functorch.config
+import torch._inductor
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -63,7 +65,9 @@ class Compiler:
         if self.failure is not None:
             return
         # The rest of such a message is about stack traces and how to report a bug.
-        self.failure = f"{type(error).__name__}: {str(error).strip().split(chr(10) * 2)[0]}"
+        first, *rest = str(error).strip().split("\n\n")
+        said = (line for part in rest for line in part.splitlines() if "error:" in line)
+        self.failure = " ".join([f"{type(error).__name__}: {first}", *islice(said, 1)])
         warnings.warn(
             "compile=True: torch.compile fails here, so this process runs blocks of the model"
             f" uncompiled, which is slower and as exact. The cause is {self.failure}\nIf a C++"
@@ -93,6 +97,7 @@ class Compiled:
         self._compiler, self._function, self._rows = compiler, function, rows
         self._eager = function if eager is None else eager
         self._compiled: Function | None = None
+        self._ready: set[bool] = set()  # with gradients and without, once it has run so
         self._failed = False
 
     def __call__(self, *args: Any) -> Tensor:
@@ -115,11 +120,21 @@ class Compiled:
     def _run(self, *args: Any) -> Tensor:
         for each in args[: self._rows]:
             torch._dynamo.mark_dynamic(each, 0)
-        if self._compiled is not None:
+        if self._compiled is None:
+            self._compiled = torch.compile(
+                self._function, fullgraph=True, dynamic=False, options=_options()
+            )
+        if torch.is_grad_enabled() in self._ready:
             return self._compiled(*args)
         # Else what backward needs is compiled there, where there is no way back.
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            compiled = torch.compile(self._function, fullgraph=True, dynamic=False)
-            result = compiled(*args)
-        self._compiled = compiled
+            result = self._compiled(*args)
+        self._ready.add(torch.is_grad_enabled())
         return result
+
+
+def _options() -> dict[str, Any] | None:
+    # Else Triton's kernels are chosen by time, and another choice adds in another order.
+    known = "deterministic" in torch._inductor.list_options()
+    asked = torch.are_deterministic_algorithms_enabled()
+    return {"deterministic": True} if known and asked else None

@@ -243,7 +243,8 @@ class LanguageModule(L.LightningModule):
         loss = self.step(batch)
         self.tokens_seen += batch.tokens
         self.log("train_loss", loss.detach(), prog_bar=True)
-        self.log("tokens", float(batch.tokens))
+        # Filled in on the device: Lightning would copy a number to it, and wait for the device.
+        self.log("tokens", torch.full((), float(batch.tokens), device=loss.device))
         return loss
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:

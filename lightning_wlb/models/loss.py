@@ -232,6 +232,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             logits = _wide_product(hidden[chunk], weight.T, wide)
             terms, log_sums[chunk] = _terms(logits, labels[chunk], first_word, group, softmax)
             loss += terms.sum()
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, labels, log_sums)
         ctx.first_word, ctx.softmax = first_word, softmax
         return loss
@@ -252,6 +253,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:
                 _add_product(weight_gradient, narrow.T, hidden[chunk])
+            del logits, narrow
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None
@@ -281,5 +283,5 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _has_wide_products(a: Tensor) -> bool:
-    """Whether torch multiplies half types into float32 on the device (2.8 and newer on CUDA)."""
+    """Whether torch multiplies half types into float32 on the device (on CUDA; adds from 2.10)."""
     return a.is_cuda and torch.version.hip is None

@@ -20,6 +20,7 @@ Cost: 20 seconds at most, then nothing. Memory of four layers with their activat
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from lightning_wlb.strategy.overhead import measure_overhead
 from lightning_wlb.strategy.searching import progress_bar
 
 SECONDS, LAYERS = 20.0, 0.7
-"""For all of it, and the part of them that layers and kernels may take."""
+"""For all of it, and the part of them after which layers and kernels leave larger points out."""
 
 PHASES = 4
 """Attention, layers, memory, actions."""
@@ -101,6 +102,16 @@ def agreed_profile(asked: Asked) -> Profile | None:
 
     None where it could not be measured, about which one warning says why.
     """
+    try:
+        return _agreed(asked)
+    finally:
+        # Modules with hooks, and errors, hold what was measured in circles of references.
+        gc.collect()
+        if asked.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _agreed(asked: Asked) -> Profile | None:
     ranks, began = Ranks(), time.monotonic()
     try:
         text = ranks.lead(lambda: _recalled(_key(asked)))
@@ -146,8 +157,6 @@ def _measured(
         )
         report("what actions take beside the model")
         beside = measure_overhead(config, device, dtype, backend, until)
-    if cuda:
-        torch.cuda.empty_cache()
     if not leads:
         return ""
     memory = profile.memory_bytes * (1 if cuda else profile.devices_per_node) // asked.ranks

@@ -155,7 +155,8 @@ class ChoosingStrategy(CheckpointStrategy):
         """Plan by what the devices of this run are measured to take, where that is to be known.
 
         Collective over all ranks at its first call in a run. What a checkpoint has brought is not
-        measured again, so that a resumed run gets the plans of an unbroken one.
+        measured again, so that a resumed run gets the plans of an unbroken one; but it is where
+        another number of ranks shares a node now, whose memory and links are others for each.
         """
         if self._has_settled:
             return
@@ -164,10 +165,12 @@ class ChoosingStrategy(CheckpointStrategy):
         if asked is None:
             return
         kernel = kernel_name(asked.backend, asked.device)
-        own = (asked.device.type, name_of(asked.dtype), kernel)
+        own = (asked.device.type, name_of(asked.dtype), kernel, f"{asked.ranks} ranks a node")
         if data.measured is not None:
             kept = Profile.from_json(data.measured) if data.measured else None
-            if kept is None or (kept.device_type, kept.dtype, kept.kernel) == own:
+            if kept is None or (
+                _devices_of(kept) == own and (asked.network is None or "network" in kept.links)
+            ):
                 self.profile = kept or self.profile
                 return
             rank_zero_info(
@@ -243,6 +246,12 @@ class ChoosingStrategy(CheckpointStrategy):
         return self.mesh.devices == other.world_size and all(
             wanted in ("auto", had) for wanted, had in zip(asked, own, strict=True)
         )
+
+
+def _devices_of(kept: Profile) -> tuple[str, ...]:
+    """What another run has measured, in words."""
+    ranks = f"{kept.devices_per_node} ranks a node"
+    return kept.device_type, kept.dtype, kept.kernel, ranks
 
 
 def _usual(schedule: str, virtual_stages: int | None) -> tuple[str, int]:

@@ -1,14 +1,18 @@
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.models import loss
 from lightning_wlb.models.compiled import Compiled, Compiler, uncompiled
 from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.dense import Dense
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
@@ -94,7 +98,13 @@ def test_one_row_or_none_and_what_a_mode_looks_at_run_uncompiled(compiled):
     assert not compiled
     assert double(torch.ones(3)).tolist() == [2, 2, 2]
     ((_, options),) = compiled
-    assert options == {"fullgraph": True, "dynamic": False}
+    assert options == {"fullgraph": True, "dynamic": False, "options": None}
+    torch.use_deterministic_algorithms(True)
+    try:
+        Compiled(Compiler(), torch.neg)(torch.ones(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert compiled[-1][1]["options"] == {"deterministic": True}
 
 
 def broken(x):
@@ -116,6 +126,24 @@ def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning(monkeypatch):
     assert not tried
     Compiled(compiler, torch.neg)(torch.ones(3))
     assert tried
+
+
+def test_a_backward_that_cannot_be_compiled_is_known_in_forward_behind_a_validation(monkeypatch):
+    def eager(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def refuse(graph, inputs):
+        raise NotImplementedError("no backward")
+
+    backend = aot_autograd(fw_compiler=eager, bw_compiler=refuse, inference_compiler=eager)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    square = Compiled(Compiler(), lambda x: x * x)
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        square(x)
+    with pytest.warns(UserWarning, match=r"(?s)fails here.*no backward"):
+        square(x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_without_a_compiler_of_c_the_blocks_run_uncompiled():
@@ -164,3 +192,44 @@ def test_a_model_that_compiles_nothing_is_refused():
         Own(compile=True).configure_model()
     with pytest.raises(ValueError, match="compile='yes'"):
         LanguageModule(compile="yes")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_compiled_functions_equal_the_plain_ones_on_a_gpu(dtype, most):
+    check_functions("cuda", getattr(torch, dtype), most)
+
+
+def check_functions(device, dtype, most):
+    generator = torch.Generator().manual_seed(0)
+    rows, dim, heads, inner = 1000, 256, 4, 384
+
+    def draw(*shape, scale=0.1):
+        values = scale * torch.randn(*shape, generator=generator)
+        return values.to(device, dtype).requires_grad_()
+
+    hidden, angles = draw(rows, dim, scale=1.0), torch.rand(rows, dim // heads // 2)
+    table = torch.stack([angles.cos(), angles.sin()], -1).to(device)
+    swiglu = [draw(inner, dim), draw(inner, dim), draw(dim, inner)]
+    calls = {
+        "rms_norm": (hidden, draw(dim), 1e-5),
+        "rotated_heads": (hidden, table, draw(dim, dim)),
+        "swiglu": (hidden, *swiglu),
+    }
+    plain, compiled = Dense(), Dense.compiled()
+    for name, given in calls.items():
+        leaves = [each for each in given if isinstance(each, torch.Tensor) and each.requires_grad]
+        results = []
+        for functions in (plain, compiled):
+            out = getattr(functions, name)(*given)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for value, wanted in zip(*results, strict=True):
+            assert relative_error(value.detach(), wanted.detach()) <= most, name
+    weight, labels = draw(512, dim), torch.arange(rows, device=device) % 512
+    results = []
+    for functions in (plain, compiled):
+        total = loss.chunked_token_loss(hidden, weight, labels, None, functions.softmax)
+        results.append([total, *torch.autograd.grad(total, (hidden, weight))])
+    for value, wanted in zip(*results, strict=True):
+        assert relative_error(value.detach(), wanted.detach()) <= most

@@ -4,7 +4,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_wlb.models import loss as module
-from lightning_wlb.models.loss import chunked_token_loss, logits_loss, token_loss
+from lightning_wlb.models.loss import (
+    chunked_token_loss,
+    log_sum_exp,
+    logits_loss,
+    slope,
+    slope_at_once,
+    token_loss,
+)
+from lightning_wlb.strategy.activations import ActivationCount
 from tests.oracle import relative_error
 from tests.ranks import run_ranks
 
@@ -114,6 +122,36 @@ def test_logits_never_exist_for_all_rows():
         with Watch():
             function(hidden, weight, labels).backward()
         assert max(largest) <= rows * words // 3
+
+
+def test_the_logits_of_one_chunk_are_gone_before_those_of_the_next(monkeypatch):
+    chunk, words = 64, 1000
+    monkeypatch.setattr(module, "chunk_rows", lambda words, accelerator: chunk)
+
+    class Held(ActivationCount):
+        def __torch_dispatch__(self, *args, **options):
+            result = super().__torch_dispatch__(*args, **options)
+            self.sample()
+            return result
+
+    hidden, weight, labels = example(rows=3 * chunk, dim=4, words=words, dtype=torch.float32)
+    with Held() as held:
+        chunked_token_loss(hidden, weight, labels).backward()
+    logits, gradient = 4 * chunk * words, 4 * words * weight.shape[1]
+    assert logits < max(held.held_bytes) < 1.1 * logits + gradient
+
+
+def test_what_a_compiler_gets_is_what_runs_without():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    log_sums, column = logits.logsumexp(-1), torch.tensor([0, 4, -1, 2, -1, 3])
+    scale = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    before = logits.clone()
+    at_once = slope_at_once(logits, log_sums, column, scale, torch.float64)
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(log_sum_exp(before.clone()), log_sums)
+    torch.testing.assert_close(slope(before, log_sums, column, scale, torch.float64), at_once)
+    torch.testing.assert_close(at_once.sum(-1)[:4], torch.tensor([0, 0, 2.0, 0]).double())
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 256), ("meta", 4096)])

@@ -5,7 +5,7 @@ import torch
 
 from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.models.initialise import initialise
-from lightning_wlb.models.rotary import rotary_frequencies, rotate
+from lightning_wlb.models.rotary import rotary_frequencies, rotate, rotate_real
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE
 from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
@@ -116,6 +116,16 @@ def test_rotation_depends_on_distance_only_and_is_exact_far_out():
     assert freqs.dtype == torch.complex64
     # The fastest pair freqs by 1 rad per position: cos(1000003) is -0.8779865.
     assert freqs[0, 0].real.item() == pytest.approx(-0.8779865, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rotation_in_real_numbers_is_the_complex_one(dtype):
+    freqs = rotary_frequencies(torch.arange(5, 12), config(head_dim=8), dtype)
+    heads = torch.randn(7, 3, 8).to(dtype)
+    table = torch.view_as_real(freqs)
+    wanted, real = rotate(heads, table), rotate_real(heads, table)
+    assert real.dtype == wanted.dtype == dtype
+    torch.testing.assert_close(real, wanted, rtol=0, atol=1e-15 if dtype == torch.float64 else 0.02)
 
 
 def test_bfloat16_rows_keep_their_type():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_wlb.cost.profile import ActionOverhead, Link, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
@@ -108,6 +111,31 @@ def test_what_fails_to_be_measured_ends_in_one_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"could not measure.*no memory.*profile=\"none\""):
         assert profiles(tmp_path, [torch.OutOfMemoryError("no memory")], asked()) == [None]
     assert not list(tmp_path.rglob("profile.json"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_that_was_measured_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    layers: list[weakref.ref[nn.Module]] = []
+    quickly = Measurements.quickly
+
+    def measure(*args: Any, **options: Any) -> Any:
+        layer = nn.Identity()
+        layer.register_forward_hook(lambda *_: layer)  # as those of Gathering, in a circle
+        layers.append(weakref.ref(layer))
+        if fails:
+            raise torch.OutOfMemoryError("no memory")
+        return quickly(*args, **options)
+
+    monkeypatch.setattr(Measurements, "quickly", measure)
+    monkeypatch.setattr(automatic, "rank_zero_warn", print)
+    gc.disable()
+    try:
+        profiles(tmp_path, [] if fails else [100.0], asked())
+        assert [each() for each in layers] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_device_of_known_memory_between_nodes(tmp_path: Path) -> None:
@@ -244,12 +272,15 @@ def test_a_device_is_measured_where_plans_depend_on_times() -> None:
 
 def test_what_a_checkpoint_brings_goes_before_a_measurement() -> None:
     base, other = measured(1.0), replace(measured(3.0), kernel="cpu")
+    base = replace(base, devices_per_node=2)
     gpu = replace(other, device_type="cuda")
     for brought, expected, measures in (
         (None, other, 1),
         (replace(base, kernel="cpu").to_json(), replace(base, kernel="cpu"), 0),
         ("", base, 0),  # that run could not measure, and went on by what it had
         (gpu.to_json(), other, 1),  # of another kind of device
+        # Of one rank a node: a mesh of two would lead to a node that nothing is known of.
+        (replace(base, kernel="cpu", devices_per_node=1).to_json(), other, 1),
     ):
         documents_ = data(CASE, profile=None)
         documents_.load_state_dict(
