@@ -24,6 +24,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import inf
@@ -68,21 +69,23 @@ def measure(
             GPU, the memory's bandwidth stands in its place, and the profile says so.
         backend: of attention, see :class:`.VarlenAttention`; the profile names its kernel.
         report: called with what is being measured.
-        until: when to give up, by ``time.monotonic``.
+        until: when to end, by ``time.monotonic``: larger points are left out then. The attention
+            kernel has half of the time.
 
     Raises:
         ValueError: a dtype that profiles do not know, a backend that is missing, or layers that
             not even the fewest rows of the grid fit into memory with.
-        TimeoutError: it is later than ``until``.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in DTYPE_BYTES:
         raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]
-    bench = Bench(config, device, dtype, grid, backend, until)
+    now = time.monotonic()
+    bench = Bench(config, device, dtype, grid, backend, now + (until - now) / 2)
     report("attention kernel")
     attention = bench.attention()
+    bench.until = until
     report("layers, head and overhead")
     stages = bench.stages()
     report("memory bandwidth")

@@ -68,8 +68,8 @@ class Bench:
         dtype: to compute in.
         grid: where to measure.
         backend: of attention.
-        until: when to give up, by ``time.monotonic``; a measurement that begins later raises
-            TimeoutError.
+        until: when to end, by ``time.monotonic``: what would begin later is left out, as if there
+            were no memory for it, but for the smallest points. Set it anew between two tables.
 
     Attributes:
         rows: of the grid, those that layers fit into memory with.
@@ -89,7 +89,7 @@ class Bench:
         until: float = inf,
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
-        self.backend, self.out_of_memory, self._until = backend, 0, until
+        self.backend, self.out_of_memory, self.until = backend, 0, until
         self._timer = make_timer(device)
         self._free = free_bytes(device)
         self.rows = tuple(
@@ -107,8 +107,11 @@ class Bench:
         call = self._call_overhead()
         for row, queries in enumerate(queries_axis):
             for column, ratio in enumerate(ratios):
-                rate = self._rate(queries, round(queries * ratio), call)
-                if rate is None and row == column == 0:
+                first = row == column == 0
+                rate = None
+                if first or time.monotonic() < self.until:
+                    rate = self._rate(queries, round(queries * ratio), call)
+                if rate is None and first:
                     raise ValueError(
                         f"no memory for attention over {queries} queries of {shape.heads} heads of"
                         f" {shape.head_dim}, the smallest point. Free memory on {self.device}."
@@ -179,8 +182,10 @@ class Bench:
         """Layers, head and overhead over the grid of rows."""
         one, three = (self._stage(layers=count) for count in (1, 3))
         last = self._stage(layers=0, head=True)
-        measured = []
+        measured: list[Any] = []
         for rows in self.rows:
+            if len(measured) > 1 and time.monotonic() > self.until:
+                break
             models, lengths = (one, three, last), _short_documents(rows)
             seconds = self._if_it_fits(partial(self._linear_seconds, models, lengths))
             if seconds is None:
@@ -362,9 +367,6 @@ class Bench:
         return DTYPE_BYTES[str(self.dtype).removeprefix("torch.")]
 
     def _random(self, *sizes: int) -> Tensor:
-        """Random numbers, with a gradient, with which every measurement begins."""
-        if time.monotonic() > self._until:
-            raise TimeoutError("it took longer than it may")
         return torch.randn(*sizes, device=self.device, dtype=self.dtype).requires_grad_()
 
 

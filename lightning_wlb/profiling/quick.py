@@ -4,7 +4,7 @@ The same kernels and layers as for a profile that is kept, at fewer points, and 
 of the fit. Rates between the points are interpolated as always, which is exact for a time that is
 proportional beside a constant. How large the points are follows from the speed of a matrix product
 and from how much of the processor other processes leave, so that attention and layers take two
-fifths of the time each at most; what is still running at its end is given up. The link is not
+fifths of the time each at most; points that would begin after its end are left out. The link is not
 measured, since other processes would be needed.
 
 Cost: half of the time given, mostly. Not for an error to quote: ``lightning-wlb profile`` has one.
@@ -47,12 +47,12 @@ def measure_quickly(
         device: to measure.
         dtype: to compute in.
         backend: of attention.
-        seconds: that it may take at most.
+        seconds: after which no larger point is begun.
         report: called with what is being measured.
 
     Raises:
         ValueError: a dtype that profiles do not know.
-        TimeoutError: it took longer, or the smallest points would.
+        TimeoutError: the smallest points would take longer.
     """
     begin, own = time.monotonic(), time.process_time()
     speed = Bench(config, device, dtype, _grid(32, 32, 32)).best_product()
