@@ -29,7 +29,7 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from lightning_wlb.strategy.board import AGREED_PATIENCE, PATIENCE, Link, beat
+from lightning_wlb.strategy.board import AGREED_PATIENCE, PATIENCE, Connection, beat
 from lightning_wlb.strategy.signals import NOTICES, heeds_interrupts
 from lightning_wlb.strategy.whereabouts import HERE
 
@@ -51,7 +51,9 @@ class Watchdog(threading.Thread):
         still: seconds without a word from rank 0 after which it is named.
     """
 
-    def __init__(self, rank: int, world_size: int, link: Link, token: str, still: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, link: Connection, token: str, still: float
+    ) -> None:
         super().__init__(name="wlb-watchdog", daemon=True)
         self._rank, self._beat, self._still, self._link = rank, beat(world_size), still, link
         self._verdict = ""

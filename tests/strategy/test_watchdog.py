@@ -113,7 +113,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
     """It inherits the descriptor through which signals are told, and a terminal signals both."""
     monkeypatch.setattr(watchdog, "heeds_interrupts", lambda: True)
     one, other = socket.socketpair()
-    thread = watchdog.Watchdog(0, 2, board.Link(one), "secret", 60.0)
+    thread = watchdog.Watchdog(0, 2, board.Connection(one), "secret", 60.0)
     signal.set_wakeup_fd(-1)
     for pause in (0.0, 0.0, 0.3):
         assert thread._end_at == float("inf")
