@@ -8,9 +8,10 @@
 4. *papers*: WLB-LLM's Figures 10 and 15, and our call over the bare kernel.
 5. *trace*: one profiled step, and where its time goes.
 
-``--part`` takes a number or a name. Results are in ``gpu_<name>.json`` under ``--output``, written
-after each row; a row that fails is kept with its error, and the limit's last row with what was left
-out. The last line is one JSON object. The exit status is 1 where a row failed or was left out.
+``--part`` takes a number or a name. Results are in ``gpu_<name>.json`` under ``--output``, and as
+tables beside it, written after each row: a row that fails with its error, and the names of rows for
+which no time was left. The last line is one JSON object. The exit status is 1 where a row failed or
+was left out.
 
 ``--device cpu --small`` runs every line that needs no CUDA device, in tiny sizes, for tests. This
 project has not run it on a GPU yet.

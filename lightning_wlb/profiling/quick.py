@@ -4,7 +4,7 @@ The same kernels and layers as for a profile that is kept, at fewer points, and 
 of the fit. Rates between the points are interpolated as always, which is exact for a time that is
 proportional beside a constant. How large the points are follows from the speed of a matrix product
 and from how much of the processor other processes leave, so that attention and layers take two
-fifths of the time each; points that would begin after its end are left out. The link is not
+fifths of the time each at most; points that would begin after its end are left out. The link is not
 measured, since other processes would be needed.
 
 Cost: half of the time given, mostly. Not for an error to quote: ``lightning-wlb profile`` has one.

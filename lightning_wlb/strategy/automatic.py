@@ -45,7 +45,7 @@ from lightning_wlb.strategy.overhead import measure_overhead
 from lightning_wlb.strategy.searching import progress_bar
 
 SECONDS, LAYERS = 20.0, 0.7
-"""For all of it, and the part of them that layers and kernels may take."""
+"""For all of it, and the part of them after which layers and kernels leave larger points out."""
 
 PHASES = 4
 """Attention, layers, memory, actions."""

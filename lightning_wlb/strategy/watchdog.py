@@ -97,7 +97,6 @@ class Watchdog(threading.Thread):
 
     def stop(self) -> None:
         """The run of this rank is over."""
-        self._stay()
         if self._wakeup_before is not None:
             signal.set_wakeup_fd(self._wakeup_before)
             self._wakeup_before = None
@@ -106,6 +105,7 @@ class Watchdog(threading.Thread):
         with suppress(OSError):
             self._waker.send(b"\0")
         self.join(2.0)
+        self._stay()
         for end in (self._link.connection, self._woken, self._waker):
             end.close()
 

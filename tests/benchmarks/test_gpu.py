@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from benchmarks.gpu import kernels, right
+from benchmarks.gpu import kernels, recording, right, trace
 from benchmarks.gpu.__main__ import PARTS, main, part
 from benchmarks.gpu.kernels import bare_call
+from benchmarks.gpu.page import page
 from benchmarks.gpu.papers import PAPER, figure_10, figure_15, summary
 from benchmarks.gpu.papers import SMALL as SMALL_SIZES
 from benchmarks.gpu.recording import Run, machine, record
@@ -21,6 +23,7 @@ from benchmarks.gpu.trace import kind_of, shares
 from benchmarks.workloads import LLAMA2_7B_LAYER
 from lightning_wlb.attention.kernel import PLAIN
 from lightning_wlb.attention.kernels_cpu import cpu_attention
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
@@ -192,6 +195,89 @@ def test_shares_of_kernels() -> None:
     assert found["largest_others"] == [
         {"name": "copy", "share": 0.2, "calls": 2},
         {"name": "add", "share": 0.05, "calls": 1},
+    ]
+
+
+def test_on_a_gpu_its_kernels_count_and_no_range_around_them() -> None:
+    def event(name: str, kind: DeviceType, annotation: bool = False) -> SimpleNamespace:
+        lasted = SimpleNamespace(elapsed_us=lambda: 3.0)
+        return SimpleNamespace(
+            name=name, device_type=kind, is_user_annotation=annotation, time_range=lasted
+        )
+
+    events = [
+        event("aten::mm", DeviceType.CPU),
+        event("Optimizer.step#AdamW.step", DeviceType.CUDA, True),
+        event("nvjet", DeviceType.CUDA),
+    ]
+    profiler: Any = SimpleNamespace(events=lambda: events)
+    assert trace.kernels(profiler, torch.device("cuda")) == [("nvjet", 3.0)]
+
+
+def test_what_a_gpu_s_results_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(total_memory=7)
+    for name, value in {
+        "get_device_name": lambda device: "NVIDIA H200",
+        "get_device_properties": lambda device: properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(recording.shutil, "which", lambda name: "/bin/echo")
+    monkeypatch.setattr(VarlenAttention, "kernel_name", lambda self, kind: f"one for {kind}")
+    found = machine(torch.device("cuda", 0))
+    assert (found["device"], found["memory_bytes"], found["kernel"]) == (
+        "NVIDIA H200",
+        7,
+        "one for cuda",
+    )
+    assert found["versions"]["nccl"] == "2.28.9"
+    # The command that asks the driver is what this one prints.
+    assert found["versions"]["driver"] == "--query-gpu=driver_version --format=csv,noheader"
+
+
+def test_rows_as_tables() -> None:
+    rows = {
+        "one": {"ms": {"a": 1.23456, "b": 2}, "list": [1.0, 2.5], "steps": [{"x": 1, "y": "s|t"}]},
+        "two": {"ms": {"a": 3.0, "b": 4}, "list": []},
+        "bad": {"error": "ValueError: no\nsuch thing"},
+    }
+    shown = page(
+        {
+            "part": "train",
+            "device": "GPU",
+            "kernel": "k",
+            "versions": {"torch": "2"},
+            "small": False,
+        }
+        | {"rows": rows, "left_out": ["three"], "summary": {"best": {"x": 0.5}, "all": 7}}
+    )
+    assert shown.splitlines()[2:] == [
+        "GPU, attention by k; torch 2.",
+        "",
+        "|  | x |",
+        "|---|---:|",
+        "| best | 0.5 |",
+        "",
+        "|  | all |",
+        "|---|---:|",
+        "| summary | 7 |",
+        "",
+        "|  | ms: a | ms: b | list |",
+        "|---|---:|---:|---:|",
+        "| one | 1.235 | 2 | 1, 2.5 |",
+        "| two | 3 | 4 |  |",
+        "",
+        "|  | error |",
+        "|---|---:|",
+        "| bad | ValueError: no such thing |",
+        "",
+        "one: steps",
+        "",
+        "| x | y |",
+        "|---|---:|",
+        "| 1 | s/t |",
+        "",
+        "Left out at the limit: three.",
     ]
 
 

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -95,7 +96,11 @@ def test_a_rank_in_foreign_code_that_holds_the_lock_is_ended_too(tmp_path):
 def watched(rank: int) -> str:
     faults = Faults()
     faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
-    faults.end()
+    assert faults._watchdog is not None
+    with mock.patch.object(watchdog, "faulthandler") as timer:
+        faults._watchdog._end_in(60.0)  # in the last moment of the run
+        faults.end()
+    timer.cancel_dump_traceback_later.assert_called_once_with()
     assert signal.set_wakeup_fd(-1) == -1, "as it was before"
     return "fine"
 
