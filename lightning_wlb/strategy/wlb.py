@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
@@ -313,6 +314,7 @@ class WLBStrategy(ChoosingStrategy):
         assert isinstance(module, LanguageModule)
         assert module.model is not None
         device = self.root_device.type
+        kernel: VarlenAttention | None = getattr(module.model, "attention_kernel", None)
         return MemoryModel(
             module.model_shape,
             self.mesh,
@@ -320,7 +322,7 @@ class WLBStrategy(ChoosingStrategy):
             name_of(precision.parameter_dtype),
             accelerator=device != "cpu",
             reduce_dtype=name_of(self.reduce_dtype),
-            kernel=module.model.attention_kernel.kernel_name(device),
+            kernel="" if kernel is None else kernel.kernel_name(device),
         )
 
     def backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.out_of_memory import note
+from lightning_wlb.strategy.precision import WLBPrecision
+from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 
@@ -111,6 +114,19 @@ def test_segments_that_grow_are_advised_on_a_gpu_without_them(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     text, _ = told(MemoryModel(SHAPE, MESH), 0, None, "auto", device)
     assert ("PYTORCH_ALLOC_CONF=expandable_segments:True leaves fewer gaps" in text) is advised
+
+
+def test_a_model_may_attend_by_itself() -> None:
+    strategy, made = WLBStrategy(), module(SMALL)
+    made.configure_model()
+    assert isinstance(made.model, torch.nn.Module)
+    strategy._lightning_module, strategy._rank = made, MESH.coordinate(0)
+    strategy.precision_plugin = WLBPrecision("32-true")
+    strategy.parallel_devices = [torch.device("cpu")]
+    with mock.patch.object(WLBStrategy, "local_rank", 0):
+        assert strategy._memory_model().kernel == "cpu"
+        del made.model.attention_kernel
+        assert strategy._memory_model().kernel == ""
 
 
 def runs_out(rank: int) -> list[tuple[str, list[str]]]:
