@@ -138,7 +138,7 @@ def test_plans_recompute_what_the_module_asks_for() -> None:
     found = {}
     for checkpointing, memory in (("auto", 10**9), ("auto", 1), ("full", 10**9), ("none", 1)):
         documents = data(
-            documents=[[1] * 100, [1] * 60],
+            documents=[[1] * 100, [1] * 100],
             context_window=100,
             micro_batches=2,
             packing="original",
