@@ -29,6 +29,8 @@ test: $(VENV)/ready  ## run the tests (CPU only, 8 minutes on two cores)
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device; RUN=python3: with that as it is
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "torch of $(RUN) is missing or sees no CUDA device, and every test would be skipped"; exit 1; }
 	@$(RUN) -m pytest -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
 
 # Debian: apt-get install slurm-wlm munge

@@ -16,7 +16,6 @@ run on several ranks would run in both.)
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -69,11 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         if (value := config.getoption(option)) is not None:
             os.environ[variable] = value
-
-
-def pytest_collection_finish() -> None:
-    """Collections of garbage leave out what was imported: a full one took a quarter of a second."""
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

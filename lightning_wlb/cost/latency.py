@@ -234,13 +234,7 @@ class LatencyModel:
         ) + self._traffic_ns(self.head_traffic(rows, backward=backward))
 
     def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
-        """What a pass through a stage takes besides layers and ends.
-
-        Args:
-            rows: of the micro-batch on the rank.
-            parameters: of the stage's layers and head on the rank.
-            backward: the backward pass; else the forward pass.
-        """
+        """Besides layers and ends: rows, and parameters of the stage, are those of the rank."""
         overhead = self.profile.action
         sums = parameters * overhead.parameter_ns if backward else 0.0
         return round(overhead.ns[backward] + rows * overhead.row_ns[backward] + sums)

@@ -13,7 +13,7 @@ up.
 
 One process in float32 or float64 uses ``torch.nn.functional.linear_cross_entropy`` where torch has
 it, with ``reduction="none"`` and our chunks: its own are of so few rows for large vocabularies that
-a CPU takes 1.5 times as long (``benchmarks/loss_head.py``). Its ``reduction="sum"`` computes
+a CPU takes 1.5 to 2 times as long (``benchmarks/loss_head.py``). Its ``reduction="sum"`` computes
 gradients in forward, so that each micro-batch whose backward has not run yet holds a gradient as
 large as the output matrix; and in bfloat16 it rounds the loss of every row and, by default, the
 weight gradient at every chunk. Liger's fused loss computes gradients in forward too, and has
@@ -29,8 +29,8 @@ would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.attention.process_groups import group_size
 from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.data.batch import IGNORE
+from lightning_wlb.models.compiled import Function
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
@@ -82,11 +83,12 @@ def slope_at_once(
     return (((logits - log_sums[:, None]).exp() - target) * scale[:, None]).to(dtype)
 
 
-class Softmax(NamedTuple):
+@dataclass(frozen=True)
+class Softmax:
     """The element-wise work on logits; the functions above, or others that are equal to them."""
 
-    log_sum_exp: Callable[..., Tensor] = log_sum_exp
-    slope: Callable[..., Tensor] = slope
+    log_sum_exp: Function = log_sum_exp
+    slope: Function = slope
 
 
 PLAIN = Softmax()

@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from lightning_wlb.attention.collectives import all_gather_into
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.profiling.ranks import run_ranks
 
@@ -65,7 +66,6 @@ def _seconds(device: torch.device) -> tuple[float, float]:
     cuda, ranks = device.type == "cuda", dist.get_world_size()
     # A message may take less than the host needs to queue it and to wait for it: several in a row.
     messages = 10 if cuda else 1
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     seconds = []
     for size in SIZES:
         mine = torch.zeros(_of_a_rank(size, ranks) // 4, device=device)
@@ -75,7 +75,7 @@ def _seconds(device: torch.device) -> tuple[float, float]:
             dist.barrier()
             begin = time.perf_counter()
             for _ in range(messages):
-                gather(everyone, mine)
+                all_gather_into(everyone, mine)
             if cuda:
                 torch.cuda.synchronize()
             samples.append((time.perf_counter() - begin) / messages)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_wlb.attention.collectives import all_gather_into
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import AXES, Mesh, Rank
 from lightning_wlb.plan import StepPlan
@@ -249,10 +250,6 @@ def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.devi
     return torch.device("cpu") if is_cuda_over_gloo(device, group) else device
 
 
-# torch 2.13 has a new name for it and deprecates the old one.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
 def gather_from_all_ranks(mine: Tensor) -> Tensor:
     """Every rank's vector, [n] -> [world size, n] in rank order; collective.
 
@@ -261,5 +258,5 @@ def gather_from_all_ranks(mine: Tensor) -> Tensor:
     if not dist.is_initialized():
         return mine[None]
     everyone = mine.new_empty(dist.get_world_size() * len(mine))
-    _all_gather(everyone, mine)
+    all_gather_into(everyone, mine)
     return everyone.view(-1, len(mine))

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import measure, quick
+from lightning_wlb.profiling.bench import Bench
+from lightning_wlb.profiling.grid import Grid
 from lightning_wlb.profiling.quick import grid_of, measure_quickly
 
 TINY, BIG = TransformerConfig.preset("tiny"), TransformerConfig.preset("7b")
@@ -61,3 +64,26 @@ def test_it_measures_and_leaves_out_what_there_is_no_time_for(
         hurried.attention[0].forward[0][0]
     }
     assert 1e8 < found.layer.forward[-1] < 1e12
+
+
+def test_what_other_processes_take_of_a_cpu_leaves_less_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    speeds, clocks = [], {"monotonic": 0.0, "process_time": 0.0}
+
+    def product(bench: Bench) -> float:
+        clocks["monotonic"] += 1.0
+        clocks["process_time"] += 0.25
+        return 8e9
+
+    def asked(shape: ModelShape, speed: float, seconds: float, device_type: str) -> Grid:
+        speeds.append(speed)
+        raise TimeoutError
+
+    for name in clocks:
+        monkeypatch.setattr(quick.time, name, lambda name=name: clocks[name])
+    monkeypatch.setattr(Bench, "best_product", product)
+    monkeypatch.setattr(quick, "grid_of", asked)
+    with pytest.raises(TimeoutError):
+        measure_quickly(TINY, device=CPU, dtype=torch.float32)
+    assert speeds == [2e9]

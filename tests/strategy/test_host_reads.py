@@ -55,7 +55,9 @@ def events(rank: int, mesh: tuple[int, ...], tied: bool) -> list[str]:
         for name in READS:
             patch.setattr(Tensor, name, noting("read", getattr(Tensor, name)))
         patch.setattr(torch, "allclose", noting("read", torch.allclose))
-        patch.setattr(gathering, "_reduce_scatter", noting("reduce", gathering._reduce_scatter))
+        patch.setattr(
+            gathering, "reduce_scatter_into", noting("reduce", gathering.reduce_scatter_into)
+        )
         patch.setattr(dist, "all_reduce", noting("reduce", dist.all_reduce))
         swap = noting("reduce", dist.batch_isend_irecv)
         patch.setattr(gradients.dist, "batch_isend_irecv", swap)

@@ -58,6 +58,12 @@ def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.Mo
     assert not dist.is_initialized(), "a process group is left"
 
 
+def test_too_late_it_gives_up() -> None:
+    with pytest.raises(TimeoutError, match="what actions take"):
+        measure_overhead(CONFIG, torch.device("cpu"), torch.float32, until=time.monotonic() - 1)
+    assert not dist.is_initialized(), "a process group is left"
+
+
 def alone_among_others(rank: int) -> bool:
     """Rank 1 measures by itself; both have their process group afterwards."""
     overhead.MICRO_BATCHES = overhead.STEPS = 2
