@@ -167,9 +167,12 @@ def _torch_is_exact(hidden: Tensor, weight: Tensor) -> bool:
     )
 
 
-def chunks(rows: int, weight: Tensor) -> list[slice]:
-    """Rows whose logits by ``weight`` [words, dim] exist at a time."""
-    size = _chunk_rows(weight)
+def chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:
+    """Rows whose logits by ``weight`` [words, dim] exist at a time.
+
+    So many as fit where a logit takes ``times`` the memory of one of the plain loss.
+    """
+    size = max(_chunk_rows(weight) // times, 1)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
