@@ -171,7 +171,11 @@ class ChoosingStrategy(CheckpointStrategy):
             if kept is None or (
                 _devices_of(kept) == own and (asked.network is None or "network" in kept.links)
             ):
-                self.profile = kept or self.profile
+                if kept is not None:
+                    rank_zero_info(
+                        f"WLBStrategy: steps are planned by {kept.provenance}, as before."
+                    )
+                    self.profile = kept
                 return
             rank_zero_info(
                 f"WLBStrategy: the run was planned by {kept.provenance}. Here it goes on with"

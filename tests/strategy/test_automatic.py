@@ -290,6 +290,13 @@ def test_what_a_checkpoint_brings_goes_before_a_measurement() -> None:
         assert (profile, len(wanted)) == (expected, measures)
         assert documents_.state_dict()["profile"] == (other.to_json() if measures else brought)
     documents_ = data(CASE, profile=None)
+    documents_.load_state_dict({"planner": None, "profile": replace(base, kernel="cpu").to_json()})
+    with mock.patch.object(choosing, "rank_zero_info") as said:
+        settled(documents_)
+    (line,) = said.call_args.args
+    assert line.startswith("WLBStrategy: steps are planned by profile cpu: ")
+    assert line.endswith(", as before.")
+    documents_ = data(CASE, profile=None)
     assert settled(documents_, base=base)[0] == base
     assert documents_.state_dict() == {"planner": None, "profile": ""}
     assert data(CASE).state_dict() == {"planner": None}
