@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# make test-gpu RUN=python3: with an interpreter that has what it takes, and nothing is installed.
+READY := $(if $(findstring command line,$(origin RUN)),,$(VENV)/ready)
 
 .PHONY: help train test test-gpu test-slurm soak lint types floors docs clean
 
@@ -26,8 +28,10 @@ train: $(VENV)/ready  ## train a small decoder with three packings in turn, and 
 test: $(VENV)/ready  ## run the tests (CPU only, 8 minutes on two cores)
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-gpu: $(VENV)/ready  ## run the tests that need a CUDA device
-	@$(RUN) -m pytest -m gpu
+test-gpu: $(READY)  ## run the tests that need a CUDA device; RUN=python3: with that as it is
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "torch of $(RUN) is missing or sees no CUDA device, and every test would be skipped"; exit 1; }
+	@$(RUN) -m pytest -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
 
 # Debian: apt-get install slurm-wlm munge
 test-slurm: $(VENV)/ready  ## run the tests that start a Slurm of two virtual nodes (where it is installed)

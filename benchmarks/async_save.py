@@ -89,7 +89,9 @@ def on_rank(rank: int, folder: str, arguments: dict[str, int]) -> list[dict[str,
                 callbacks=[saves],
             ).fit(
                 module,
-                WLBDataModule(documents, context_window=512, micro_batches=2, num_workers=0),
+                WLBDataModule(
+                    documents, context_window=512, micro_batches=2, profile="none", num_workers=0
+                ),
             )
             size = sum(each.stat().st_size for each in (saves.folder / "0.ckpt").iterdir())
             rows.append(

@@ -60,6 +60,7 @@ def run(sharding: str, arguments: argparse.Namespace) -> Steps:
         micro_batches=2,
         packing="original",
         sharding=sharding,
+        profile="none",
     )
     steps = Steps()
     trainer = quiet_trainer(

@@ -94,7 +94,9 @@ class Measured(HuggingFaceModule):
 def on_rank(rank: int, folder: str, mesh: tuple[int, ...]) -> dict[str, float]:
     module = Measured(folder, pretrained=True)
     documents = InMemoryDocuments([list(range(1, 60))] * 8, vocab_size=64)
-    data = WLBDataModule(documents, context_window=64, micro_batches=2, num_workers=0)
+    data = WLBDataModule(
+        documents, context_window=64, micro_batches=2, profile="none", num_workers=0
+    )
     trainer = L.Trainer(
         strategy=WLBStrategy(*mesh),
         devices=RANKS,

@@ -1,7 +1,8 @@
-"""Real training steps on CPU ranks, recorded: plans, times of every action, activations held.
+"""Real training steps, recorded: plans, times of every action, activations held.
 
-What the benchmarks that measure have in common. A rank has one thread; its times are its own CPU
-time, so ranks may share a core, except for wall clocks.
+What the benchmarks that measure have in common. On a CPU a rank has one thread; its times are its
+own CPU time, so ranks may share a core, except for wall clocks. On CUDA they are events, and a step
+lasts until the device has done it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
@@ -40,6 +41,7 @@ class RankStep:
         held: bytes of activations after each action; empty unless counted.
         stages: first and last layer + 1 of every stage.
         cpu: processor seconds of the process, all its threads together.
+        peak_bytes: most bytes of the GPU that the step had allocated; 0 on a CPU.
     """
 
     plan: str
@@ -49,6 +51,7 @@ class RankStep:
     held: list[int]
     stages: list[tuple[int, int]]
     cpu: float = 0.0
+    peak_bytes: int = 0
 
 
 class Recorder(L.Callback):
@@ -71,14 +74,16 @@ class Recorder(L.Callback):
         else:
             executor.measure()
 
-    def on_train_batch_start(self, *arguments: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
         """Start the step's clocks."""
+        _await_device(trainer.strategy.root_device)
         self.begin, self.cpu = time.monotonic(), time.process_time()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, _: int
     ) -> None:
         """Keep the step."""
+        peak_bytes = _await_device(trainer.strategy.root_device)
         executor = trainer.strategy.executor
         self.steps.append(
             RankStep(
@@ -89,17 +94,28 @@ class Recorder(L.Callback):
                 held=executor.activations.held_bytes if self.counted else [],
                 stages=[(part.start, part.stop) for part in executor.pipeline.stages],
                 cpu=time.process_time() - self.cpu,
+                peak_bytes=peak_bytes,
             )
         )
 
 
-def quiet_trainer(**options: Any) -> L.Trainer:
-    """A Trainer on CPU that prints and writes nothing but what goes wrong."""
+def _await_device(device: torch.device) -> int:
+    """Wait until a GPU has done what it was asked; the most bytes allocated since the last call."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    most = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return most
+
+
+def quiet_trainer(accelerator: str = "cpu", **options: Any) -> L.Trainer:
+    """A Trainer that prints and writes nothing but what goes wrong."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -115,6 +131,8 @@ def train(
     *,
     counted: bool = False,
     schedule: str = "1f1b",
+    activation_checkpointing: ActivationCheckpointing = "auto",
+    callbacks: Sequence[L.Callback] = (),
     **options: Any,
 ) -> list[RankStep]:
     """Train a fresh module as one of the mesh's ranks; what its steps did.
@@ -125,18 +143,21 @@ def train(
         data: without loader workers, which the ranks cannot have.
         counted: see :class:`Recorder`.
         schedule: of the pipeline.
-        options: of the Trainer.
+        activation_checkpointing: of the module.
+        callbacks: beside the recorder, and after it.
+        options: of :func:`quiet_trainer`.
     """
     recorder = Recorder(counted)
     trainer = quiet_trainer(
         strategy=WLBStrategy(*mesh.shape, schedule=schedule),
         devices=mesh.devices,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks],
         **options,
     )
     # The Trainer shares the machine's cores out; profiles and clocks are of one thread.
     torch.set_num_threads(1)
-    trainer.fit(LanguageModule(config), data)
+    module = LanguageModule(config, activation_checkpointing=activation_checkpointing)
+    trainer.fit(module, data)
     return recorder.steps
 
 

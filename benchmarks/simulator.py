@@ -98,6 +98,7 @@ def train_rank(rank: int, name: str, steps: int, counted: bool = False) -> list[
                 micro_batches=setting.micro_batches,
                 packing=setting.packing,
                 sharding=setting.sharding,
+                profile="none",
                 num_workers=0,  # ranks are daemons, which have no children
             ),
             counted=counted,

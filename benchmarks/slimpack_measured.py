@@ -78,7 +78,7 @@ def train_rank(
                 micro_batches=options["micro_batches"],
                 packing=packing.removesuffix(BY_PROFILE),
                 seed=seed,
-                profile=profile if packing.endswith(BY_PROFILE) else None,
+                profile=profile if packing.endswith(BY_PROFILE) else "none",
                 num_workers=0,
             )
             steps = train(CONFIG, Mesh(pipeline=ranks), data, counted=counted, max_epochs=1)
@@ -86,7 +86,7 @@ def train_rank(
     return result
 
 
-def figures(epoch: list[list[RankStep]], ranks: int) -> dict[str, float]:
+def figures(epoch: list[list[RankStep]], mesh: Mesh) -> dict[str, float]:
     """One epoch of one packing; ``epoch`` by rank, then step."""
     steps = list(zip(*epoch, strict=True))
     plans = [StepPlan.from_json(each[0].plan) for each in steps]
@@ -95,13 +95,13 @@ def figures(epoch: list[list[RankStep]], ranks: int) -> dict[str, float]:
     if epoch[0][0].held:
         peaks = [max(max(rank.held) for rank in each) for each in steps]
         return {"peak_bytes": max(peaks), "peak_bytes_median_step": median(peaks)}
-    mesh = Mesh(pipeline=ranks)
     ran = [
-        replayed(mesh, plan, [rank.compute for rank in each])[0]
+        replayed(mesh, plan, [rank.compute for rank in each])
         for plan, each in zip(plans, steps, strict=True)
     ]
-    compute_ns = sum(each.compute_ns for each in ran)
-    busy_ns = sum(sum(each.busy_ns) for each in ran)
+    compute_ns = sum(max(each.compute_ns for each in of_step) for of_step in ran)
+    busy_ns = sum(sum(each.busy_ns) for of_step in ran for each in of_step)
+    counts = [len(replica.forward) for plan in plans for replica in plan.replicas]
     first, last = epoch[0][0], epoch[0][-1]
     return {
         "tokens": tokens,
@@ -110,8 +110,8 @@ def figures(epoch: list[list[RankStep]], ranks: int) -> dict[str, float]:
         "with_planning_us_per_token": 1e6 * (last.begin + last.wall - first.begin) / tokens,
         "replayed_us_per_token": compute_ns / 1e3 / tokens,
         "cpu_us_per_token": busy_ns / 1e3 / tokens,
-        "bubble": 1 - busy_ns / (ranks * compute_ns),
-        "micro_batches": sum(len(plan.replicas[0].forward) for plan in plans) / len(plans),
+        "bubble": 1 - busy_ns / (mesh.devices * compute_ns),
+        "micro_batches": sum(counts) / len(counts),
         "delay": sum(plan.delay * plan.tokens for plan in plans) / tokens,
     }
 
@@ -129,7 +129,7 @@ def measured(
     result = {}
     for packing in packings:
         rounds = [
-            figures([rank[packing][number] for rank in by_rank], ranks)
+            figures([rank[packing][number] for rank in by_rank], Mesh(pipeline=ranks))
             for number in range(options["rounds"])
         ]
         result[packing] = {name: median(each[name] for each in rounds) for name in rounds[0]}

@@ -113,6 +113,7 @@ class Contestant:
             packing=packing,
             cap=2 * options.context_window if packing in ABOVE_WINDOWS else None,
             seed=options.seed,
+            profile=options.profile,
         )
         self.checkpoint = Path(options.output) / f"{packing}.ckpt"
         self.trained = 0
@@ -380,6 +381,7 @@ def parse() -> argparse.Namespace:
     add("--packing", nargs="+", default=["original", "best_fit", "auto"],
         help="two methods or more to compare; the others are divided by the last")  # fmt: skip
     add("--seed", type=int, default=0)
+    add("--profile", help="of the device (default: it is measured for auto)")
     add("--output", default="runs", help="folder for checkpoints and figures.json")
     options = parser.parse_args()
     if len(options.packing) < 2 or len(set(options.packing)) < len(options.packing):

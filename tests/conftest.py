@@ -6,6 +6,8 @@ A run in the process of the tests leaves its rank and the address of its process
 environment. They are taken out again after each test, or the processes that a later one starts
 would take them for theirs.
 
+``--device`` and ``--attention-backend`` are :mod:`tests.device`'s.
+
 For the order: a worker takes a file at a time.
 Files of runs on several ranks come first: they take most of the suite's time, and one that begins
 last leaves the other worker idle. (A file is not split among workers: what a module's fixture has
@@ -51,6 +53,21 @@ def _no_address_is_left() -> Iterator[None]:
     before = os.environ.get("MASTER_PORT")
     yield
     assert os.environ.get("MASTER_PORT") == before, "run it by tests.ranks.run_ranks"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), help="where gradients are tested")
+    parser.addoption("--attention-backend", metavar="NAME", help="in the place of every other one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before a test module is imported, and inherited by the ranks that tests start."""
+    for option, variable in (
+        ("--device", "TESTS_DEVICE"),
+        ("--attention-backend", "TESTS_ATTENTION_BACKEND"),
+    ):
+        if (value := config.getoption(option)) is not None:
+            os.environ[variable] = value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

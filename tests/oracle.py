@@ -38,15 +38,17 @@ def oracle(
     Divide both results by the global number of targets (:func:`count_targets`).
     """
     names, parameters = zip(*model.named_parameters(), strict=True)
+    device = parameters[0].device
     total = 0.0
     gradients = [torch.zeros_like(parameter) for parameter in parameters]
     attend = partial(_attend, model.config.sliding_window)
     with mock.patch.object(model, "attend", attend):
         for document, origin, stop in pieces:
-            positions = torch.arange(stop - origin)
+            positions = torch.arange(stop - origin, device=device)
+            labels = _labels(documents, masks, document, origin, stop)
             piece = SimpleNamespace(
-                tokens=torch.tensor(documents[document][origin:stop]),
-                labels=torch.tensor(_labels(documents, masks, document, origin, stop)),
+                tokens=torch.tensor(documents[document][origin:stop], device=device),
+                labels=torch.tensor(labels, device=device),
                 positions=positions,
                 attention=_Positions(positions),
                 rows=stop - origin,

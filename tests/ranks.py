@@ -8,6 +8,7 @@ from lightning_wlb.profiling.ranks import RankFailed, free_port, run_ranks
 __all__ = ["RankFailed", "free_port", "run_ranks"]
 
 # Every test module imports these: once in the fork server, not in each of some hundred ranks.
+IMPORTED = ("pytest", "hypothesis", "tests.device", "tests.strategy.harness")
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    [*ranks.PRELOADED, "pytest", "hypothesis", "tests.strategy.harness"]
+    [*ranks.PRELOADED, *IMPORTED, "tests.frozen"]
 )

@@ -80,7 +80,7 @@ def fit(folder: Path, name: str, *options: str) -> str:
         *("-m", "lightning_wlb.cli.main", "fit", f"--config={EXAMPLES / name}"),
         *("--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.precision=32-true"),
         *(f"--trainer.logger.init_args.save_dir={name}", "--trainer.enable_model_summary=false"),
-        *("--data.micro_batches=2", "--data.context_window=128", *options),
+        *("--data.micro_batches=2", "--data.context_window=128", "--data.profile=none", *options),
     ]
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=240

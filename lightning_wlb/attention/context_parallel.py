@@ -11,8 +11,9 @@ forward, so the queries' own backward runs while the gradients travel back. The 
 here too, so that the keys that backward refetches (:mod:`.refetch`) travel while the projection's
 own backward runs. Nothing else overlaps (docs/design.md says why).
 
-Sums over ranks and over segments are taken in float32 for half types, so that a gradient does not
-depend on the number of ranks beyond rounding. Padding rows, at the local end, are cut off before
+Sums over segments are taken in float32 for half types, and so are those over ranks, where a step
+does not ask for less (:func:`.reduce_dtype`), so that a gradient does not depend on the number of
+ranks beyond rounding. Padding rows, at the local end, are cut off before
 the kernel. They are exactly zero in the output and in every gradient, whatever they hold. Every
 rank of the group runs the same collectives, also one without any token.
 
@@ -36,6 +37,7 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.attention.collectives import (
     all_gather_into,
     padded,
+    reduce_dtype,
     reduce_scatter_into,
     summed_by_row,
 )
@@ -169,14 +171,14 @@ class _Exchange:
         self._buffer = total = summed_by_row(
             self._arriving + metadata.rows, metadata.key_index, grad_keys, grad_values
         )
-        arriving = total[: self._arriving]
+        arriving = total[: self._arriving].to(reduce_dtype(grad_keys.dtype))
         if metadata.gathered:
-            self._shares = total.new_empty(metadata.gathered, *total.shape[1:])
+            self._shares = arriving.new_empty(metadata.gathered, *total.shape[1:])
             self._work = reduce_scatter_into(
                 self._shares, arriving, group=self.group, async_op=True
             )
         elif metadata.send_index is not None:
-            self._shares = total.new_empty(len(metadata.send_index), *total.shape[1:])
+            self._shares = arriving.new_empty(len(metadata.send_index), *total.shape[1:])
             counts = list(metadata.send_counts), list(metadata.receive_counts)
             self._work = dist.all_to_all_single(
                 self._shares, arriving, *counts, group=self.group, async_op=True
@@ -188,7 +190,7 @@ class _Exchange:
         self._wait()
         local, shares = self._buffer[self._arriving :], self._shares
         if shares is not None and self.metadata.send_index is not None:
-            local.index_add_(0, self.metadata.send_index, shares)
+            local.index_add_(0, self.metadata.send_index, shares.to(local.dtype))
         elif shares is not None:
             local[: len(shares)] += shares
         self._buffer = self._shares = None

@@ -19,7 +19,7 @@ is there to be right. Not where there is no cap. Half types are computed in floa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.segments import Segment, blocks_of
 from lightning_wlb.attention.sinks import gradient_of_sinks
 
 BLOCK = 128
 """Most queries of a block."""
-
-Segment = tuple[int, int, int, int]
-"""First query, number of queries, first key, number of keys before the first query's own."""
 
 
 def capped_attention(
@@ -43,18 +41,8 @@ def capped_attention(
     """A :class:`.kernel.Kernel` for ``options`` with a ``softcap``; all segments have queries."""
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     window = options.sliding_window
-    blocks = [block for segment in segments for block in _blocks(*segment, window)]
+    blocks = [block for segment in segments for block in blocks_of(segment, BLOCK, window)]
     return _attend(q, k, v, options.sinks, blocks, scale, window, options.softcap)
-
-
-def _blocks(
-    first_query: int, queries: int, first_key: int, before: int, window: int | None
-) -> Iterator[Segment]:
-    """A segment in blocks, which read no key that none of their queries sees."""
-    for start in range(0, queries, BLOCK):
-        ahead = before + start
-        missed = 0 if window is None else max(ahead - (window - 1), 0)
-        yield first_query + start, min(BLOCK, queries - start), first_key + missed, ahead - missed
 
 
 class _Block:

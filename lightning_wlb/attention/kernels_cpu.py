@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,8 +36,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.attention.kernel import AttentionOptions
-from lightning_wlb.attention.kernels_capped import Segment, capped_attention
+from lightning_wlb.attention.kernels_capped import capped_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.segments import Segment, segments_of
 from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
 
 BLOCK = 256
@@ -60,28 +60,13 @@ def cpu_attention(
     Raises:
         ValueError: if a segment has no query, or fewer keys than queries.
     """
-    segments, sliding_window = list(_segments(metadata)), options.sliding_window
+    segments, sliding_window = list(segments_of(metadata)), options.sliding_window
     if options.softcap is not None:
         return capped_attention(q, k, v, segments, options)
     if sliding_window is not None:
         segments = [block for each in segments for block in _blocks(*each, sliding_window)]
     inputs = _dense(q), _dense(k), _dense(v), options.sinks
     return _attend(*inputs, segments, options.scale, sliding_window)
-
-
-def _segments(metadata: AttentionMetadata) -> Iterator[Segment]:
-    queries_of, keys_of = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
-    bounds = zip(pairwise(queries_of), pairwise(keys_of), strict=True)
-    for (first_query, stop_query), (first_key, stop_key) in bounds:
-        queries = stop_query - first_query
-        before = stop_key - first_key - queries
-        # An empty operand kills the process inside the kernel, so this is worth its price.
-        if queries < 1 or before < 0:
-            raise ValueError(
-                f"attention segment with {queries} queries and {stop_key - first_key} keys: there"
-                " must be at least one query and at least as many keys as queries."
-            )
-        yield first_query, queries, first_key, before
 
 
 def _blocks(

@@ -1,24 +1,31 @@
-"""Variable-length attention on CUDA: FlashAttention, from its own package or from inside torch.
+"""Variable-length attention on CUDA: FlashAttention, from its own packages or from inside torch.
 
 Each loader imports a library and returns its function as a :class:`.kernel.Kernel`, or raises
-ImportError with the reason. All three libraries align the causal mask at the bottom right, take
+ImportError with the reason. All libraries align the causal mask at the bottom right, take
 grouped-query attention as it is, know float16 and bfloat16 only, and read no tile of keys outside
 of a sliding window.
 
-Sinks take torch's kernel, between whose forward and backward :mod:`.sinks` stands; the package does
-not show its backward. A soft cap takes the package in version 2.6.2 or newer: torch's kernel has
-none, older versions and 4.x have none in their backward. What is missing is refused.
+Sinks take torch's kernel, between whose forward and backward :mod:`.sinks` stands; the packages do
+not show their backward. A soft cap takes FlashAttention 3, or 2 in version 2.6.2 or newer: torch's
+kernel has none, older versions and 4.x have none in their backward. What is missing is refused.
 
-This project has not run them on a GPU, sinks and caps included. Without one the tests call torch's
-own operators on tensors without memory and compare with flash_attn's parameters as released; tests
-marked ``gpu`` compare with dense attention.
+Backward adds the gradients of queries up by atomic additions, in an order that differs from call to
+call, unless ``torch.use_deterministic_algorithms`` is on: torch's own kernel asks for that itself
+(not where it only warns), the packages are told so. That takes more memory, in 2.x and in torch
+several times the float32 gradient of the queries where there are few segments and heads.
+
+This project has not run them on a GPU, sinks, caps and determinism included. Without one the tests
+call torch's own operators on tensors without memory and compare with the packages' parameters as
+released; tests marked ``gpu`` compare with dense attention.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,6 +35,14 @@ from torch.autograd.function import once_differentiable
 from lightning_wlb.attention.kernel import AttentionOptions, Kernel
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
+
+PACKAGES = {3: "flash_attn_interface", 2: "flash_attn", 4: "flash_attn.cute"}
+"""FlashAttention's generations and the module that each is in."""
+
+_ARGUMENTS = (
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    *("softmax_scale", "causal", "window_size", "deterministic"),
+)
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -80,12 +95,8 @@ def load_torch() -> Kernel:
     return attention
 
 
-def load_flash() -> Kernel:
-    """The ``flash_attn`` package: 2.x, else 4.x (``flash_attn.cute``).
-
-    Both may be installed side by side; 2.x goes first because 4.x declares itself alpha. 4.x must
-    be of January 2026 or later: older versions do not take the longest lengths.
-    """
+def load_flash() -> tuple[str, Kernel]:
+    """The package of FlashAttention that fits the device, with its name; :func:`.flash_library`."""
     function, version = flash_library()
 
     def attention(
@@ -97,22 +108,25 @@ def load_flash() -> Kernel:
     ) -> Tensor:
         if options.sinks is not None:
             raise ValueError(
-                "attention backend 'flash' has no sinks: the package does not show the backward"
+                "attention backend 'flash' has no sinks: the packages do not show the backward"
                 " that their gradient needs. Give attention_backend='torch'."
             )
-        # What stands for none is not the same in 2.x and 4.x: their own default.
+        # What stands for none differs between generations: their own default.
         extra: dict[str, Any] = {}
+        if torch.are_deterministic_algorithms_enabled() and _has_determinism(version, q.shape[2]):
+            extra["deterministic"] = True
         if options.sliding_window is not None:
             extra["window_size"] = (options.sliding_window - 1, 0)
         if options.softcap is not None:
-            if not (2, 6, 2) <= version < (3,):
+            if not (2, 6, 2) <= version < (4,):
                 found = ".".join(map(str, version))
                 raise ValueError(
                     f"softcap={options.softcap}: flash-attn {found} has no backward that caps"
-                    " scores of packed segments. Install flash-attn 2.6.2 or newer, of 2.x."
+                    " scores of packed segments. Install flash-attn 2.6.2 or newer, of 2.x, or"
+                    " FlashAttention-3 on Hopper."
                 )
             extra["softcap"] = options.softcap
-        # By keyword: 2.x and 4.x order their parameters differently.
+        # By keyword: the generations order their parameters differently.
         result = function(
             q,
             k,
@@ -125,11 +139,11 @@ def load_flash() -> Kernel:
             causal=True,
             **extra,
         )
-        # 4.x returns (out, log-sum-exp), 2.x the output alone.
+        # 4.x and early 3.x return (out, log-sum-exp), the others the output alone.
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    return attention
+    return f"flash_attn {version[0]}", attention
 
 
 class _AttentionWithSinks(torch.autograd.Function):
@@ -185,26 +199,60 @@ _attend_with_sinks: Callable[..., Tensor] = _AttentionWithSinks.apply
 
 
 def flash_library() -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """The library's own function and its version, which is (4,) for any 4.x.
+    """The library's own function and its version, which is (3,) for any 3.x and (4,) for any 4.x.
+
+    On Hopper 3.x goes first, which runs nowhere else. 4.x goes last, because it declares itself
+    alpha; it has no backward before Hopper. An installed package that cannot be imported or called
+    is left out with a warning.
 
     Raises:
-        ImportError: with the reason, where there is none.
+        ImportError: with the reasons, where there is none.
     """
-    try:
-        import flash_attn
-        from flash_attn import flash_attn_varlen_func
-    except ImportError as missing:
+    major = torch.cuda.get_device_capability()[0]
+    reasons = []
+    for generation in (3, 2, 4) if major == 9 else (2, 4) if major > 9 else (2,):
+        name = PACKAGES[generation]
         try:
-            from flash_attn.cute import flash_attn_varlen_func
-        except ImportError as also_missing:
-            raise ImportError(
-                f"neither flash-attn 2.x ({missing}) nor flash-attn-4 ({also_missing})"
-            ) from also_missing
-        return flash_attn_varlen_func, (4,)
-    version = tuple(map(int, re.findall(r"\d+", str(flash_attn.__version__))[:3]))
-    if version < (2, 1):
-        raise ImportError(
-            f"flash-attn {flash_attn.__version__} aligns causal masks at the top left; 2.1 or newer"
-            " is needed"
+            package = import_module(name)
+            # 4.x alone leaves a namespace where 2.x would be.
+            if generation == 2 and not hasattr(package, "__version__"):
+                raise ModuleNotFoundError("No module named 'flash_attn' of 2.x", name=name)
+            function = package.flash_attn_varlen_func
+            inspect.signature(function).bind(None, None, None, **dict.fromkeys(_ARGUMENTS))
+        except Exception as reason:
+            # A broken one raises whatever a compiled extension or a compiler of kernels raises.
+            reasons.append(f"{name} ({generation}.x): {reason}")
+            missing = getattr(reason, "name", None) if type(reason) is ModuleNotFoundError else None
+            if missing is None or not f"{name}.".startswith(f"{missing}."):
+                warnings.warn(
+                    f"{name} is installed, but cannot be used: {type(reason).__name__}: {reason}."
+                    f" Versions known to fit are 2.4.1 or newer, 3.0 and 4.0 of January 2026 or"
+                    " later, built for this torch and CUDA. Attention takes the next kernel.",
+                    stacklevel=2,
+                )
+            continue
+        if generation == 2:
+            return function, tuple(map(int, re.findall(r"\d+", str(package.__version__))[:3]))
+        return function, (generation,)
+    raise ImportError("; ".join(reasons))
+
+
+def _has_determinism(version: tuple[int, ...], head_dim: int) -> bool:
+    """Whether backward can be deterministic.
+
+    Raises:
+        ValueError: if it cannot, unless torch is to warn only.
+    """
+    if version == (3,) and head_dim > 192:
+        lacking = f"FlashAttention-3 has no deterministic backward for heads of {head_dim}"
+    elif version == (4,) and torch.cuda.get_device_capability()[0] == 12:
+        lacking = "FlashAttention-4 has no deterministic backward on devices of capability 12"
+    else:
+        return True
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise ValueError(
+            f"{lacking}, which torch.use_deterministic_algorithms asks for. Give"
+            " attention_backend='torch', or turn it off (Trainer(deterministic=False))."
         )
-    return flash_attn_varlen_func, version
+    warnings.warn(f"{lacking}: a resumed run may differ in the last bits.", stacklevel=3)
+    return False

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.attention.collectives import (
     all_gather,
     padded,
+    reduce_dtype,
     reduce_scatter,
     sum_dtype,
     summed_by_row,
@@ -141,7 +142,7 @@ class _KeyReader:
             assert self.key_index is not None
             rows = group_size(self.group) * self.slices.rows
             total = summed_by_row(rows, self.key_index, grad_keys, grad_values)
-            local = reduce_scatter(total, self.group)
+            local = reduce_scatter(total.to(reduce_dtype(grad_keys.dtype)), self.group)
             shares = local[:, 0], local[:, 1]
         # What later slices have left may be added to: nothing else reads it any more.
         keys, values = self.cache.gradients_of(self.layer, self.slices.micro_batch) or (

@@ -8,9 +8,11 @@ of context-parallel sharding, with a prefix of keys before them. The backend is 
 name       kernel                                        dtypes              device  lacks
 =========  ============================================  ==================  ======  ==============
 ``cpu``    torch's CPU kernel, two calls per segment     float16 to float64  CPU     nothing
+``exact``  dense attention of each segment, for tests    float16 to float64  both    nothing
 ``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)  float16, bfloat16   CUDA    softcap
+``flash``  FlashAttention-3, on Hopper                   float16, bfloat16   CUDA    sinks
 ``flash``  ``flash_attn`` from 2.6.2 on, below 3         float16, bfloat16   CUDA    sinks
-``flash``  ``flash_attn``, older 2.x or 4.x              float16, bfloat16   CUDA    sinks, softcap
+``flash``  ``flash_attn`` from 2.4.1 on, or 4.x          float16, bfloat16   CUDA    sinks, softcap
 =========  ============================================  ==================  ======  ==============
 
 ``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
@@ -35,6 +37,7 @@ from torch import Tensor
 from lightning_wlb.attention.backward_calls import call_in_backward
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions, Kernel
 from lightning_wlb.attention.kernels_cpu import cpu_attention
+from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.kernels_gpu import load_flash, load_torch
 from lightning_wlb.attention.metadata import AttentionMetadata
 
@@ -52,17 +55,21 @@ class Timer(Protocol):
         """The kernel has been called."""
 
 
-BACKENDS: dict[str, Callable[[], Kernel]] = {
-    "cpu": lambda: cpu_attention,
-    "torch": load_torch,
-    "flash": load_flash,
-}
-"""Name -> loader, which raises ImportError with the reason where the backend is missing."""
+Loader = Callable[[], tuple[str, Kernel]]
+"""Returns a kernel behind what profiles call it; ImportError says why there is none."""
 
+BACKENDS: dict[str, Loader] = {
+    "cpu": lambda: ("cpu", cpu_attention),
+    "torch": lambda: ("torch (FlashAttention-2)", load_torch()),
+    "flash": load_flash,
+    "exact": lambda: ("exact", exact_attention),
+}
+"""What a user names, and what loads its kernel."""
+
+# What the backends for CUDA alone need.
 _PACKAGES = {
-    "cpu": "torch",
     "torch": "torch 2.11 or newer built for CUDA",
-    "flash": "the package flash-attn (2.x) or flash-attn-4 (4.x)",
+    "flash": "flash-attn (2.4.1 or newer), FlashAttention-3 on Hopper, or flash-attn-4",
 }
 
 
@@ -78,8 +85,23 @@ def available_backends() -> list[str]:
     return names
 
 
-def _load(name: str) -> Kernel:
-    if name != "cpu" and not torch.cuda.is_available():
+def kernel_name(backend: str, device: torch.device | str) -> str:
+    """Which kernel a backend runs on a device of this machine, by the name that profiles give it.
+
+    One of ``"cpu"``, ``"torch (FlashAttention-2)"``, ``"flash_attn 2"``, ``"flash_attn 3"``,
+    ``"flash_attn 4"`` and ``"exact"``. A library for CUDA is imported for CUDA devices only.
+
+    Raises:
+        ValueError: as :class:`.VarlenAttention` does, or if the backend does not run there.
+    """
+    device_type = torch.device(device).type
+    if backend == "auto" and device_type == "cpu":
+        backend = "cpu"
+    return VarlenAttention(backend).kernel_name(device_type)
+
+
+def _load(name: str) -> tuple[str, Kernel]:
+    if name in _PACKAGES and not torch.cuda.is_available():
         raise ImportError("there is no CUDA device")
     return BACKENDS[name]()
 
@@ -110,21 +132,24 @@ class VarlenAttention:
         self.backend = backend
         self._kernels: dict[str, tuple[str, Kernel]] = {}
         if backend == "auto":
-            self._kernels["cpu"] = ("cpu", cpu_attention)
+            self._kernels["cpu"] = _load("cpu")
             if torch.cuda.is_available():
-                name = "flash" if "flash" in available_backends() else "torch"
-                self._kernels["cuda"] = (name, _load(name))
+                try:
+                    self._kernels["cuda"] = _load("flash")
+                except ImportError:
+                    self._kernels["cuda"] = _load("torch")
             return
         try:
-            kernel = _load(backend)
+            loaded = _load(backend)
         except ImportError as reason:
             raise ValueError(
                 f"attention backend {backend!r} is not available: {reason}. It needs"
-                f" {_PACKAGES.get(backend, backend)}. Available here:"
+                f" {_PACKAGES[backend]}. Available here:"
                 f" {', '.join(available_backends())}. Install what is missing, choose one of"
                 " these, or leave the choice to 'auto'."
             ) from reason
-        self._kernels["cpu" if backend == "cpu" else "cuda"] = (backend, kernel)
+        devices = {"cpu": ["cpu"], "exact": ["cpu", "cuda"]}.get(backend, ["cuda"])
+        self._kernels = dict.fromkeys(devices, loaded)
 
     def __call__(
         self,
@@ -167,7 +192,7 @@ class VarlenAttention:
         return out
 
     def kernel_name(self, device_type: str) -> str:
-        """The backend for tensors on a kind of device; never ``auto``.
+        """The kernel for tensors on a kind of device, named as by :func:`.varlen.kernel_name`.
 
         Raises:
             ValueError: if the chosen backend has no kernel for such a device.
@@ -184,11 +209,12 @@ class VarlenAttention:
         device = q.device.type
         name = self.kernel_name(device)
         _, kernel = self._kernels[device]
-        if device == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
+        halves = (torch.float16, torch.bfloat16)
+        if device == "cuda" and name != "exact" and q.dtype not in halves:
             raise ValueError(
-                f"attention backend {name!r} has no kernel for {q.dtype} on CUDA, only for"
-                " float16 and bfloat16. Train with precision 'bf16-mixed' or 'bf16-true', or in"
-                " this precision on CPU."
+                f"attention kernel {name!r} has no {q.dtype} on CUDA, only float16 and bfloat16."
+                " Train with precision 'bf16-mixed' or 'bf16-true', or in this precision on CPU; to"
+                " compare gradients on the GPU give attention_backend='exact', which is slow."
             )
         return kernel
 

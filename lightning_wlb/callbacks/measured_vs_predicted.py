@@ -11,6 +11,8 @@ Cost: a prediction takes about a millisecond per micro-batch and step, the compa
 
 from __future__ import annotations
 
+import torch
+
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
@@ -26,7 +28,7 @@ STEPS = 10
 
 
 def run_predictor(
-    profile: Profile, module: LanguageModule, mesh: Mesh, pipeline: Pipeline
+    profile: Profile, module: LanguageModule, mesh: Mesh, pipeline: Pipeline, reduced: torch.dtype
 ) -> Predictor:
     """The predictor of a run's steps.
 
@@ -35,13 +37,14 @@ def run_predictor(
         module: for the model's shape.
         mesh: that trains.
         pipeline: for the layers of each stage, the schedule, and the device and dtype of the run.
+        reduced: the dtype of sums over tensor- and context-parallel ranks.
 
     Raises:
         ValueError: a profile that does not fit the mesh, the model or its dtype.
     """
     dtype = str(pipeline.dtype).removeprefix("torch.")
     profile.check(device_type=pipeline.device.type, dtype=dtype)
-    latency = LatencyModel(profile, module.model_shape, mesh)
+    latency = LatencyModel(profile, module.model_shape, mesh, str(reduced).removeprefix("torch."))
     return Predictor(latency, pipeline.stages, pipeline.schedule)
 
 

@@ -24,7 +24,6 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
@@ -43,6 +42,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.profiling.peaks import peak_flops
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.process_groups import gather_from_all_ranks
 
@@ -54,8 +54,8 @@ class ImbalanceMonitor(L.Callback):
     ``imbalance_data``, ``imbalance_context`` (1 = balanced; docs/design.md says what they are),
     ``imbalance_pipeline_planned`` and ``imbalance_data_planned`` (from the plan's FLOPs),
     ``delay_mean`` and ``delay_max`` (steps), ``tokens``, ``target_tokens``, ``step_seconds``,
-    ``tokens_per_second_per_device``, ``tflops_per_device``, ``mfu`` where Lightning knows the
-    device's peak, and ``loader_wait_seconds``. Step time excludes the wait for the data loader.
+    ``tokens_per_second_per_device``, ``tflops_per_device``, ``mfu`` where the device's
+    peak is known, and ``loader_wait_seconds``. Step time excludes the wait for the data loader.
     That wait is for the step's own batch, on the rank that waited longest; Lightning prefetches
     one batch, so it took place before the previous step. At the end of fit, rank 0 prints a table
     and writes a heat map of rank × micro-batch.
@@ -122,7 +122,8 @@ class ImbalanceMonitor(L.Callback):
         if self.profile is not None:
             assert isinstance(pl_module, LanguageModule)
             pipeline = _executor(trainer).pipeline
-            self._predictor = run_predictor(self.profile, pl_module, self._mesh, pipeline)
+            reduced = trainer.strategy.reduce_dtype  # type: ignore[attr-defined]
+            self._predictor = run_predictor(self.profile, pl_module, self._mesh, pipeline, reduced)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -275,11 +276,8 @@ def _executor(trainer: L.Trainer) -> Executor:
 
 
 def _peak_flops(trainer: L.Trainer) -> float | None:
-    device = trainer.strategy.root_device
-    if device.type != "cuda":
-        return None
     dtype = trainer.precision_plugin.compute_dtype  # type: ignore[attr-defined]
-    return get_available_flops(device, dtype)
+    return peak_flops(trainer.strategy.root_device, dtype)
 
 
 def _all_gather(

@@ -19,7 +19,6 @@ import numpy as np
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
 from lightning_wlb.cli.request import Request
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.memory import USABLE_PERCENT
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import Recompute, StepPlan
@@ -173,9 +172,8 @@ def compare(request: Request) -> Comparison:
         f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
         f" {request.checkpointing!r}, packing {least.packing!r} with sharding {least.sharding!r}"
         f" would fill {least.peak_bytes / 1e9:.1f} GB of a device, of which"
-        f" {request.usable_bytes / 1e9:.1f} GB ({USABLE_PERCENT} % of {request.profile.device})"
-        f" may be filled. Micro-batches of up to {tokens} tokens would fit here, all as"
-        f" long{other}. {_what_fits(request)}"
+        f" {_usable(request)} may be filled. Micro-batches of up to {tokens} tokens would fit here,"
+        f" all as long{other}. {_what_fits(request)}"
     )
 
 
@@ -207,9 +205,14 @@ def _check_state(request: Request) -> None:
         raise ValueError(
             f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
             f" optimizer state take {state / 1e9:.1f} GB of a device, and"
-            f" {request.usable_bytes / 1e9:.1f} GB ({USABLE_PERCENT} % of"
-            f" {request.profile.device}) may be filled. {_what_fits(request)}"
+            f" {_usable(request)} may be filled. {_what_fits(request)}"
         )
+
+
+def _usable(request: Request) -> str:
+    usable, profile = request.usable_bytes, request.profile
+    percent = 100 * usable / profile.memory_bytes
+    return f"{usable / 1e9:.1f} GB ({percent:.0f} % of {profile.device})"
 
 
 def _what_fits(request: Request) -> str:

@@ -167,6 +167,7 @@ def request_of(arguments: argparse.Namespace) -> MeshRequest:
         virtual_stages=arguments.virtual_stages,
         activation_checkpointing=arguments.activation_checkpointing,
         rest_dtype=rest,
+        reduce_dtype=arguments.reduce_dtype or "float32",
         sharding=sharding,
         steps=steps,
     )
@@ -231,6 +232,8 @@ def trainer_lines(arguments: argparse.Namespace, verdict: MeshVerdict) -> list[s
         f"{axis}_parallel_size={size}" for axis, size in zip(AXES, row.mesh.shape, strict=True)
     )
     pipeline = f', schedule="{row.schedule}"'
+    if request.reduce_dtype != "float32":
+        pipeline += f', reduce_dtype="{request.reduce_dtype}"'
     if row.mesh.virtual_stages > 1 or row.schedule == "interleaved":  # which has 2 by default
         pipeline += f", virtual_pipeline_size={row.mesh.virtual_stages}"
     nodes, rest = divmod(request.devices, request.profile.devices_per_node)

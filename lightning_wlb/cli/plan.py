@@ -138,6 +138,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the run (default: bf16-mixed, or the one whose dtype the profile was made for)",
     )
     run.add_argument(
+        "--reduce-dtype",
+        choices=("float32", "bfloat16"),
+        help="in which what tensor- and context-parallel ranks add up travels (default: float32 or"
+        " wider)",
+    )
+    run.add_argument(
         "--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device"
     )
     run.add_argument(

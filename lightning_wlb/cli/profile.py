@@ -1,8 +1,9 @@
 """Measure this device and write a device profile.
 
 Runs the attention kernels and decoder layers of a model on the device, fits the latency model to
-them, judges it by micro-batches that were held out of the fit, and writes one JSON file for
-`lightning-wlb plan --profile`. One to two minutes on a CPU; leave the machine alone meanwhile.
+them, judges it by windows of documents like those of long-context pretraining, which the fit has
+not seen, and writes one JSON file for `lightning-wlb plan --profile`. One to two minutes on a CPU;
+leave the machine alone meanwhile.
 
   lightning-wlb profile --model tiny --output mine.json
 """
@@ -10,14 +11,17 @@ them, judges it by micro-batches that were held out of the fit, and writes one J
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cli.arguments import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.profiling import measure
+from lightning_wlb.strategy.overhead import measure_overhead
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPE_BYTES, help="default: bfloat16 on cuda, float32 on a cpu"
     )
     parser.add_argument(
+        "--attention-backend",
+        choices=("auto", *BACKENDS),
+        default="auto",
+        help="whose kernel is measured; as of the run that the profile is for (default: auto)",
+    )
+    parser.add_argument(
         "--threads", type=int, default=1, help="of a CPU rank (default 1: a core for each rank)"
     )
     parser.add_argument(
@@ -46,7 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, report the fit's error, write.
 
     Raises:
-        ValueError: a device that is not there, or a file that cannot be written.
+        ValueError: a device or an attention backend that is not there, or a file that cannot be
+            written.
     """
     console = Console()
     config = model_config(arguments.model)
@@ -58,19 +69,28 @@ def run(arguments: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise ValueError(f"--output {arguments.output}: there is no folder {folder}.")
     dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    device, backend = torch.device(arguments.device), arguments.attention_backend
+
+    def report(text: str) -> None:
+        console.print(f"Measuring: {text}", highlight=False)
+
     before = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
         profile = measure(
             config,
             name=arguments.name or arguments.output.stem,
-            device=torch.device(arguments.device),
+            device=device,
             dtype=getattr(torch, dtype),
             links=not arguments.no_links,
-            report=lambda text: console.print(f"Measuring: {text}", highlight=False),
+            backend=backend,
+            report=report,
         )
+        report("what actions take beside the model")
+        beside = measure_overhead(config, device, getattr(torch, dtype), backend)
     finally:
         torch.set_num_threads(before)
+    profile = replace(profile, action=profile.action + beside)
     try:
         arguments.output.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:

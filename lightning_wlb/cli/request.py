@@ -10,8 +10,8 @@ from typing import Any
 from lightning_wlb.arguments import whole
 from lightning_wlb.cli.arguments import mesh_of, model_shape, names_of, packing_options
 from lightning_wlb.cli.lengths import Lengths, load_lengths
-from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import USABLE_PERCENT
+from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
+from lightning_wlb.cost.memory import usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
@@ -51,6 +51,7 @@ class Request:
     mesh: Mesh  # with its virtual stages
     profile: Profile
     rest_dtype: str  # of parameters and optimizer state at rest
+    reduce_dtype: str  # of sums over tensor- and context-parallel ranks
     schedule: str
     steps: int  # to plan with each packing
     checkpointing: ActivationCheckpointing
@@ -100,6 +101,7 @@ class Request:
             mesh=replace(mesh, virtual_stages=virtual),
             profile=profile,
             rest_dtype=rest,
+            reduce_dtype=arguments.reduce_dtype or "float32",
             schedule=schedule,
             steps=steps,
             checkpointing=arguments.activation_checkpointing,
@@ -115,7 +117,7 @@ class Request:
     @property
     def usable_bytes(self) -> int:
         """Bytes of a device that may be filled."""
-        return self.profile.memory_bytes * USABLE_PERCENT // 100
+        return usable_bytes(self.profile, self.mesh)
 
     def predictor(self, mesh: Mesh | None = None) -> Predictor:
         """The predictor on this or another mesh.
@@ -126,7 +128,7 @@ class Request:
         mesh = mesh or self.mesh
         context = mean_context_of(self.lengths, self.settings[BASELINE].context_window)
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh),
+            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype),
             tuple(model_stages(self.shape, mesh.stages, context)),
             self.schedule,
             self.rest_dtype,
@@ -157,11 +159,17 @@ def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
     """The device's profile with the nodes that were asked for, and the dtype of state at rest.
 
     Raises:
-        ValueError: no such profile, or one of another device or dtype.
+        ValueError: no such profile, one of another device or dtype, or sums that are narrower.
     """
     profile = Profile.load(arguments.profile)
     compute, rest = PRECISIONS[arguments.precision or _default_precision(profile)]
     profile.check(device_type=arguments.device, dtype=compute)
+    reduced = arguments.reduce_dtype
+    if reduced is not None and DTYPE_BYTES[reduced] < DTYPE_BYTES[compute]:
+        raise ValueError(
+            f"--reduce-dtype {reduced} would round what is computed in {compute}. Leave it out, or"
+            " give a --precision that computes in bfloat16."
+        )
     if arguments.devices_per_node is not None:
         profile = replace(profile, devices_per_node=arguments.devices_per_node)
     return profile, rest

@@ -69,6 +69,7 @@ class LatencyModel:
         profile: of the device.
         shape: of the whole model.
         mesh: ranks along each axis.
+        reduce_dtype: of sums over tensor- and context-parallel ranks; at least the profile's.
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
@@ -79,6 +80,7 @@ class LatencyModel:
     profile: Profile
     shape: ModelShape
     mesh: Mesh = ONE_DEVICE
+    reduce_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.profile.dtype not in DTYPE_BYTES:
@@ -231,24 +233,22 @@ class LatencyModel:
             self.profile.head, rows, 3 * flops if backward else flops, backward
         ) + self._traffic_ns(self.head_traffic(rows, backward=backward))
 
-    def action_ns(self, rows: int, *, backward: bool) -> int:
-        """What a pass through a stage takes besides layers and ends."""
+    def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
+        """Besides layers and ends: rows, and parameters of the stage, are those of the rank."""
         overhead = self.profile.action
-        return round(overhead.ns[backward] + rows * overhead.row_ns[backward])
+        sums = parameters * overhead.parameter_ns if backward else 0.0
+        return round(overhead.ns[backward] + rows * overhead.row_ns[backward] + sums)
 
     # Communication
 
     def tensor_parallel_ns(self, rows: int) -> int:
-        """Two gathers and two reduce-scatters of [rows, dim] of one layer; sums travel wide.
+        """Two gathers and two reduce-scatters of [rows, dim] of one layer.
 
         Backward has as much; either half of a layer has half of it.
         """
-        elements = rows * self.shape.dim
-        gather, scatter = (
-            self.communication.collective_ns("tensor", self.mesh.tensor, elements * width)
-            for width in (self._width, self._wide)
-        )
-        return 2 * (gather + scatter)
+        elements, ranks = rows * self.shape.dim, self.mesh.tensor
+        ns = self.communication.collective_ns
+        return 2 * sum(ns("tensor", ranks, elements * w) for w in (self._width, self._summed))
 
     def context_parallel_ns(
         self, rows: int, keys: int, *, backward: bool, replicas: int = 1
@@ -258,14 +258,14 @@ class LatencyModel:
         Args:
             rows: of other ranks' keys, as many as the busiest rank receives, or sends.
             keys: those that this rank's segments read, put in their order after they have arrived.
-            backward: sums travel wide.
+            backward: of the gradients; they travel in the dtype of reduction.
             replicas: how many replicas' context-parallel groups act as one (DP-Merge).
         """
         ranks = self.mesh.context * replicas
         if ranks == 1:
             return 0
         axis = "context" if replicas == 1 else "data"
-        size = rows * self._key_elements * (self._wide if backward else self._width)
+        size = rows * self._key_elements * (self._summed if backward else self._width)
         result = self.communication.exchange_ns(axis, ranks, size)
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
@@ -344,6 +344,11 @@ class LatencyModel:
     def _wide(self) -> int:
         """Bytes of an element of a sum, at least float32."""
         return max(self._width, 4)
+
+    @cached_property
+    def _summed(self) -> int:
+        """Bytes of an element that ranks send to be added up."""
+        return max(self._width, DTYPE_BYTES[self.reduce_dtype])
 
     @cached_property
     def _table(self) -> AttentionTable:

@@ -10,16 +10,18 @@ Activations are the tensors that autograd saves of the reference decoder, tensor
 micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
 values of other ranks or of earlier slices are not among them, because backward refetches them.
 What lives only inside one pass (the gradients of one layer, its recomputation, keys that were
-fetched, the logits of one chunk) is counted once, at the largest.
+fetched, the loss head's logits of one chunk and the gradient of its matrix, what attention's kernel
+adds gradients up in) is counted once, at the largest. Kernels under
+``torch.use_deterministic_algorithms`` take more than is counted.
 
 Of layers of another family they are those of a plain decoder's layer with as many heads and
 feed-forward parameters, which is an estimate.
 
 tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
-tests/strategy/test_measure.py whole steps to what the executor counts.
+tests/strategy/test_activations.py whole steps to what the executor counts.
 
-The caching allocator's fragmentation, the CUDA context and communication buffers are left out:
-plan with :data:`USABLE_PERCENT` of a device. Every call is O(1).
+The caching allocator's fragmentation, the CUDA context and communication buffers are not among
+them: plan with :func:`usable_bytes` of a device. Every call is O(1).
 """
 
 from __future__ import annotations
@@ -29,16 +31,52 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.cost.latency import DTYPE_BYTES
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
 
 USABLE_PERCENT = 92
-"""Percent of a device's memory that a plan may fill."""
+"""Percent of a device's memory that a plan may fill at most."""
 
-_CHUNK_LOGITS_BYTES = 3 * 4 * 2**22
-"""Logits of one chunk of rows, their exponentials and gradient, in float32 (models/loss.py)."""
+COMMUNICATOR_BYTES = 24 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
+"""What a process group takes of a GPU under NCCL once it has reduced or gathered: a ring receives
+into buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30), of which
+eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not measured."""
+
+_SPARE_PERCENT = 3
+"""Percent of a GPU that is left for CUDA's context and for fragmentation, at least."""
+
+_TILE = 128
+"""Rows that a kernel's accumulator has for each segment beyond its own, at most."""
+
+
+def usable_bytes(profile: Profile, mesh: Mesh) -> int:
+    """Bytes of a device that a plan may fill on a mesh.
+
+    :data:`USABLE_PERCENT` of it; on a small GPU less, where that would leave no room for process
+    groups.
+    """
+    memory = profile.memory_bytes
+    taken = communicators(mesh) * COMMUNICATOR_BYTES if profile.device_type == "cuda" else 0
+    room = memory * (100 - _SPARE_PERCENT) // 100 - taken
+    return max(min(memory * USABLE_PERCENT // 100, room), 0)
+
+
+def communicators(mesh: Mesh) -> int:
+    """Process groups over which a rank communicates, with all that sharing of replicas may add."""
+    channels = 4 if mesh.virtual_stages > 1 else 2
+    return (
+        (mesh.devices > 1)
+        + (mesh.tensor > 1)
+        + (mesh.context > 1)
+        + (mesh.data * mesh.context > 1)
+        + (1 + channels) * (mesh.pipeline > 1)
+        + mesh.data.bit_length()
+        - 1
+    )
 
 
 @dataclass(frozen=True)
@@ -65,15 +103,20 @@ class MemoryModel:
         mesh: ranks along each axis.
         dtype: what the model computes in.
         rest_dtype: of parameters and optimizer state at rest; float32 for ``bf16-mixed``.
-        fused_norm: whether RMSNorm is one kernel, which saves its input and one number per row.
-            The one of a CPU is not, and also saves the normalised rows.
+        accelerator: whether the device is no CPU. A CPU's RMSNorm is not one kernel, and also
+            saves the normalised rows; its loss head takes fewer rows at a time.
+        reduce_dtype: of what tensor- and context-parallel ranks send to be added up.
+        kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; another
+            name stands for a FlashAttention-2.
     """
 
     shape: ModelShape
     mesh: Mesh = ONE_DEVICE
     dtype: str = "bfloat16"
     rest_dtype: str = "float32"
-    fused_norm: bool = True
+    accelerator: bool = True
+    reduce_dtype: str = "float32"
+    kernel: str = "flash_attn 2"
 
     def parameters(self, parts: StageParts) -> int:
         """Parameters of a rank's tensor-parallel share, before sharding over data × context."""
@@ -165,17 +208,39 @@ class MemoryModel:
         return self._of_layers(parts, lambda layer: self._key_bytes(layer, rows, self._wide))
 
     def transient_bytes(
-        self, parts: StageParts, rows: int, keys: int, recompute: Recompute = "none"
+        self,
+        parts: StageParts,
+        rows: int,
+        keys: int,
+        recompute: Recompute = "none",
+        segments: int = 1,
     ) -> int:
-        """Most that lives only inside one pass of such a micro-batch, which reads ``keys`` keys."""
+        """Most that lives only inside one pass of such a micro-batch.
+
+        Args:
+            parts: of the stage.
+            rows: of the micro-batch on the rank, padding included.
+            keys: that the rank's attention reads.
+            recompute: of the micro-batch.
+            segments: of the rank's attention.
+        """
         kinds = zip(self.shape.kinds, parts.layers, strict=True)
         inside = [
-            self._transient_bytes(layer, rows, keys, recompute) for layer, count in kinds if count
+            self._transient_bytes(layer, rows, keys, recompute, segments)
+            for layer, count in kinds
+            if count
         ]
-        return max([*inside, _CHUNK_LOGITS_BYTES if parts.head else 0])
+        return max([*inside, self._head_transient_bytes(rows) if parts.head else 0])
+
+    def _head_transient_bytes(self, rows: int) -> int:
+        """Of one chunk the logits; their gradient, for half types; that of the matrix (loss.py)."""
+        words = self.shape.vocab_size // self.mesh.tensor
+        logits = min(rows, chunk_rows(words, self.accelerator)) * words
+        narrow = self._width if self._width < self._wide else 0
+        return (self._wide + narrow) * (logits + words * self.shape.dim)
 
     def _transient_bytes(
-        self, layer: LayerShape, rows: int, keys: int, recompute: Recompute
+        self, layer: LayerShape, rows: int, keys: int, recompute: Recompute, segments: int
     ) -> int:
         width, size = self._width, self.mesh.tensor
         recomputed = {
@@ -187,9 +252,34 @@ class MemoryModel:
         fetched = keys if self.mesh.context > 1 or keys > rows else 0
         queries = 2 * (layer.heads // size) * rows * layer.head_width * width
         attention = queries + self._key_bytes(layer, keys + fetched, width)
+        attention += self._kernel_bytes(layer, rows, keys, segments)
         if self.mesh.context > 1:
-            attention += self._key_bytes(layer, self.mesh.context * rows, self._wide)
+            # Sums of this rank's own, and where they travel narrower a copy of them.
+            reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
+            widths = self._wide + (reduced if reduced < self._wide else 0)
+            attention += self._key_bytes(layer, self.mesh.context * rows, widths)
         return recomputed + max(feed_forward, attention) + 2 * rows * self.shape.dim * width
+
+    def _kernel_bytes(self, layer: LayerShape, rows: int, keys: int, segments: int) -> int:
+        """What the kernel's backward adds gradients up in, beside the gradients themselves.
+
+        Every FlashAttention has a float32 gradient of the queries, each segment with a tile of rows
+        more. Where query heads share key heads, 2.x and torch make the gradients of keys and values
+        for each query head; 3.x and 4.x add them up in float32. Heads are as wide as a tile.
+        """
+        if self.kernel in ("cpu", "exact"):
+            return 0
+        size, wide = self.mesh.tensor, layer.head_width
+        heads, kv_heads = layer.heads // size, max(layer.kv_heads // size, 1)
+        step = 32 if wide <= 128 else 64
+        padded = -(-wide // step) * step
+        beyond = _TILE * segments
+        result = 4 * heads * padded * (rows + beyond)
+        if heads == kv_heads:
+            return result
+        if self.kernel in ("flash_attn 3", "flash_attn 4"):
+            return result + 2 * 4 * kv_heads * padded * (keys + beyond)
+        return result + 2 * self._width * heads * wide * keys
 
     def _attention_half(self, layer: LayerShape, rows: int) -> int:
         heads = layer.heads // self.mesh.tensor
@@ -215,7 +305,7 @@ class MemoryModel:
 
     def _norm(self, rows: int) -> int:
         """An RMSNorm's input, and one number per row."""
-        copies = 1 if self.fused_norm else 2
+        copies = 1 if self.accelerator else 2
         return rows // self.mesh.tensor * (copies * self.shape.dim * self._width + 4)
 
     @cached_property
@@ -261,7 +351,7 @@ class MemoryModel:
         self,
         parts: StageParts,
         open_micro_batches: int,
-        memory_bytes: int,
+        usable: int,
         micro_batches: int,
         recompute: Recompute = "none",
     ) -> int:
@@ -273,14 +363,14 @@ class MemoryModel:
         Args:
             parts: of the rank, all its stages together.
             open_micro_batches: most stage passes whose activations the schedule holds at once.
-            memory_bytes: of the device, of which :data:`USABLE_PERCENT` are filled.
+            usable: bytes of the device that may be filled.
             micro_batches: how many the step has.
             recompute: of each.
 
         Returns:
             0 where not even the state fits.
         """
-        usable, size = memory_bytes * USABLE_PERCENT // 100, self.mesh.tensor
+        size = self.mesh.tensor
         # A row takes more than one byte, so no more than these units of `size` rows fit.
         most = max(usable - self.state_bytes(parts), 0)
         units = bisect_right(

@@ -98,10 +98,20 @@ class ActionOverhead:
     Args:
         ns: per action of any size, (forward, backward).
         row_ns: per row of the micro-batch, (forward, backward).
+        parameter_ns: per parameter of the stage's layers and head, in a backward: its gradient is
+            added to the sums of the step.
     """
 
     ns: tuple[float, float] = (0.0, 0.0)
     row_ns: tuple[float, float] = (0.0, 0.0)
+    parameter_ns: float = 0.0
+
+    def __add__(self, other: ActionOverhead) -> ActionOverhead:
+        return ActionOverhead(
+            ns=(self.ns[0] + other.ns[0], self.ns[1] + other.ns[1]),
+            row_ns=(self.row_ns[0] + other.row_ns[0], self.row_ns[1] + other.row_ns[1]),
+            parameter_ns=self.parameter_ns + other.parameter_ns,
+        )
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,9 @@ class Profile:
         versions: of the software that was measured.
         shape: sizes of the layers that were measured; others are extrapolated from them.
         errors: relative errors of the fitted rates on work that the fit did not use.
+        kernel: the attention kernel whose rates ``attention`` has, by the names of
+            ``lightning_wlb.attention.varlen.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ...;
+            empty in files of older versions, which did not say.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -174,6 +187,7 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     shape: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes", "devices_per_node", "element_bytes_per_second"):
@@ -187,7 +201,8 @@ class Profile:
     def provenance(self) -> str:
         """Measured or analytic, in words that stand beside every figure predicted from it."""
         kind = "measured" if self.measured else "analytic (published figures, not measured)"
-        return f"profile {self.name}: {self.device}, {self.dtype}, {kind}, {self.date}"
+        attention = f", attention by {self.kernel}" if self.kernel else ""
+        return f"profile {self.name}: {self.device}, {self.dtype}{attention}, {kind}, {self.date}"
 
     def attention_table(self, head_dim: int) -> AttentionTable:
         """The table of the head size nearest to ``head_dim`` by ratio; the larger of two."""

@@ -40,12 +40,10 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         source: the file that it is made of: it is kept beside it (:data:`BESIDE`) where one may
             write there. None, and else: in the user's cache folder, or one for temporary files.
     """
-    roots = cache_folders()
-    roots = roots if source is None else [source.parent / BESIDE, *roots]
-    for root in roots:
-        if (root / key).is_dir():
-            return root / key
-    for root in roots:
+    found = built_before(key, source)
+    if found is not None:
+        return found
+    for root in _roots(source):
         try:
             root.mkdir(parents=True, exist_ok=True)
             aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
@@ -69,6 +67,15 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         if aside is not root:
             shutil.rmtree(aside, ignore_errors=True)
     return root / key
+
+
+def built_before(key: str, source: Path | None = None) -> Path | None:
+    """The folder that :func:`built_once` would find; None where it would build one."""
+    return next((root / key for root in _roots(source) if (root / key).is_dir()), None)
+
+
+def _roots(source: Path | None) -> list[Path]:
+    return [*([] if source is None else [source.parent / BESIDE]), *cache_folders()]
 
 
 def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:

@@ -34,7 +34,7 @@ from lightning_wlb.data.trainer_options import (
     refuse_prediction,
 )
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.prediction.predictor import mean_context_of
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 _OTHER_NAMESPACE = (
@@ -66,7 +66,9 @@ class WLBDataModule(L.LightningDataModule):
         profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
             predict, the same on every rank: a shipped name (``"h100"``), the file that
             ``lightning-wlb profile`` wrote, or a :class:`~lightning_wlb.cost.profile.Profile`.
-            None: the reference kernel cost and work in FLOPs, which know no device.
+            None: ``strategy="wlb"`` measures the devices of several ranks when a fit begins, for
+            20 seconds at most, once for a model and device. ``"none"``: nothing is measured. Where
+            no device is known, the reference kernel cost and work in FLOPs.
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens; leave the epochs open
@@ -134,7 +136,11 @@ class WLBDataModule(L.LightningDataModule):
             )
         self.documents = documents
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
-        self.profile = Profile.load(profile) if isinstance(profile, str) else profile
+        self.measures = profile is None
+        given = None if profile == "none" else profile
+        self.profile = Profile.load(given) if isinstance(given, str) else given
+        # By what this run is planned, as JSON; empty if it could not be measured, None before.
+        self.measured: str | None = None
         self.num_workers = whole("num_workers", num_workers, 0)
         self.validation_documents = validation_documents
         self.test_documents = test_documents
@@ -155,6 +161,7 @@ class WLBDataModule(L.LightningDataModule):
             )
         if self._trainer is not None and trainer is not self._trainer:
             self._consumed.restore(None)
+            self.measured = None
         self._trainer = trainer
 
     def __iter__(self) -> Any:
@@ -183,7 +190,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
-        dataset = self._dataset(self._stores()[0], self.settings, training=True)
+        dataset = self._dataset(self._stores()[0], self.settings)
         if not self._described:
             self._described = True
             _describe(dataset.store, dataset.planner(), self.settings)
@@ -259,20 +266,25 @@ class WLBDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """The position in the documents: the planner's state after the last step taken.
 
+        And the profile that was measured for the run, if one was, by which it goes on. The state is
         None before the first one. (Lightning would not restore an empty dictionary, and leave a run
         that goes back to its beginning, as after a search for a learning rate, where it was.)
         """
-        return {"planner": self._state()}
+        state = {"planner": self._state()}
+        return state if self.measured is None else {**state, "profile": self.measured}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict.get("planner"))
+        self.measured = state_dict.get("profile")
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
 
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
         state = self._state()
+        if self.trainer is not None:  # by now the predictor is known
+            dataset.pool = pool_of(self.trainer, dataset.predictor, self.sharding)
         if self.settings.max_tokens is not None and state is not None:
             # A run resumed after its end finds no steps: stop it, or it passes through
             # empty epochs for ever.
@@ -310,9 +322,7 @@ class WLBDataModule(L.LightningDataModule):
             self._opened = store, validation, test
         return self._opened
 
-    def _dataset(
-        self, store: DocumentStore, settings: DataSettings, *, training: bool = False
-    ) -> StepDataset:
+    def _dataset(self, store: DocumentStore, settings: DataSettings) -> StepDataset:
         trainer = self.trainer
         if trainer is None:
             raise MisconfigurationException(
@@ -320,7 +330,6 @@ class WLBDataModule(L.LightningDataModule):
                 " shape: call trainer.fit(model, datamodule)."
             )
         shape, rank = shape_of(trainer, self.model_shape), rank_of(trainer)
-        predictor = predictor_of(trainer, self.profile, shape, rank.mesh)
         schedule = getattr(trainer.strategy, "schedule", "1f1b")
         dataset = StepDataset.for_model(
             store,
@@ -329,27 +338,36 @@ class WLBDataModule(L.LightningDataModule):
             rank,
             self.sharding,
             schedule,
-            predictor,
+            self._predictor(trainer),
             checkpointing_of(trainer),
         )
-        if training:
-            dataset.pool = pool_of(trainer, predictor, self.sharding)
         # A shape that was given may leave the vocabulary out, or have another than the model.
         own = getattr(trainer.lightning_module, "model_shape", None)
         vocabularies = [dataset.vocab_size, getattr(own, "vocab_size", None)]
         dataset.vocab_size = min(filter(None, vocabularies), default=None)
         return dataset
 
+    def _predictor(self, trainer: L.Trainer) -> Predictor | None:
+        shape, mesh = shape_of(trainer, self.model_shape), rank_of(trainer).mesh
+        return predictor_of(trainer, self.profile, shape, mesh)
+
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
     ) -> StepLoader:
+        def begin() -> dict[str, Any] | None:
+            settle = getattr(self.trainer and self.trainer.strategy, "settle_profile", None)
+            if settle is not None and self.trainer is not None:
+                settle(self)  # a checkpoint has been loaded by now
+                dataset.predictor = self._predictor(self.trainer)
+            return begin_at()
+
         # One batch is a whole step, and every worker plans them all: Lightning's advice to start
         # as many workers as there are cores does not hold here.
         warnings.filterwarnings("ignore", "The '(train|val|test)_dataloader' does not have many")
         pin = self.pin_memory
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return StepLoader(dataset, begin_at, self.num_workers, pin)
+        return StepLoader(dataset, begin, self.num_workers, pin)
 
 
 def _documents_or_number(name: str, given: int | Documents) -> int | Documents:

@@ -65,7 +65,8 @@ def predictor_of(
     profile = getattr(trainer.strategy, "profile", None) or profile
     if profile is None:
         return None
-    latency = LatencyModel(profile, shape, mesh)
+    reduced = str(getattr(trainer.strategy, "reduce_dtype", "float32")).removeprefix("torch.")
+    latency = LatencyModel(profile, shape, mesh, reduced)
     pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
     if pipeline is None:
         return Predictor(latency, (range(shape.layers),))

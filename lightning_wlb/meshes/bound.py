@@ -70,7 +70,7 @@ class ClosedForm:
         predictor = request.predictor(mesh)
         state = max(predictor.memory.state_bytes)
         step_ns = 0
-        if state > request.usable_bytes:
+        if state > predictor.usable_bytes:
             return Estimate(step_ns, state)
         for count in self._counts(mesh):
             step = self._least_ns(predictor, count)
@@ -80,7 +80,7 @@ class ClosedForm:
 
     def _least_ns(self, predictor: Predictor, count: int) -> int:
         """A step with so many micro-batches, of which as few recompute as fit; 0: none do."""
-        rows, usable = self._rows(predictor.latency.mesh, count), self.request.usable_bytes
+        rows, usable = self._rows(predictor.latency.mesh, count), predictor.usable_bytes
         least, least_held = 0, 0
         for mode in self.request.modes:
             held = self._held(predictor, rows, count, mode)

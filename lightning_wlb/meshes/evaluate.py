@@ -104,7 +104,7 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
         peak_bytes=peak,
         shares=_shares(predictor, steps),
     )
-    return Evaluation(row, peak <= request.usable_bytes, steps)
+    return Evaluation(row, peak <= predictor.usable_bytes, steps)
 
 
 def _recomputed_tokens(plan: StepPlan) -> float:

@@ -54,6 +54,7 @@ class MeshRequest:
         activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: for
             each the least that fits.
         rest_dtype: of parameters and optimizer state at rest.
+        reduce_dtype: as of :class:`.LatencyModel`.
         sharding: of micro-batches over context-parallel ranks, as for the planner.
         mixture: of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.
@@ -74,6 +75,7 @@ class MeshRequest:
     virtual_stages: int | None = None
     activation_checkpointing: ActivationCheckpointing = "auto"
     rest_dtype: str = "float32"
+    reduce_dtype: str = "float32"
     sharding: str = ADAPTIVE
     mixture: tuple[Share, ...] = ()
     steps: int = 3
@@ -119,6 +121,7 @@ class MeshRequest:
             "schedule": [self.schedule, self.virtual_stages],
             "activation_checkpointing": self.activation_checkpointing,
             "rest_dtype": self.rest_dtype,
+            "reduce_dtype": self.reduce_dtype,
             "sharding": self.sharding,
             "mixture": [list(share) for share in self.mixture],
             "steps": self.steps,
@@ -127,7 +130,7 @@ class MeshRequest:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a device that may be filled."""
+        """Bytes of a device that may be filled; a predictor knows where a mesh leaves less."""
         return self.profile.memory_bytes * USABLE_PERCENT // 100
 
     @property
@@ -149,7 +152,7 @@ class MeshRequest:
             ValueError: a mesh that the model or the schedule cannot run on.
         """
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh),
+            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype),
             self._stages_of(mesh.stages),
             self.schedule_of(mesh),
             self.rest_dtype,

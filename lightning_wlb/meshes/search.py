@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from lightning_wlb.cost.memory import usable_bytes
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.meshes.bound import ClosedForm
 from lightning_wlb.meshes.choice import MeshChoice
@@ -143,7 +144,7 @@ def _pruned(
         if number % 16 == 0:
             tell("estimating meshes", number, len(legal))
         estimate = form.estimate(mesh)
-        if estimate.state_bytes > request.usable_bytes:
+        if estimate.state_bytes > usable_bytes(request.profile, mesh):
             reasons.add("parameters, gradients and optimizer state do not fit", mesh)
         elif not estimate.step_ns:
             reasons.add("activations do not fit, by the closed form", mesh)

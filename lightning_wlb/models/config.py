@@ -134,6 +134,24 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> TransformerConfig:
+    """A configuration, by itself, a preset's name or a mapping of fields; None is ``"tiny"``.
+
+    Raises:
+        ValueError: something else, or an unknown preset or field.
+    """
+    if isinstance(config, TransformerConfig):
+        return config
+    if isinstance(config, Mapping):
+        return TransformerConfig.of(config)
+    if config is None or isinstance(config, str):
+        return TransformerConfig.preset("tiny" if config is None else config)
+    raise ValueError(
+        f"config={config!r} is of type {type(config).__name__}. Give a TransformerConfig, a"
+        f" preset's name ({', '.join(preset_names())}) or a mapping of fields."
+    )
+
+
 def preset_names() -> list[str]:
     """Names that :meth:`TransformerConfig.preset` knows."""
     return list(_PRESETS)

@@ -73,6 +73,22 @@ class Decoder(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
+    def compile_blocks(self) -> None:
+        """Compile what the layers compute between collectives and attention: ``compile=True``.
+
+        It is called once, before the model is split. Gradients stay those of the model uncompiled,
+        up to rounding.
+
+        Raises:
+            ValueError: the model has nothing that can be compiled.
+        """
+        raise ValueError(
+            f"compile=True, but {type(self).__name__} does not compile anything: only the blocks of"
+            " lightning_wlb.Transformer and its subclasses are. Set compile=False; or, in a model"
+            " of your own, override compile_blocks, and compile pure functions of rows there, as"
+            " Transformer does (lightning_wlb/models/dense.py)."
+        )
+
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
         """Parameter-name pattern -> how parameters are split over ``size`` tensor-parallel ranks.
 

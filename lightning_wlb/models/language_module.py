@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -28,14 +28,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
-from lightning_wlb.arguments import choice, number, whole
+from lightning_wlb.arguments import choice, flag, number, whole
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.sampler import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
-from lightning_wlb.models.config import TransformerConfig, preset_names
+from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches
 from lightning_wlb.models.loading import NOTHING_IMPORTED, is_of_cli, load_stored, numbered
 from lightning_wlb.models.transformer import Transformer
@@ -66,6 +66,9 @@ class LanguageModule(L.LightningModule):
             ``"auto"``: where a device profile says what fits in memory, each plan says it for each
             micro-batch, with as little as fits; else ``"none"``.
         attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
+        compile: compile the model's blocks (norms, rotary embedding, feed-forward networks, the
+            loss's softmax) by ``torch.compile``, once for all lengths, in the first step. Where
+            that fails there is a warning, and they run as without.
         seed: of the initial weights; that of ``seed_everything`` if None, or else 0.
 
     Attributes:
@@ -94,6 +97,7 @@ class LanguageModule(L.LightningModule):
         loss_normalisation: LossNormalisation = "step",
         activation_checkpointing: ActivationCheckpointing = "auto",
         attention_backend: str = "auto",
+        compile: bool = False,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -110,6 +114,8 @@ class LanguageModule(L.LightningModule):
         self.warmup_tokens = warmup_tokens = whole("warmup_tokens", warmup_tokens, 0)
         decay_tokens = None if decay_tokens is None else whole("decay_tokens", decay_tokens, 1)
         min_learning_rate_ratio = number("min_learning_rate_ratio", min_learning_rate_ratio, 0, 1)
+        # Not self.compile, which is a method of every module.
+        self.compiles_blocks = compile = flag("compile", compile)
         self.seed = seed = None if seed is None else whole("seed", seed, 0)
         if decay_tokens is not None and decay_tokens <= warmup_tokens:
             raise ValueError(
@@ -135,7 +141,7 @@ class LanguageModule(L.LightningModule):
         Raises:
             ValueError: a config that is not understood.
         """
-        understood = _as_config(config)
+        understood = as_config(config)
         return understood, asdict(understood)
 
     @property
@@ -148,7 +154,8 @@ class LanguageModule(L.LightningModule):
         """Build ``self.model``, with values unless the strategy gives memory and values later.
 
         Raises:
-            ValueError: a model that recomputes something else than was asked for, or has dropout.
+            ValueError: a model that recomputes something else than was asked for, has dropout, or
+                has nothing to compile where that was asked for.
         """
         if self.model is not None:
             return
@@ -159,6 +166,8 @@ class LanguageModule(L.LightningModule):
             self.model = self.build_model()
         if isinstance(self.model, Decoder):  # else the strategy refuses it
             check_decoder(self.model, self.activation_checkpointing)
+            if self.compiles_blocks:
+                self.model.compile_blocks()
         if not deferred:
             self.init_weights()
 
@@ -234,7 +243,8 @@ class LanguageModule(L.LightningModule):
         loss = self.step(batch)
         self.tokens_seen += batch.tokens
         self.log("train_loss", loss.detach(), prog_bar=True)
-        self.log("tokens", float(batch.tokens))
+        # Filled in on the device: Lightning would copy a number to it, and wait for the device.
+        self.log("tokens", torch.full((), float(batch.tokens), device=loss.device))
         return loss
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
@@ -376,19 +386,6 @@ class LanguageModule(L.LightningModule):
             checkpoint_path, map_location, hparams_file, strict, weights_only, **options
         )
         return loaded
-
-
-def _as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> TransformerConfig:
-    if isinstance(config, TransformerConfig):
-        return config
-    if isinstance(config, Mapping):
-        return TransformerConfig.of(config)
-    if config is None or isinstance(config, str):
-        return TransformerConfig.preset("tiny" if config is None else config)
-    raise ValueError(
-        f"config={config!r} is of type {type(config).__name__}. Give a TransformerConfig, a"
-        f" preset's name ({', '.join(preset_names())}) or a mapping of fields."
-    )
 
 
 def _betas(given: Any) -> tuple[float, float]:

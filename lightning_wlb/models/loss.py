@@ -12,9 +12,16 @@ states is the part that flows through this rank's words, which the backward of `
 up.
 
 One process in float32 or float64 uses ``torch.nn.functional.linear_cross_entropy`` where torch has
-it, with ``reduction="none"``. Its ``reduction="sum"`` computes gradients in forward, so that each
-micro-batch whose backward has not run yet holds a gradient as large as the output matrix; and in
-bfloat16 it rounds the loss, and the weight gradient at every chunk.
+it, with ``reduction="none"`` and our chunks: its own are of so few rows for large vocabularies that
+a CPU takes 1.5 to 2 times as long (``benchmarks/loss_head.py``). Its ``reduction="sum"`` computes
+gradients in forward, so that each micro-batch whose backward has not run yet holds a gradient as
+large as the output matrix; and in bfloat16 it rounds the loss of every row and, by default, the
+weight gradient at every chunk. Liger's fused loss computes gradients in forward too, and has
+kernels for accelerators only.
+
+Sums over chunks are in float32. On CUDA the products of half types come out in it too, and add to
+the gradient of the output matrix in place, without a copy in either type. That has been run with
+stand-ins for the two operators only (tests/models/test_loss.py).
 
 Cost: one extra product of hidden states and output matrix in backward, a third more than the head
 would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is faster.
@@ -22,6 +29,7 @@ would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,17 +39,68 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.process_groups import group_size
+from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.data.batch import IGNORE
+from lightning_wlb.models.compiled import Function
 
-CHUNK_LOGITS = 2**22
-"""Logits of one chunk (16 MiB in float32), unless that would leave a chunk of few rows."""
 
-MINIMUM_CHUNK_ROWS = 256
-"""Fewer rows than this starve the matrix product."""
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials, [rows]; overwrites the logits [rows, words]."""
+    peak = logits.amax(-1)
+    logits -= peak[:, None]
+    return logits.exp_().sum(-1).log_().add_(peak)
+
+
+def slope(
+    logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of cross-entropy by the logits, which it overwrites.
+
+    Args:
+        logits: [rows, words].
+        log_sums: [rows], over all words of all ranks.
+        column: [rows], of the target; -1 where it is not among the words.
+        scale: [rows], what the gradient is multiplied by.
+        dtype: of the result.
+
+    Returns:
+        [rows, words].
+    """
+    logits -= log_sums[:, None]
+    logits.exp_()
+    here = (column >= 0).to(logits.dtype)
+    logits.scatter_add_(1, column.clamp_min(0)[:, None], -here[:, None])
+    logits *= scale[:, None]
+    return logits.to(dtype)
+
+
+def slope_at_once(
+    logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """:func:`slope` without a change in place, for a compiler."""
+    words = torch.arange(logits.shape[1], device=logits.device)
+    target = (words == column[:, None]).to(logits.dtype)
+    return (((logits - log_sums[:, None]).exp() - target) * scale[:, None]).to(dtype)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The element-wise work on logits; the functions above, or others that are equal to them."""
+
+    log_sum_exp: Function = log_sum_exp
+    slope: Function = slope
+
+
+PLAIN = Softmax()
+"""The functions as they are."""
 
 
 def token_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Sum over rows of the cross-entropy of ``softmax(hidden @ weight.T)``.
 
@@ -51,6 +110,7 @@ def token_loss(
             many on each rank.
         labels: int64 [rows], global word numbers, ``IGNORE`` (-100) where a row has no target.
         group: the tensor-parallel group.
+        softmax: what of the work may be compiled.
 
     Returns:
         0-dim, float32 (float64 for float64 inputs), the same on every rank. Zero, with zero
@@ -64,17 +124,21 @@ def token_loss(
             labels,
             reduction="none",
             ignore_index=IGNORE,
-            options=torch.nn.LinearCrossEntropyOptions(),
+            options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_chunk_rows(weight)),
         )
         return losses.sum()
-    return chunked_token_loss(hidden, weight, labels, group if parallel else None)
+    return chunked_token_loss(hidden, weight, labels, group if parallel else None, softmax)
 
 
 def chunked_token_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """:func:`token_loss` by this module's own function, whatever torch offers."""
-    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group)
+    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group, softmax)
     return loss
 
 
@@ -103,30 +167,36 @@ def _torch_is_exact(hidden: Tensor, weight: Tensor) -> bool:
     )
 
 
-def chunks(rows: int, words: int) -> list[slice]:
-    """Rows whose logits over ``words`` words exist at a time."""
-    size = max(CHUNK_LOGITS // max(words, 1), MINIMUM_CHUNK_ROWS)
+def chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:
+    """Rows whose logits by ``weight`` [words, dim] exist at a time.
+
+    So many as fit where a logit takes ``times`` the memory of one of the plain loss.
+    """
+    size = max(_chunk_rows(weight) // times, 1)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _terms(
-    logits: Tensor, labels: Tensor, first_word: int, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of each row; log of the sum of exp(logits - peak); peak, all [rows].
+def _chunk_rows(weight: Tensor) -> int:
+    return chunk_rows(weight.shape[0], weight.device.type != "cpu")
 
-    ``logits`` becomes exp(logits - peak), in place.
+
+def _terms(
+    logits: Tensor, labels: Tensor, first_word: int, group: ProcessGroup | None, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row, and the logarithm of its sum of exponentials over all words.
+
+    ``logits`` may be overwritten.
     """
-    column, here = _column(labels, first_word, logits.shape[1])
-    peak = logits.amax(-1)
+    column = _column(labels, first_word, logits.shape[1])
+    target = logits.gather(1, column.clamp_min(0)[:, None]).squeeze(1).masked_fill(column < 0, 0)
+    log_sum = softmax.log_sum_exp(logits)
     if group is not None:
+        peak = log_sum.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-    logits -= peak[:, None]
-    target = logits.gather(1, column[:, None]).squeeze(1).masked_fill(~here, 0)
-    sums = torch.stack([logits.exp_().sum(-1), target])
-    if group is not None:
+        sums = torch.stack([(log_sum - peak).exp(), target])
         dist.all_reduce(sums, group=group)
-    log_sum = sums[0].log()
-    return (log_sum - sums[1]).masked_fill(labels == IGNORE, 0), log_sum, peak
+        log_sum, target = peak + sums[0].log(), sums[1]
+    return (log_sum - target).masked_fill(labels == IGNORE, 0), log_sum
 
 
 class _LogitsLoss(torch.autograd.Function):
@@ -135,68 +205,88 @@ class _LogitsLoss(torch.autograd.Function):
         group = group if group_size(group) > 1 else None
         words = logits.shape[1]
         first_word = 0 if group is None else dist.get_rank(group) * words
-        # A copy: it becomes the gradient.
-        slope = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        terms, log_sum, _ = _terms(slope, labels, first_word, group)
-        slope /= log_sum.exp()[:, None]
-        column, here = _column(labels, first_word, words)
-        slope.scatter_add_(1, column[:, None], -here.to(slope.dtype)[:, None])
-        slope *= (labels != IGNORE)[:, None]
-        ctx.save_for_backward(slope.to(logits.dtype))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        terms, log_sum = _terms(logits.to(wide, copy=True), labels, first_word, group, PLAIN)
+        column = _column(labels, first_word, words)
+        scale = (labels != IGNORE).to(wide)
+        copy = logits.to(wide, copy=True)
+        ctx.save_for_backward(slope(copy, log_sum, column, scale, logits.dtype))
         return terms.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        return slope * gradient.to(slope.dtype), None, None
+        (logits_gradient,) = ctx.saved_tensors
+        return logits_gradient * gradient.to(logits_gradient.dtype), None, None
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: ProcessGroup | None,
+        softmax: Softmax,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        words = weight.shape[0]
-        first_word = 0 if group is None else dist.get_rank(group) * words
+        first_word = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         loss = hidden.new_zeros((), dtype=wide)
         log_sums = hidden.new_empty(hidden.shape[0], dtype=wide)
-        for chunk in chunks(hidden.shape[0], words):
-            logits = (hidden[chunk] @ weight.T).to(wide)
-            terms, log_sum, peak = _terms(logits, labels[chunk], first_word, group)
+        for chunk in chunks(hidden.shape[0], weight):
+            logits = _wide_product(hidden[chunk], weight.T, wide)
+            terms, log_sums[chunk] = _terms(logits, labels[chunk], first_word, group, softmax)
             loss += terms.sum()
-            log_sums[chunk] = log_sum + peak
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, labels, log_sums)
-        ctx.first_word = first_word
+        ctx.first_word, ctx.softmax = first_word, softmax
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_sums = ctx.saved_tensors
         wide = log_sums.dtype
-        words = weight.shape[0]
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks add up in float32 even where the weight is bfloat16.
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for chunk in chunks(hidden.shape[0], words):
-            slope = (hidden[chunk] @ weight.T).to(wide)
-            slope -= log_sums[chunk, None]
-            slope.exp_()
-            column, here = _column(labels[chunk], ctx.first_word, words)
-            slope.scatter_add_(1, column[:, None], -here.to(wide)[:, None])
-            slope *= (gradient * (labels[chunk] != IGNORE))[:, None]
-            narrow = slope.to(hidden.dtype)
+        for chunk in chunks(hidden.shape[0], weight):
+            logits = _wide_product(hidden[chunk], weight.T, wide)
+            column = _column(labels[chunk], ctx.first_word, weight.shape[0])
+            scale = gradient.to(wide) * (labels[chunk] != IGNORE)
+            narrow = ctx.softmax.slope(logits, log_sums[chunk], column, scale, hidden.dtype)
             if hidden_gradient is not None:
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:
-                weight_gradient += narrow.T @ hidden[chunk]
+                _add_product(weight_gradient, narrow.T, hidden[chunk])
+            del logits, narrow
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None
+        return hidden_gradient, weight_gradient, None, None, None
 
 
-def _column(labels: Tensor, first_word: int, words: int) -> tuple[Tensor, Tensor]:
-    """Column of each row's target among this rank's words, and whether it is among them."""
+def _column(labels: Tensor, first_word: int, words: int) -> Tensor:
+    """Column of each row's target among this rank's words, -1 where it is not among them."""
     column = labels - first_word
-    here = (column >= 0) & (column < words)
-    return column.masked_fill(~here, 0), here
+    return column.masked_fill((column < 0) | (column >= words), -1)
+
+
+def _wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """``a @ b``, at least in float32."""
+    if _has_wide_products(a) and a.dtype != wide:
+        return torch.mm(a, b, out_dtype=wide)
+    return (a @ b).to(wide)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, which may be of a wider type."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif _has_wide_products(a):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _has_wide_products(a: Tensor) -> bool:
+    """Whether torch multiplies half types into float32 on the device (on CUDA; adds from 2.10)."""
+    return a.is_cuda and torch.version.hip is None

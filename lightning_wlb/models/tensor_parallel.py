@@ -52,8 +52,8 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
         group: the ranks; ``x`` is returned as it is if None or a group of one rank.
 
     Returns:
-        [group size · rows, ...]. Backward sums the gradients over the ranks, in float32 for half
-        types, and gives each rank its own rows.
+        [group size · rows, ...]. Backward sums the gradients over the ranks, in
+        :func:`.reduce_dtype`, and gives each rank its own rows.
     """
     # Row counts are equal, so that all ranks agree on whether there is nothing to send.
     if group_size(group) == 1 or x.shape[0] == 0:
@@ -69,7 +69,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
         group: as of :func:`gather_rows`.
 
     Returns:
-        [rows, ...]; summed in float32 for half types. Backward gathers the gradient's rows.
+        [rows, ...]; summed in :func:`.reduce_dtype`. Backward gathers the gradient's rows.
 
     Raises:
         ValueError: if the rows do not divide by the group's size.

@@ -44,8 +44,9 @@ from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.dense import EAGER, Dense
 from lightning_wlb.models.loss import token_loss
-from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
+from lightning_wlb.models.rotary import rotary_frequencies
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 from lightning_wlb.plan import Recompute
 
@@ -137,6 +138,16 @@ class Transformer(Decoder):
         kernel, options = self.attention_kernel, self.attention_options
         return packed_attention(q, k, v, project, metadata, kernel, groups, options)
 
+    def compile_blocks(self) -> None:
+        """Compile norms, rotations, feed-forward networks and the loss's softmax.
+
+        Modules of a subclass's own are left as they are.
+        """
+        dense = Dense.compiled()
+        for module in self.modules():
+            if isinstance(module, Attention | FeedForward | RMSNorm | Head):
+                module.dense = dense
+
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
         """Parameter-name pattern -> how parameters are split over ``size`` tensor-parallel ranks.
 
@@ -211,6 +222,8 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention; the projections see all P rows, the residual stream P/TP."""
 
+    dense = EAGER
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         assert config.head_dim is not None
@@ -226,21 +239,17 @@ class Attention(nn.Module):
         self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
-        hidden = gather_rows(hidden, group)
-        k = apply_rotary(self._heads(hidden, self._of_own_heads(self.wk, group)), freqs)
-        v = self._heads(hidden, self._of_own_heads(self.wv, group))
+        hidden, table = gather_rows(hidden, group), torch.view_as_real(freqs)
+        k = self.dense.rotated_heads(hidden, table, self._of_own_heads(self.wk, group))
+        v = F.linear(hidden, self._of_own_heads(self.wv, group)).view(k.shape)
 
         def queries() -> Tensor:
-            return apply_rotary(self._heads(hidden, local(self.wq)), freqs)
+            return self.dense.rotated_heads(hidden, table, local(self.wq))
 
         def project(out: Tensor) -> Tensor:
             return F.linear(out.flatten(-2), local(self.wo))
 
         return scatter_rows(attend(queries, k, v, project), group)
-
-    def _heads(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        heads = weight.shape[0] // self.head_dim
-        return F.linear(hidden, weight).view(-1, heads, self.head_dim)
 
     def _of_own_heads(self, weight: nn.Parameter, group: ProcessGroup | None) -> Tensor:
         """The rows of a key or value matrix for the heads that this rank's query heads read."""
@@ -254,6 +263,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
+    dense = EAGER
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
@@ -263,12 +274,14 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]."""
         hidden = gather_rows(hidden, group)
-        gated = F.silu(F.linear(hidden, local(self.w1))) * F.linear(hidden, local(self.w3))
-        return scatter_rows(F.linear(gated, local(self.w2)), group)
+        change = self.dense.swiglu(hidden, local(self.w1), local(self.w3), local(self.w2))
+        return scatter_rows(change, group)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, along the last dimension."""
+
+    dense = EAGER
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -277,7 +290,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        return F.rms_norm(hidden, hidden.shape[-1:], local(self.weight), self.eps)
+        return self.dense.rms_norm(hidden, local(self.weight), self.eps)
 
 
 class Embedding(nn.Module):
@@ -301,6 +314,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection; under tensor parallelism each rank holds some words."""
 
+    dense = EAGER
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config)
@@ -311,7 +326,7 @@ class Head(nn.Module):
         hidden = gather_rows(self.norm(hidden), group)
         if labels is None:
             return F.linear(hidden, local(self.weight))
-        return token_loss(hidden, local(self.weight), labels, group)
+        return token_loss(hidden, local(self.weight), labels, group, self.dense.softmax)
 
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Longest first: how pieces are sorted, and how sorted work is dealt.
+"""Longest first: how pieces are sorted, filled into bins, and how sorted work is dealt.
 
 Dealing work in descending order, each time to the receiver with the least so far, is the classic
 greedy for equal loads (Graham's LPT rule): the largest load is at most 4/3 of the best possible
@@ -10,6 +10,7 @@ Cost: O(n·log n) for n pieces, and O(log R) for each piece dealt to R receivers
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 
 from lightning_wlb.plan import Piece
@@ -21,6 +22,30 @@ def longest_first(pieces: Sequence[Piece]) -> list[Piece]:
     lengths = [stop - origin for _, origin, stop, _ in order]
     # Python's sort is stable, also in reverse, so equal lengths keep their order.
     return [order[at] for at in sorted(range(len(order)), key=lengths.__getitem__, reverse=True)]
+
+
+def fill(pieces: Sequence[Piece], cap: int) -> list[list[Piece]]:
+    """Best-fit-decreasing: each into the fullest bin that has room, or else into a new one.
+
+    Args:
+        pieces: of at most ``cap`` tokens each.
+        cap: most tokens of a bin.
+
+    Returns:
+        The bins as they were opened; of equally full ones the first is taken.
+    """
+    bins: list[list[Piece]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for piece in longest_first(pieces):
+        at = bisect_left(rooms, (piece.tokens, -1))
+        if at == len(rooms):
+            bins.append([piece])
+            insort(rooms, (cap - piece.tokens, len(bins) - 1))
+        else:
+            room, index = rooms.pop(at)
+            bins[index].append(piece)
+            insort(rooms, (room - piece.tokens, index))
+    return bins
 
 
 def deal(works: Sequence[int], loads: list[int]) -> list[int]:

@@ -15,6 +15,9 @@ with such. At the M where it ends it tries the other kinds; whole pieces only wh
 work than 1.5 micro-batches of M. What exceeds the limit is worse than all that does not, and the
 more so the more it does.
 
+Where a device is known, and an action may cost much, whole pieces are also tried as ``best_fit``
+packs them: full micro-batches, and what is left in a last one, for which a pipeline waits little.
+
 On one stage, where memory is known, whole pieces are tried in about the nominal number of
 micro-batches and in fewer, which waste less time, and whole ones and such cut apart in more, which
 need less recomputation.
@@ -36,14 +39,14 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
 from lightning_wlb.planning.apart import cut_apart
 from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.longest_first import deal_capped
+from lightning_wlb.planning.longest_first import deal_capped, fill
 from lightning_wlb.planning.replicas import Shard, replica_plan, whole
 from lightning_wlb.planning.slicing import slice_pieces
 
 HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # M over half of the nominal number
 START = HALVES.index(12)
 
-Kind = Literal["whole", "equal", "tapered", "apart"]
+Kind = Literal["whole", "filled", "equal", "tapered", "apart"]
 
 Packs = list[list[Slice]]
 """The slices of each micro-batch, in forward order; none where the pieces cannot be packed so."""
@@ -57,6 +60,7 @@ class Way(NamedTuple):
 
 
 FEWEST = Way("whole", 0)
+FILLED = Way("filled", 0)
 
 
 class Score(NamedTuple):
@@ -130,21 +134,23 @@ class Candidates:
                 self._walk("apart", START)
             return min((fewest, *self._scores), key=self.score)
         begin = START if begin is None else begin
+        filled = [FILLED] if self.judge.longest else []
         if not self.slices:
-            return min((fewest, Way("whole", HALVES[self._walk("whole", begin)])), key=self.score)
+            walked = Way("whole", HALVES[self._walk("whole", begin)])
+            return min((fewest, *filled, walked), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
         kind: Kind = "tapered" if self.mesh.virtual_stages == 1 else "equal"
         at = self._walk(kind, begin)
-        walked = self.score(Way(kind, HALVES[at]))
+        reached = self.score(Way(kind, HALVES[at]))
         apart = self.score(Way("apart", HALVES[at]))
         if (
             any(score.excess for way, score in self._scores.items() if way.kind == kind)
-            or apart.excess < walked.excess
-            or 100 * apart.time < 99 * walked.time
+            or apart.excess < reached.excess
+            or 100 * apart.time < 99 * reached.time
         ):
             at = self._walk("apart", at)
         halves = HALVES[at]
-        ways = [fewest, Way("apart", halves), Way("equal", halves), Way("tapered", halves)]
+        ways = [fewest, *filled, Way("apart", halves), Way("equal", halves), Way("tapered", halves)]
         loads = [self.work(piece.tokens) for piece in self.pieces]
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
@@ -163,6 +169,10 @@ class Candidates:
     def _make(self, way: Way) -> Packs:
         least = -(-sum(piece.tokens for piece in self.pieces) // self.cap)
         count = -(-self.nominal * way.halves // 2)
+        if way.kind == "filled":
+            filled = fill(self.pieces, self.cap)
+            fits = max(piece.tokens for piece in self.pieces) <= self.cap
+            return [list(map(whole, pieces)) for pieces in filled] if fits else []
         if way.kind == "whole":
             # Without slices as another way, search on until all fit: one each at the latest.
             most = least + 1 if self.slices else len(self.pieces)

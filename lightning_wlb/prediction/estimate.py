@@ -63,6 +63,7 @@ def estimated_costs(
     keys = every.on_a_rank(
         np.minimum(every.near, every.queries + reach), np.minimum(every.far, every.queries + reach)
     )
+    counts = every.on_a_rank(*2 * [np.ones_like(every.tokens)])
     exchanges = [
         Exchange(*numbers)
         for numbers in zip(
@@ -91,9 +92,10 @@ def estimated_costs(
                 ],
             ),
             recompute=replica.forward[at].recompute,
+            segments=segments,
         )
-        for at, (of_rank, read, exchange) in enumerate(
-            zip(rows.tolist(), keys.tolist(), exchanges, strict=True)
+        for at, (of_rank, read, segments, exchange) in enumerate(
+            zip(rows.tolist(), keys.tolist(), counts.tolist(), exchanges, strict=True)
         )
     ]
 

@@ -24,7 +24,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 
 from lightning_wlb.cost.memory import MemoryModel, StageParts
-from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.step import MODES, MicroBatchCost
 from lightning_wlb.schedule.actions import BACKWARD, Action, target_of
 from lightning_wlb.schedule.packflow import backward_order
@@ -80,6 +80,13 @@ class StepMemory:
         parts = self.parts[stage]
         kept = self.model.kept_keys_bytes(parts, cost.kept_rows, cost.recompute)
         return self.model.micro_batch_bytes(parts, cost.rows, cost.recompute) + kept
+
+    def inside(
+        self, parts: StageParts, cost: MicroBatchCost, recompute: Recompute | None = None
+    ) -> int:
+        """What lives only inside a pass of a micro-batch, perhaps with another recomputation."""
+        mode = recompute or cost.recompute
+        return self.model.transient_bytes(parts, cost.rows, cost.keys, mode, cost.segments)
 
     def saved_by_all(self, costs: Sequence[MicroBatchCost]) -> Integers:
         """:meth:`saved` of every micro-batch on every stage, int64 [micro-batches, stages]."""
@@ -169,7 +176,7 @@ class StepMemory:
         for action, bytes_held in zip(chain(*programs), chain(*held), strict=True):
             if action.kind == BACKWARD:
                 cost, parts = costs[action.micro_batch], self.parts[action.stage]
-                inside = self.model.transient_bytes(parts, cost.rows, cost.keys, cost.recompute)
+                inside = self.inside(parts, cost)
                 most = max(most, bytes_held + inside)
         return most
 

@@ -84,6 +84,7 @@ def micro_batch_cost(
         indexed=max(read) if placed.ranks > 1 else 0,
         kept_rows=placed.rows if kept else 0,
         by_mode=over_layers(latency, costs),
+        segments=max(len(queries) for queries, _ in segments),
     )
 
 
@@ -227,6 +228,7 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
         indexed=0,
         kept_rows=0,
         by_mode=over_layers(latency, costs),
+        segments=len(lengths),
     )
 
 

@@ -18,7 +18,7 @@ simulation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,7 +32,7 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import USABLE_PERCENT, MemoryModel, StageParts
+from lightning_wlb.cost.memory import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.estimate import estimated_costs
@@ -127,7 +127,9 @@ class Predictor:
             latency.mesh,
             latency.profile.dtype,
             self.rest_dtype,
-            fused_norm=latency.profile.device_type != "cpu",
+            accelerator=latency.profile.device_type != "cpu",
+            reduce_dtype=latency.reduce_dtype,
+            kernel=latency.profile.kernel,
         )
         return StepMemory.of(model, self.stages)
 
@@ -139,21 +141,21 @@ class Predictor:
     @property
     def usable_bytes(self) -> int:
         """Bytes of the device that may be filled."""
-        return self.latency.profile.memory_bytes * USABLE_PERCENT // 100
+        return usable_bytes(self.latency.profile, self.latency.mesh)
 
     def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
         """L_max: tokens of a micro-batch of which a replica can run ``micro_batches``; 0 if none.
 
         The schedule decides how many are open at once on each rank. ``recompute`` is that of each.
         """
-        mesh, memory_bytes = self.latency.mesh, self.latency.profile.memory_bytes
+        mesh = self.latency.mesh
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
         limits = []
         for parts, program in zip(self.memory.rank_parts, programs, strict=True):
             most = most_open(program, mesh.virtual_stages)
             limits.append(
                 self.memory.model.longest_micro_batch(
-                    parts, most, memory_bytes, micro_batches, recompute
+                    parts, most, self.usable_bytes, micro_batches, recompute
                 )
             )
         return min(limits)
@@ -305,11 +307,13 @@ class Predictor:
 
     def _rest_ns(self, parts: StageParts, rows: int) -> tuple[int, int]:
         """What a stage takes for so many rows beside its layers, forward and backward."""
-        key = parts.embedding, parts.head, rows
+        key = parts, rows
         if key not in self._rests:
             latency = self.latency
+            # The gradient of an embedding is in the time of its look-up.
+            summed = self.memory.model.parameters(replace(parts, embedding=False))
             forward, backward = (
-                latency.action_ns(rows, backward=each)
+                latency.action_ns(rows, summed, backward=each)
                 + (latency.embedding_ns(rows, backward=each) if parts.embedding else 0)
                 + (latency.head_ns(rows, backward=each) if parts.head else 0)
                 for each in PASSES
@@ -318,8 +322,8 @@ class Predictor:
         return self._rests[key]
 
     @cached_property
-    def _rests(self) -> dict[tuple[bool, bool, int], tuple[int, int]]:
-        """By ends and rows: rows recur from plan to plan, there are thousands of them at most."""
+    def _rests(self) -> dict[tuple[StageParts, int], tuple[int, int]]:
+        """By parts and rows: rows recur from plan to plan, there are thousands of them at most."""
         return {}
 
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:

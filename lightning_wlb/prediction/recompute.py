@@ -313,10 +313,7 @@ class _Account:
                 each = memory.model.micro_batch_bytes(parts, unit, name)
                 keys = memory.model.kept_keys_bytes(parts, unit, name)
                 self._saved[mode, stage] = rows * each + kept * keys
-                self._inside[mode, stage] = [
-                    memory.model.transient_bytes(parts, cost.rows, cost.keys, name)
-                    for cost in costs
-                ]
+                self._inside[mode, stage] = [memory.inside(parts, cost, name) for cost in costs]
         layers = predictor.latency.shape.kinds.values()
         times = np.array(
             [

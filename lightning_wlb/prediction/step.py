@@ -42,6 +42,7 @@ class MicroBatchCost(NamedTuple):
         kept_rows: rows whose keys and values later slices read; 0 if none do.
         by_mode: times with each recomputation, in the order of :data:`MODES`.
         recompute: the one of the plan; ``_replace`` gives the cost with another.
+        segments: of attention, on the rank that has most.
     """
 
     rows: int
@@ -50,6 +51,7 @@ class MicroBatchCost(NamedTuple):
     kept_rows: int
     by_mode: tuple[PassTimes, ...]
     recompute: Recompute = "none"
+    segments: int = 1
 
     @property
     def attention_ns(self) -> tuple[int, int]:

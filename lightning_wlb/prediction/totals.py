@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.plan import Recompute, ReplicaPlan
+from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.prediction.memory import StepMemory, first_readers
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MicroBatchCost
@@ -216,14 +216,14 @@ def _before(values: Integers) -> Integers:
 
 def _fullest(memory: StepMemory, held: Integers, costs: Sequence[MicroBatchCost]) -> int:
     """Most of what a rank holds in a backward and of what lives only inside it."""
-
-    def inside(rank: int, rows: int, keys: int, recompute: Recompute) -> int:
-        return memory.model.transient_bytes(memory.parts[rank], rows, keys, recompute)
-
-    rows, keys = (max(getattr(cost, name) for cost in costs) for name in ("rows", "keys"))
+    largest = costs[0]._replace(
+        rows=max(cost.rows for cost in costs),
+        keys=max(cost.keys for cost in costs),
+        segments=max(cost.segments for cost in costs),
+    )
     modes = {cost.recompute for cost in costs}
     bounds = {
-        parts: max(inside(memory.parts.index(parts), rows, keys, mode) for mode in modes)
+        parts: max(memory.inside(parts, largest, mode) for mode in modes)
         for parts in set(memory.parts)
     }
     above = held + np.array([bounds[parts] for parts in memory.parts])
@@ -232,8 +232,6 @@ def _fullest(memory: StepMemory, held: Integers, costs: Sequence[MicroBatchCost]
         place, rank = divmod(at, held.shape[1])
         if above[place, rank] <= most:
             break
-        cost = costs[place]
-        most = max(
-            most, int(held[place, rank]) + inside(rank, cost.rows, cost.keys, cost.recompute)
-        )
+        inside = memory.inside(memory.parts[rank], costs[place])
+        most = max(most, int(held[place, rank]) + inside)
     return most

@@ -6,15 +6,17 @@
 * The output projection with the loss, in the same way.
 * A stream of element-wise work for the memory's bandwidth.
 * Two processes that exchange small and large messages, for the link within a node.
-* Random micro-batches that were in no grid, whole stages forward and backward: the median and the
-  worst relative error of their prediction go into the profile (``errors``).
+* Micro-batches that were in no grid, whole stages forward and backward: windows of document lengths
+  like those of long-context pretraining (:mod:`lightning_wlb.planning.workloads`). The median and
+  the worst relative error of their prediction go into the profile (``errors``).
 
 On a CPU with one thread, times are the thread's own CPU time, as in the strategy's stopwatch, so
-that a busy machine disturbs the result little; on CUDA they are events on the stream. The CUDA
-branch is written for one busy device and has not been run by this project yet.
+that a busy machine disturbs the result little; on CUDA they are events on a stream that the host
+keeps full (:mod:`.timing`). The CUDA branch has not been run by this project yet.
 
-Cost: one to two minutes on a CPU. A profile of small layers says little about large ones: profile
-the layers that will run. Links between nodes are not measured; add them by hand.
+Cost: one to two minutes on a CPU; seconds where a run begins with it (:mod:`.quick`). A profile
+of small layers says little about large ones: profile the layers that will run. Links between nodes
+are not measured; add them by hand.
 """
 
 from __future__ import annotations
@@ -22,20 +24,25 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 
+from lightning_wlb.attention.varlen import kernel_name
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling.bench import CPU_GRID, CUDA_GRID, Bench, Grid
+from lightning_wlb.profiling.bench import Bench
+from lightning_wlb.profiling.grid import GRIDS, Grid
 from lightning_wlb.profiling.links import measure_link
+from lightning_wlb.profiling.memory import memory_bytes
+from lightning_wlb.profiling.peaks import peak_flops
 
-__all__ = ["Grid", "measure", "measure_link"]
+__all__ = ["GRIDS", "Grid", "device_name", "measure", "measure_link"]
 
 
 def measure(
@@ -46,7 +53,9 @@ def measure(
     dtype: torch.dtype,
     grid: Grid | None = None,
     links: bool = True,
+    backend: str = "auto",
     report: Callable[[str], None] = lambda text: None,
+    until: float = inf,
 ) -> Profile:
     """Measure a device.
 
@@ -56,21 +65,27 @@ def measure(
         device: to measure.
         dtype: to compute in.
         grid: where to measure; by default one for the kind of device.
-        links: whether to measure the link between two processes of this node. If not, the
-            memory's bandwidth stands in its place, and the profile says so.
+        links: whether to measure the link between two processes of this node. If not, or with one
+            GPU, the memory's bandwidth stands in its place, and the profile says so.
+        backend: of attention, see :class:`.VarlenAttention`; the profile names its kernel.
         report: called with what is being measured.
+        until: when to end, by ``time.monotonic``: larger points are left out then. The attention
+            kernel has half of the time.
 
     Raises:
-        ValueError: a dtype that profiles do not know.
+        ValueError: a dtype that profiles do not know, a backend that is missing, or layers that
+            not even the fewest rows of the grid fit into memory with.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in DTYPE_BYTES:
         raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
     cuda = device.type == "cuda"
-    grid = grid or (CUDA_GRID if cuda else CPU_GRID)
-    bench = Bench(config, device, dtype, grid)
+    grid = grid or GRIDS[device.type]
+    now = time.monotonic()
+    bench = Bench(config, device, dtype, grid, backend, now + (until - now) / 2)
     report("attention kernel")
     attention = bench.attention()
+    bench.until = until
     report("layers, head and overhead")
     stages = bench.stages()
     report("memory bandwidth")
@@ -79,12 +94,18 @@ def measure(
     sources = [_what_was_measured(config, device, grid)]
     if links:
         report("link between two processes")
-        link = measure_link(device)
-        sources.append("Link within the node: two processes, all-gathers of 4 KiB and 16 MiB each.")
-    else:
+    link = measure_link(device) if links else None
+    if link is None:
         link = Link(0.0, bandwidth)
         sources.append("Link within the node: not measured, the memory's bandwidth stands for it.")
-    peak = get_available_flops(device, dtype) if cuda else None
+    else:
+        sources.append("Link within the node: two processes, all-gathers of 4 KiB and 16 MiB each.")
+    if bench.out_of_memory:
+        sources.append(
+            f"Out of memory at {bench.out_of_memory} measurements, which have the rates of their"
+            " neighbours, or end the table."
+        )
+        report(sources[-1])
     # Ranks of as many threads as this process has that the node can hold.
     ranks = (
         torch.cuda.device_count()
@@ -93,14 +114,14 @@ def measure(
     )
     profile = Profile(
         name=name,
-        device=_device_name(device),
+        device=device_name(device),
         device_type=device.type,
         dtype=dtype_name,
         measured=True,
         sources=tuple(sources),
         date=datetime.date.today().isoformat(),
-        peak_flops=float(peak or bench.best_product()),
-        memory_bytes=_memory_bytes(device) // (1 if cuda else ranks),
+        peak_flops=peak_flops(device, dtype) or bench.best_product(),
+        memory_bytes=memory_bytes(device) // (1 if cuda else ranks),
         devices_per_node=ranks,
         element_bytes_per_second=bandwidth,
         attention=(attention,),
@@ -110,7 +131,10 @@ def measure(
         links={"node": link},
         versions={"torch": torch.__version__, "python": platform.python_version()},
         shape=asdict(config.shape),
+        kernel=kernel_name(backend, device),
     )
+    if not grid.held_out:
+        return profile
     report("micro-batches held out of the fit")
     return replace(profile, errors=bench.errors(profile))
 
@@ -118,7 +142,7 @@ def measure(
 def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Grid) -> str:
     shape, threads = config.shape, torch.get_num_threads()
     if device.type == "cuda":
-        where, clock = "", "events on the stream"
+        where, clock = "", "events on a stream that the host keeps full"
     else:
         where = f" on {threads} thread(s)"
         clock = "the thread's own CPU time" if threads == 1 else "wall-clock time"
@@ -129,7 +153,8 @@ def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Gr
     )
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpus = Path("/proc/cpuinfo")  # Linux has it
@@ -137,9 +162,3 @@ def _device_name(device: torch.device) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

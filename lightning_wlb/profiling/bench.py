@@ -2,14 +2,24 @@
 
 Arrays of two are (forward, backward) throughout. Times are medians of repeated calls, the first of
 which warms up and does not count.
+
+*Kernel*: the device's own time, without the host's (:mod:`.timing`), since in a long step the
+host queues kernels while earlier ones run. *Stages*: the longer of the device's own time and the
+host's, since an action of few rows takes as long as the host needs to queue it, whatever the device
+could do. Attention inside of a stage is the device's time and is taken off.
+
+What does not fit into memory is not measured (:mod:`.grid`), and running out of it ends no
+measurement: a point of the kernel has then the better rate of its neighbours, with fewer keys for
+each query and with fewer queries, and rows of layers end with those that fit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,49 +31,24 @@ from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs, head_flops, layer_linear_flops
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
+from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Profile
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Slice
+from lightning_wlb.planning.arrivals import cut_stream
+from lightning_wlb.planning.workloads import generator_a
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.profiling.grid import Grid, segments
+from lightning_wlb.profiling.memory import free_bytes, is_out_of_memory
+from lightning_wlb.profiling.stopwatch import make_stopwatch
+from lightning_wlb.profiling.timing import make_timer
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.sharding import layout, rank_indices
-from lightning_wlb.strategy.measure import make_stopwatch
 
 SHORT_DOCUMENT = 32
 """Tokens of the documents that layers are measured on, so that attention hardly counts."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Where to measure; a coarser grid for tests, a finer one for patience.
-
-    Args:
-        queries: of attention segments.
-        keys_per_query: of attention segments.
-        pairs: most query-key pairs of a segment; points beyond repeat the rate of the last.
-        rows: of layers and of the head.
-        repeats: of every measurement, of which the median counts.
-        held_out: micro-batches that the finished profile is judged by.
-    """
-
-    queries: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-    keys_per_query: tuple[float, ...] = (1.0, 1.125, 1.5, 2.0, 4.0, 16.0, 128.0)
-    pairs: int = 2**23
-    rows: tuple[int, ...] = (32, 128, 512, 2048, 8192)
-    repeats: int = 5
-    held_out: int = 12
-
-
-CPU_GRID = Grid()
-CUDA_GRID = Grid(
-    queries=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-    keys_per_query=(1.0, 2.0, 4.0, 16.0, 64.0, 512.0),
-    pairs=2**33,
-    rows=(128, 512, 2048, 8192, 32768, 65536),
-    repeats=10,
-)
 
 
 class Stages(NamedTuple):
@@ -75,12 +60,42 @@ class Stages(NamedTuple):
 
 
 class Bench:
-    """The measurements of one device, dtype and shape of layers."""
+    """The measurements of one device, dtype and shape of layers.
+
+    Args:
+        config: of the layers.
+        device: to measure.
+        dtype: to compute in.
+        grid: where to measure.
+        backend: of attention.
+        until: when to end, by ``time.monotonic``: what would begin later is left out, as if there
+            were no memory for it, but for the smallest points. Set it anew between two tables.
+
+    Attributes:
+        rows: of the grid, those that layers fit into memory with.
+        out_of_memory: points and micro-batches that there was no memory for, against expectation.
+
+    Raises:
+        ValueError: layers that do not fit into memory with the fewest rows.
+    """
 
     def __init__(
-        self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, grid: Grid
+        self,
+        config: TransformerConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        grid: Grid,
+        backend: str = "auto",
+        until: float = inf,
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
+        self.backend, self.out_of_memory, self.until = backend, 0, until
+        self._timer = make_timer(device)
+        self._free = free_bytes(device)
+        self.rows = tuple(
+            rows for rows in grid.rows if self._stage_bytes(rows) < 3 * self._free // 4
+        )
+        self._check_rows()
         # The latency model is asked for the traffic of a layer alone, so any profile's rates do.
         profile = replace(Profile.load("h100"), dtype=str(dtype).removeprefix("torch."))
         self._latency = LatencyModel(profile, config.shape)
@@ -92,15 +107,18 @@ class Bench:
         call = self._call_overhead()
         for row, queries in enumerate(queries_axis):
             for column, ratio in enumerate(ratios):
-                keys = round(queries * ratio)
-                if queries * keys > self.grid.pairs and column:
-                    rates[:, row, column] = rates[:, row, column - 1]
-                    continue
-                count = self._segments(queries, keys)
-                times = self._kernel_seconds([(queries, keys)] * count)
-                flops = 4 * shape.heads * shape.head_dim * causal_pairs(queries, keys - queries)
-                seconds = np.maximum(times - call, 0.2 * times) / count
-                rates[:, row, column] = np.array((1.0, 2.5)) * flops / seconds
+                first = row == column == 0
+                rate = None
+                if first or time.monotonic() < self.until:
+                    rate = self._rate(queries, round(queries * ratio), call)
+                if rate is None and first:
+                    raise ValueError(
+                        f"no memory for attention over {queries} queries of {shape.heads} heads of"
+                        f" {shape.head_dim}, the smallest point. Free memory on {self.device}."
+                    )
+                if rate is None:
+                    rate = _neighbouring(rates, row, column)
+                rates[:, row, column] = rate
         forward, backward = (tuple(map(_rounded, table)) for table in rates)
         return AttentionTable(
             head_dim=shape.head_dim,
@@ -113,11 +131,19 @@ class Bench:
             call_ns=(float(round(call[0] * 1e9)), float(round(call[1] * 1e9))),
         )
 
-    def _segments(self, queries: int, keys: int) -> int:
-        """Segments of a call: enough tokens to keep a GPU busy; a few on a CPU."""
-        if self.device.type == "cuda":
-            return max(1, min(16384 // queries, 2**24 // keys))
-        return max(1, min(16, 4096 // queries, 2**19 // keys))
+    def _rate(self, queries: int, keys: int, call: np.ndarray) -> np.ndarray | None:
+        """FLOP/s [2] of segments; None where they are left out, or there is no memory for them."""
+        shape, width = self.config.shape, self._width
+        cuda, budget = self.device.type == "cuda", self._free // 8
+        count = segments(self.grid, shape, width, queries, keys, cuda=cuda, budget=budget)
+        if count == 0:
+            return None
+        times = self._if_it_fits(partial(self._kernel_seconds, [(queries, keys)] * count))
+        if times is None:
+            return None
+        flops = 4 * shape.heads * shape.head_dim * causal_pairs(queries, keys - queries)
+        seconds = np.maximum(times - call, 0.2 * times) / count
+        return np.asarray(np.array((1.0, 2.5)) * flops / seconds)
 
     def _call_overhead(self) -> np.ndarray:
         """Seconds [2] of a call besides its segments: two smallest points, extrapolated to none."""
@@ -141,35 +167,37 @@ class Bench:
             max_seqlen_k=int(lengths[:, 1].max()),
             key_index=torch.arange(total_k),  # keys of their own, not the local rows
         ).to(self.device)
-        kernel = VarlenAttention()
+        kernel = VarlenAttention(self.backend)
         gradient = torch.randn_like(q)
 
         def forward() -> Tensor:
             return kernel(q, k, v, metadata)
 
         def backward(out: Tensor) -> None:
-            torch.autograd.grad(out, (q, k, v), gradient)
+            torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
-        return self._timed(forward, backward)
+        return self._timer.medians(forward, backward, self.grid.repeats)
 
     def stages(self) -> Stages:
         """Layers, head and overhead over the grid of rows."""
         one, three = (self._stage(layers=count) for count in (1, 3))
         last = self._stage(layers=0, head=True)
-        seconds = np.array(
-            [
-                [
-                    self._linear_seconds(model, _short_documents(rows))
-                    for model in (one, three, last)
-                ]
-                for rows in self.grid.rows
-            ]
-        )
-        single, triple, end = seconds.swapaxes(0, 1)
+        measured: list[Any] = []
+        for rows in self.rows:
+            if len(measured) > 1 and time.monotonic() > self.until:
+                break
+            models, lengths = (one, three, last), _short_documents(rows)
+            seconds = self._if_it_fits(partial(self._linear_seconds, models, lengths))
+            if seconds is None:
+                break
+            measured.append(seconds)
+        self.rows = self.rows[: len(measured)]
+        self._check_rows()
+        single, triple, end = np.array(measured).swapaxes(0, 1)
         layer = np.maximum((triple - single) / 2, 0.1 * single)
         overhead = np.maximum(single - layer, 0.0)
         head = np.maximum(end - overhead, 0.1 * end)
-        forward, backward = (affine(self.grid.rows, part) for part in overhead.T)
+        forward, backward = (affine(self.rows, part) for part in overhead.T)
         fit = ActionOverhead(ns=(forward[0], backward[0]), row_ns=(forward[1], backward[1]))
         return Stages(layer, head, fit)
 
@@ -178,11 +206,10 @@ class Bench:
 
         At least what leaves matrix products three quarters of every layer's time.
         """
-        rows = self.grid.rows[-1]
-        width = DTYPE_BYTES[str(self.dtype).removeprefix("torch.")]
+        rows = self.rows[-1]
         a, b = (self._random(rows, self.config.ffn_dim) for _ in range(2))
-        forward, _ = self._timed(lambda: F.silu(a) * b, lambda out: None)
-        measured = 5 * width * rows * self.config.ffn_dim / forward
+        forward = self._seconds(lambda: F.silu(a) * b)
+        measured = 5 * self._width * rows * self.config.ffn_dim / forward
         layer = self._traffic(self._latency.layer_traffic) / (0.75 * stages.layer)
         head = self._traffic(self._latency.head_traffic) / (0.75 * stages.head)
         return _rounded([max(measured, layer.max(), head.max())])[0]
@@ -196,60 +223,79 @@ class Bench:
             (stages.layer, layer_flops, self._latency.layer_traffic, (1, 2)),
             (stages.head, partial(head_flops, shape), self._latency.head_traffic, (1, 3)),
         ):
-            products = np.array([flops(rows) for rows in self.grid.rows])
+            products = np.array([flops(rows) for rows in self.rows])
             rest = seconds - self._traffic(traffic) / bandwidth
             forward, backward = map(_rounded, np.array(factors)[:, None] * products / rest.T)
-            made.append(LinearTable(self.grid.rows, forward, backward))
+            made.append(LinearTable(self.rows, forward, backward))
         return made[0], made[1]
 
     def _traffic(self, traffic: Callable[..., int]) -> np.ndarray:
         """Bytes of element-wise work [numbers of rows, 2]."""
         passes = (False, True)
         return np.array(
-            [[traffic(rows, backward=backward) for backward in passes] for rows in self.grid.rows]
+            [[traffic(rows, backward=backward) for backward in passes] for rows in self.rows]
         )
 
     def best_product(self) -> float:
         """FLOP/s of a large matrix product, where there is no data sheet."""
-        size = 1024
+        size = 8192 if self.device.type == "cuda" else 1024
         a, b = (self._random(size, size) for _ in range(2))
-        forward, _ = self._timed(lambda: a @ b, lambda out: None)
-        return _rounded([2 * size**3 / forward])[0]
+        return _rounded([2 * size**3 / self._seconds(lambda: a @ b)])[0]
+
+    def held_out(self) -> Iterator[list[int]]:
+        """Lengths of the documents of micro-batches like those of training.
+
+        Windows of Generator A, as ``original`` packing cuts it: of as many tokens as there are
+        rows at most, of half and of a quarter as many, in turn.
+        """
+        most = self.rows[-1]
+        # Documents have 32 tokens at least, so that these are enough.
+        lengths = generator_a(self.grid.held_out * most // 32 + 1, most, seed=1)
+        order, position, offset = np.arange(len(lengths)), 0, 0
+        for number in range(self.grid.held_out):
+            window = most >> number % 3
+            pieces, position, offset = cut_stream(order, lengths, position, offset, window, window)
+            yield [stop - start for _, start, stop in pieces]
 
     def errors(self, profile: Profile) -> dict[str, float]:
         """Relative errors of predicted stages on micro-batches that no grid has seen."""
-        generator = np.random.default_rng(1)
         config = replace(self.config, layers=2)
         model = self._stage(layers=2, embed=True, head=True)
         predictor = Predictor(LatencyModel(profile, config.shape), (range(2),))
         found = []
-        for _ in range(self.grid.held_out):
-            budget = int(generator.integers(self.grid.rows[0], self.grid.rows[-1]))
-            lengths: list[int] = []
-            while sum(lengths) < budget:
-                length = int(np.exp(generator.normal(5.5, 1.5)))
-                lengths.append(max(1, min(length, budget - sum(lengths))))
-            cost = predictor.micro_batch([Slice(i, 0, 0, n) for i, n in enumerate(lengths)], "ptrr")
-            predicted = sum(predictor.action_ns(0, cost)) / 1e9
-            measured = self._stage_seconds(model, lengths)[:, 0].sum()
-            found.append(abs(predicted / measured - 1))
+        for lengths in self.held_out():
+            seconds = self._if_it_fits(partial(self._stage_seconds, model, lengths))
+            if seconds is not None:
+                slices = [Slice(i, 0, 0, length) for i, length in enumerate(lengths)]
+                cost = predictor.micro_batch(slices, "ptrr")
+                predicted = sum(predictor.action_ns(0, cost)) / 1e9
+                found.append(abs(predicted / seconds[:, 0].sum() - 1))
         return {
-            "micro_batches": float(self.grid.held_out),
+            "micro_batches": float(len(found)),
             "median": float(f"{np.median(found):.3g}"),
             "worst": float(f"{max(found):.3g}"),
         }
 
     def _stage(self, *, layers: int, embed: bool = False, head: bool = False) -> Transformer:
         config = replace(self.config, layers=max(layers, 1))
-        model = Transformer(config, layers=range(layers), embed=embed, head=head)
+        with self.device:  # a host takes seconds to draw a billion parameters
+            model = Transformer(
+                config,
+                layers=range(layers),
+                embed=embed,
+                head=head,
+                attention_backend=self.backend,
+            ).to(self.dtype)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        return model.to(device=self.device, dtype=self.dtype)
+        return model
 
-    def _linear_seconds(self, model: Transformer, lengths: Sequence[int]) -> np.ndarray:
-        """Seconds [2] of a micro-batch without attention."""
-        whole, attention = self._stage_seconds(model, lengths).T
-        return np.asarray(whole - attention)
+    def _linear_seconds(
+        self, models: Sequence[Transformer], lengths: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Seconds [2] of a micro-batch without attention, on each of some stages."""
+        seconds = (self._stage_seconds(model, lengths) for model in models)
+        return [whole - attention for whole, attention in (each.T for each in seconds)]
 
     def _stage_seconds(self, model: Transformer, lengths: Sequence[int]) -> np.ndarray:
         """Seconds [2, 2 (whole, attention)] of a micro-batch."""
@@ -266,48 +312,70 @@ class Bench:
         hidden = None if model.embed is not None else self._random(rows, model.config.dim)
         stopwatch = make_stopwatch(self.device)
         model.attention_kernel.timer = stopwatch
-        samples = []
-        for _ in range(self.grid.repeats + 1):
+        samples: list[list[tuple[float, float]]] = []
+        while len(samples) <= self.grid.repeats:
             stopwatch.begin_step()
-            with stopwatch.action(Action(0, FORWARD, 0)):
+            with self._timer.held() as there, stopwatch.action(Action(0, FORWARD, 0)):
                 out = model(batch, hidden)
             gradient = torch.ones_like(out)
-            with stopwatch.action(Action(0, BACKWARD, 0)):
+            with self._timer.held() as back, stopwatch.action(Action(0, BACKWARD, 0)):
                 torch.autograd.backward(out, gradient)
-            samples.append([(each.compute, each.attention) for each in stopwatch.timings()])
+            timings = zip(stopwatch.timings(), (there, back), strict=True)
+            sample = [(max(each.compute, held.seconds), each.attention) for each, held in timings]
+            if there.ahead and back.ahead:
+                samples.append(sample)
         return np.asarray(np.median(np.array(samples[1:]), axis=0))
 
-    def _timed(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> np.ndarray:
-        """Median seconds [2] of each; short calls are sampled more often."""
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    def _stage_bytes(self, rows: int) -> int:
+        """What a micro-batch of so many rows takes on the stage of three layers."""
+        dtype, cuda = str(self.dtype).removeprefix("torch."), self.device.type == "cuda"
+        model = MemoryModel(self.config.shape, dtype=dtype, accelerator=cuda)
+        parts = StageParts(layers=(3,))
+        held = model.micro_batch_bytes(parts, rows) + model.transient_bytes(parts, rows, rows)
+        return held + 2 * self._width * model.parameters(parts)
 
-        def run(action: Callable[[], Any]) -> tuple[float, Any]:
-            if self.device.type == "cuda":
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                result = action()
-                end.record()
-                end.synchronize()
-                return begin.elapsed_time(end) / 1000, result
-            start = clock()
-            result = action()
-            return clock() - start, result
+    def _check_rows(self) -> None:
+        if not self.rows:
+            raise ValueError(
+                f"no memory on {self.device} for three layers of dim {self.config.dim} and"
+                f" feed-forward {self.config.ffn_dim} with {self.grid.rows[0]} rows: of"
+                f" {self._free / 1e9:.1f} GB, layers may take three quarters. Measure layers split"
+                " over ranks: fewer heads and a narrower feed-forward."
+            )
 
-        samples: list[tuple[float, float]] = []
-        while not self._enough(len(samples) - 1, sum(map(sum, samples))):
-            there, out = run(forward)
-            back, _ = run(partial(backward, out))
-            samples.append((there, back))
-        return np.asarray(np.median(np.array(samples[1:]), axis=0))
+    def _if_it_fits(self, measure: Callable[[], Any]) -> Any:
+        """What it returns; None where it runs out of memory."""
+        try:
+            return measure()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Not before the error is gone, whose traceback holds the tensors.
+        self.out_of_memory += 1
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
 
-    def _enough(self, samples: int, seconds: float) -> bool:
-        """As many as asked for; more of short ones, fewer of long ones."""
-        if seconds > 0.5:
-            return samples >= min(3, self.grid.repeats)
-        return samples >= self.grid.repeats and (seconds > 0.01 or samples >= 20)
+    def _seconds(self, call: Callable[[], Tensor]) -> float:
+        """Median seconds of a call alone."""
+        forward, _ = self._timer.medians(call, lambda out: None, self.grid.repeats)
+        return float(forward)
+
+    @property
+    def _width(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[str(self.dtype).removeprefix("torch.")]
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype).requires_grad_()
+
+
+def _neighbouring(rates: np.ndarray, row: int, column: int) -> np.ndarray:
+    """The better rate with fewer keys for each query and with fewer queries."""
+    near = [rates[:, row, column - 1]] if column else []
+    if row:
+        near.append(rates[:, row - 1, column])
+    return np.asarray(np.max(near, axis=0))
 
 
 def _short_documents(rows: int) -> list[int]:

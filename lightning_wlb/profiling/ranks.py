@@ -148,8 +148,15 @@ def _rank(
     torch.set_num_threads(1)
     try:
         if backend is not None:
+            device = torch.device("cuda", rank) if backend == "nccl" else None
+            if device is not None:
+                torch.cuda.set_device(device)  # else all ranks would be on the first
             dist.init_process_group(
-                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+                backend,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                device_id=device,
             )
         value = function(rank, *args)
         if backend is not None:

@@ -54,7 +54,7 @@ def beat(world_size: int) -> float:
     return max(2.0, world_size / 100)
 
 
-class Link:
+class Connection:
     """One end of a connection; messages are dictionaries."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -91,7 +91,7 @@ class Link:
 class Peer:
     """What rank 0 knows of a rank."""
 
-    link: Link
+    link: Connection
     rank: int = -1
     place: str | None = None  # of its exception
     text: str = ""
@@ -186,7 +186,7 @@ class Board(threading.Thread):
         except OSError:
             time.sleep(0.1)  # too many files are open, for now
             return
-        self._selector.register(connection, selectors.EVENT_READ, Peer(Link(connection)))
+        self._selector.register(connection, selectors.EVENT_READ, Peer(Connection(connection)))
 
     def _read(self, peer: Peer) -> None:
         messages = peer.link.receive()
@@ -227,7 +227,10 @@ class Board(threading.Thread):
     def _gone(self, peer: Peer) -> None:
         """A rank's process has ended before its run was over."""
         if peer.place is None or self._verdict == "together":
-            self._alone(f"rank {peer.rank} has died without a word; it was at {peer.doing}")
+            cause = f"rank {peer.rank} has died without a word; it was at {peer.doing}"
+            if self._verdict != "alone":
+                self._say(cause)  # at once: NCCL may end this process, too, before it says more
+            self._alone(cause)
         elif self._verdict == "":
             self._alone(self._cause())
 

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.models.decoder import Decoder
@@ -140,6 +142,21 @@ def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
+def refuse_loss(returned: Tensor, ran: Tensor | None) -> NoReturn:
+    """Refuse a loss that ``training_step`` returned: it is not that of the step, if one ran."""
+    raise MisconfigurationException(
+        f"training_step returned a loss of {float(returned):g}, but the step that ran has"
+        f" {'none' if ran is None else f'{float(ran):g}'}. WLBStrategy would not train terms or"
+        " factors of your own: the step's backward passes have already run. Return"
+        " self.step(batch) as it is, and change the loss inside the model's head."
+    )
+
+
+def same_loss(loss: Tensor, other: Tensor) -> bool:
+    """Whether two losses are equal, also where both are NaN."""
+    return torch.allclose(loss.detach().to(other), other, rtol=0, atol=0, equal_nan=True)
+
+
 def check_process_group(backend: Any, timeout: Any) -> None:
     """Check the backend, a name of torch's or several as in ``"cpu:gloo,cuda:nccl"``, and timeout.
 
@@ -171,6 +188,19 @@ def check_precision(plugin: Precision) -> None:
             f"WLBStrategy would not run the precision plugin {type(plugin).__name__}:"
             " parameters are cast where they are gathered, and there is no autocast. Remove it and"
             " use Trainer(precision=...)."
+        )
+
+
+def check_reduce_dtype(asked: str | None, computed: torch.dtype, precision: str) -> None:
+    """Refuse sums over ranks that are narrower than what the run computes in.
+
+    Raises:
+        MisconfigurationException: naming both, and the remedy.
+    """
+    if asked is not None and getattr(torch, asked).itemsize < computed.itemsize:
+        raise MisconfigurationException(
+            f"reduce_dtype={asked!r} would round what precision={precision!r} computes. Leave it"
+            " out, or give a precision that computes in bfloat16."
         )
 
 

@@ -5,8 +5,11 @@ Sizes that are given stay. A module that an earlier Trainer has split keeps its 
 the sizes given. Else, where the sizes leave a choice, the mesh is searched for (:mod:`.searching`).
 
 A run whose mesh was searched for, and any on a GPU, also plans its steps by the device profile,
-which knows how much memory there is, unless the data module has one of its own. A run on CPUs with
-all sizes given plans by work alone.
+which knows how much memory there is, unless the data module has one of its own. Where steps depend
+on times, the devices are then measured (:mod:`.automatic`), and that is what a run on several ranks
+plans by. It is agreed on when the first batch is asked for: a checkpoint is loaded by then, and has
+what the run before it was planned by. What is left, such as a run on CPUs with documents packed by
+their tokens, is planned by work alone.
 """
 
 from __future__ import annotations
@@ -16,20 +19,27 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
+from lightning_wlb.attention.varlen import kernel_name
 from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.placement import shape_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
+from lightning_wlb.sharding import ADAPTIVE
 from lightning_wlb.strategy import searching
+from lightning_wlb.strategy.automatic import Asked, agreed_profile, decoder_like
 from lightning_wlb.strategy.devices import profile_of
 from lightning_wlb.strategy.mesh import Size, is_settled
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
 from lightning_wlb.strategy.saving import CheckpointStrategy
+from lightning_wlb.strategy.strategies import Dynamic, checked_strategies
 from lightning_wlb.strategy.whereabouts import BETWEEN, HERE
 
 
@@ -45,14 +55,18 @@ class ChoosingStrategy(CheckpointStrategy):
         async_save: see there.
         on_save_failure: see there.
         verify_checkpoints: see there.
+        reduce_dtype: ``"float32"``, ``"bfloat16"`` or None.
+        dynamic: see :class:`.WLBStrategy`.
 
     Attributes:
+        dynamic: strategies that a step may take in place of the mesh's pipelines.
         schedule: of the run.
         profile: by which the run's steps are planned; None: by the data module's, if it has one.
 
     Raises:
         MisconfigurationException: for a size that is none.
-        ValueError: if the schedule is unknown or cannot run so many stages per rank.
+        ValueError: if the schedule is unknown or cannot run so many stages per rank, or ``dynamic``
+            holds something else than strategies.
     """
 
     def __init__(
@@ -65,7 +79,13 @@ class ChoosingStrategy(CheckpointStrategy):
         async_save: bool,
         on_save_failure: str,
         verify_checkpoints: bool,
+        reduce_dtype: str | None,
+        dynamic: Dynamic,
     ) -> None:
+        if reduce_dtype is not None:
+            choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
+        self._asked_reduce_dtype = reduce_dtype
+        self.dynamic = checked_strategies(dynamic)
         choice("schedule", schedule, (*SCHEDULES, "auto"))
         if virtual_stages is not None:
             virtual_stages = whole("virtual_pipeline_size", virtual_stages, 1)
@@ -82,9 +102,12 @@ class ChoosingStrategy(CheckpointStrategy):
             verify_checkpoints,
         )
         self.profile: Profile | None = None
+        self._base: Profile | None = None  # what it is where nothing is measured
+        self._has_settled = False
 
     def _chosen(self, mesh: Mesh) -> Mesh:
         """The mesh, schedule and profile of this run; ranks given others are refused."""
+        self._has_settled = False
         module: Any = self.lightning_module
         trainer, precision = module.trainer, self.precision_plugin
         assert isinstance(precision, WLBPrecision)
@@ -92,14 +115,14 @@ class ChoosingStrategy(CheckpointStrategy):
         given = getattr(data, "profile", None)
         previous = getattr(getattr(module, "model", None), "parallelized_by", None)
         # Ranks that go different ways here, or to different meshes, would wait for each other.
-        searching.compare(Ranks().every(self._arguments))
+        searching.compare(Ranks().every(lambda: self._arguments(data)))
         if previous is not None and previous._is_as_asked_by(self):
             self.schedule = previous.schedule
-            self.profile = self._profile(given, settled=previous.profile is None)
+            self.profile = self._base = self._profile(given, settled=previous._base is None)
             return super()._chosen(previous.mesh)
         self.schedule, _ = _usual(*self._asked_schedule)
         settled = is_settled(self.world_size, self._asked)
-        self.profile = self._profile(given, settled)
+        self.profile = self._base = self._profile(given, settled)
         if settled or not isinstance(data, WLBDataModule) or not isinstance(module, LanguageModule):
             # Without the two nothing can be trained, which is answered later.
             return super()._chosen(mesh)
@@ -116,6 +139,7 @@ class ChoosingStrategy(CheckpointStrategy):
             self.world_size,
             self.num_processes,
             name_of(precision.parameter_dtype),
+            name_of(self.reduce_dtype),
         )
         HERE.note(BETWEEN, "the choice of a mesh")
         mesh, self.schedule = searching.agreed_mesh(asked, trainer, data, module, self.profile)
@@ -127,15 +151,106 @@ class ChoosingStrategy(CheckpointStrategy):
         on_cpu = self.root_device.type == "cpu"
         if settled and (on_cpu or given is not None):
             return None
-        profile = profile_of(self.root_device) if given is None else given
+        backend = getattr(self.lightning_module, "attention_backend", "auto")
+        profile = profile_of(self.root_device, backend) if given is None else given
         if profile is None or (self.num_nodes > 1 and "network" not in profile.links):
             return None
         return replace(profile, devices_per_node=self.num_processes)
 
-    def _arguments(self) -> dict[str, str]:
+    def settle_profile(self, data: WLBDataModule) -> None:
+        """Plan by what the devices of this run are measured to take, where that is to be known.
+
+        Collective over all ranks at its first call in a run. What a checkpoint has brought is not
+        measured again, so that a resumed run gets the plans of an unbroken one; but it is where
+        another number of ranks shares a node now, whose memory and links are others for each.
+        """
+        if self._has_settled:
+            return
+        self._has_settled = True
+        asked = self._to_measure(data)
+        if asked is None:
+            return
+        kernel = kernel_name(asked.backend, asked.device)
+        own = (asked.device.type, name_of(asked.dtype), kernel, f"{asked.ranks} ranks a node")
+        if data.measured is not None:
+            kept = Profile.from_json(data.measured) if data.measured else None
+            if kept is None or (
+                _devices_of(kept) == own and (asked.network is None or "network" in kept.links)
+            ):
+                if kept is not None:
+                    rank_zero_info(
+                        f"WLBStrategy: steps are planned by {kept.provenance}, as before."
+                    )
+                    self.profile = kept
+                return
+            rank_zero_info(
+                f"WLBStrategy: the run was planned by {kept.provenance}. Here it goes on with"
+                f" {', '.join(own)}, which is measured anew."
+            )
+        HERE.note(BETWEEN, "the measurement of the device")
+        profile = agreed_profile(asked)
+        data.measured = "" if profile is None else profile.to_json()
+        self.profile = profile or self.profile
+
+    def _to_measure(self, data: WLBDataModule) -> Asked | None:
+        """What is to be measured for a run; None where nothing depends on times, or is known."""
+        module, precision, device = self.lightning_module, self.precision_plugin, self.root_device
+        packing = data.settings.packer
+        if (
+            not isinstance(module, LanguageModule)
+            or module.trainer.state.fn != TrainerFn.FITTING
+            or not data.measures
+            or self.mesh.devices == 1
+            or not (
+                packing.judges
+                or self.dynamic
+                or (data.sharding == ADAPTIVE and self.mesh.context > 1)
+            )
+            or (
+                self.num_nodes > 1 and (self.profile is None or "network" not in self.profile.links)
+            )
+            or device.type not in ("cpu", "cuda")
+        ):
+            return None
+        config = decoder_like(shape_of(module.trainer, None))
+        if config is None:
+            rank_zero_info(
+                "WLBStrategy: this device is not measured, since layers of this model are not like"
+                " those of the reference decoder. WLBDataModule(profile=...) takes a profile."
+            )
+            return None
+        assert isinstance(precision, WLBPrecision)
+        base = self.profile
+        several = base is not None and self.num_nodes > 1
+        return Asked(
+            config,
+            device,
+            precision.compute_dtype,
+            module.attention_backend,
+            self.num_processes,
+            base.links["node"] if base and several else None,
+            base.links["network"] if base and several else None,
+            None if base is None else base.memory_bytes,
+        )
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """In which what tensor- and context-parallel ranks add up travels."""
+        precision = self.precision_plugin
+        assert isinstance(precision, WLBPrecision)
+        asked: torch.dtype = getattr(torch, self._asked_reduce_dtype or "float32")
+        return torch.promote_types(asked, precision.compute_dtype)
+
+    def _arguments(self, data: object) -> dict[str, str]:
         """What all ranks have to be given alike."""
         schedule, virtual_stages = self._asked_schedule
-        return {"sizes": f"{self._asked}, schedule {schedule}, {virtual_stages} virtual stages"}
+        given = getattr(data, "profile", None)
+        otherwise = "whatever is measured" if getattr(data, "measures", False) else "none"
+        return {
+            "sizes": f"{self._asked}, schedule {schedule}, {virtual_stages} virtual stages",
+            "reduce_dtype": name_of(self.reduce_dtype),
+            "a device profile": otherwise if given is None else given.provenance,
+        }
 
     def _is_as_asked_by(self, other: ChoosingStrategy) -> bool:
         """Whether this strategy's mesh and schedule have what another one's arguments give."""
@@ -145,6 +260,12 @@ class ChoosingStrategy(CheckpointStrategy):
         return self.mesh.devices == other.world_size and all(
             wanted in ("auto", had) for wanted, had in zip(asked, own, strict=True)
         )
+
+
+def _devices_of(kept: Profile) -> tuple[str, ...]:
+    """What another run has measured, in words."""
+    ranks = f"{kept.devices_per_node} ranks a node"
+    return kept.device_type, kept.dtype, kept.kernel, ranks
 
 
 def _usual(schedule: str, virtual_stages: int | None) -> tuple[str, int]:

@@ -21,17 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_wlb.attention.collectives import reducing_in
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.sample import Sample
 from lightning_wlb.mesh import Rank
+from lightning_wlb.models.compiled import uncompiled
 from lightning_wlb.plan import StepPlan
+from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.gathering import Gathering
-from lightning_wlb.strategy.measure import ActivationCount, Stopwatch, make_stopwatch
 from lightning_wlb.strategy.messages import Messages, Pipeline
 from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
 from lightning_wlb.strategy.signals import NOTICES
@@ -77,6 +80,7 @@ class Executor:
 
     Attributes:
         elsewhere: what steps run on whose plan has a strategy of its own; None: they are refused.
+        reduce_dtype: in which what tensor- and context-parallel ranks add up travels.
     """
 
     def __init__(
@@ -88,9 +92,12 @@ class Executor:
         self.gathering = gathering
         self.elsewhere: Callable[[StepPlan], Surroundings] | None = None
         self._travelling: Travelling = gathering
+        self.reduce_dtype = torch.float32
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
         self._agreed: int | None = None
+        # Of the last step, while it has not been read: the step, and what each rank has told.
+        self._told: tuple[StepBatch, Tensor] | None = None
         # Of every rank in the last step; 0 where a rank computes none, or the same as another.
         self.losses: list[float] = []
 
@@ -110,7 +117,8 @@ class Executor:
     def count_activations(self) -> ActivationCount:
         """Count what is held between forward and backward from the next step on.
 
-        Slows every operation down: not in steps whose times matter.
+        Slows every operation down, and runs compiled blocks uncompiled, which save more: not in
+        steps whose times matter.
         """
         if self.activations is None:
             self.activations = ActivationCount()
@@ -119,8 +127,9 @@ class Executor:
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients travel from here on; :meth:`.Gathering.finish` waits for them. Collective over all
-        ranks.
+        Gradients travel from here on; :meth:`.Gathering.finish` waits for them. What the ranks have
+        told each other is not read yet where gradients are enabled: that would wait for the device,
+        and leave it nothing to do meanwhile. :meth:`read` does it. Collective over all ranks.
 
         Args:
             batch: this rank's part of the step.
@@ -164,7 +173,10 @@ class Executor:
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
         self._travelling = gathering
-        with gathering.step(programs[place], shared):
+        # What is counted in forward must be what a recomputation in backward saves again.
+        eager = uncompiled() if self.activations else nullcontext()
+        gathered = gathering.step(programs[place], shared)
+        with eager, reducing_in(self.reduce_dtype), gathered:
             if self.activations is not None:
                 gathering.wait()  # parameters are no activations
             for action in programs[place]:
@@ -177,6 +189,8 @@ class Executor:
         HERE.note(EXCHANGING, "the exchange that ends it")
         loss = self._total_loss(step.loss, pipeline.rank, batch, denominator)
         HERE.note(REDUCING, "its reduction" if training else "its end")
+        if not training:
+            self.read()
         return loss
 
     def finish(self) -> None:
@@ -200,19 +214,31 @@ class Executor:
             )
         return self.elsewhere(plan)
 
+    def read(self) -> None:
+        """Take note of what the ranks have told each other in the last step: wait for the device.
+
+        Raises:
+            RuntimeError: naming the ranks and digests, if ranks hold different plans for the next.
+        """
+        assert self._told is not None, "a step has run"
+        (batch, told), self._told = self._told, None
+        losses, digests, notices = told.T.tolist()
+        check_digests(digests, f"step {batch.plan.step + 1}")
+        self._agreed = batch.next_digest or None
+        NOTICES.seen = reduce(or_, notices)
+        self.losses = torch.tensor(losses, dtype=torch.int64).view(torch.float64).tolist()
+
     def _total_loss(self, loss: Tensor, rank: Rank, batch: StepBatch, denominator: int) -> Tensor:
         """Sum the loss over ranks; the next plan's digest and a notice travel along."""
         # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
-        bits = mine.to(torch.float64).view(torch.int64).item()
-        everyone = self._all_gather([int(bits), batch.next_digest, NOTICES.bits])
-        check_digests([row[1] for row in everyone], f"step {batch.plan.step + 1}")
-        self._agreed = batch.next_digest or None
-        NOTICES.seen = reduce(or_, (row[2] for row in everyone))
-        losses = torch.tensor([row[0] for row in everyone], dtype=torch.int64)
-        self.losses = losses.view(torch.float64).tolist()
-        total = losses.view(torch.float64).sum() / denominator
-        return total.to(device=self.pipeline.device, dtype=loss.dtype)
+        bits = mine.to(torch.float64).view(torch.int64)
+        # Filled in, since a copy from the host would wait for the device.
+        others = [bits.new_full((), number) for number in (batch.next_digest, NOTICES.bits)]
+        told = gather_from_all_ranks(torch.stack([bits, *others]))
+        self._told = batch, told
+        total: Tensor = told[:, 0].contiguous().view(torch.float64).sum() / denominator
+        return total.to(loss.dtype)
 
     def _check_agreement(self, batch: StepBatch) -> None:
         """Do nothing where the last step's exchange already covered this plan, else exchange."""
@@ -220,15 +246,11 @@ class Executor:
             return
         # Not xor, which the same store twice in a mixture would make 0.
         digest = sum(each.digest for each in batch.samples) % (1 << 63)
-        everyone = self._all_gather([batch.plan.digest, digest])
-        check_digests([row[0] for row in everyone], f"step {batch.plan.step}")
-        if len({row[1] for row in everyone}) > 1:
+        mine = torch.tensor([batch.plan.digest, digest], device=self.pipeline.device)
+        plans, samples = gather_from_all_ranks(mine).T.tolist()
+        check_digests(plans, f"step {batch.plan.step}")
+        if len(set(samples)) > 1:
             _refuse_samples(batch.samples)
-
-    def _all_gather(self, numbers: list[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.pipeline.device)
-        rows: list[list[int]] = gather_from_all_ranks(mine).tolist()
-        return rows
 
 
 @dataclass(eq=False, repr=False)

@@ -36,7 +36,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_wlb.data.workers import live_on_without_parent
-from lightning_wlb.strategy.board import Board, Link, beat
+from lightning_wlb.strategy.board import Board, Connection, beat
 from lightning_wlb.strategy.process_groups import gather_from_all_ranks
 from lightning_wlb.strategy.signals import NOTICES
 from lightning_wlb.strategy.watchdog import Watchdog, say
@@ -86,7 +86,7 @@ class Faults(pl.Callback):
         link = None
         host = os.environ.get("MASTER_ADDR", "localhost")  # unset where the user has connected them
         with suppress(OSError):
-            link = Link(socket.create_connection((host, address[0]), 20.0))
+            link = Connection(socket.create_connection((host, address[0]), 20.0))
         reached = gather_from_all_ranks(torch.tensor([link is not None], device=device)).flatten()
         if not all(reached.tolist()):
             missing = [rank for rank, there in enumerate(reached.tolist()) if not there]

@@ -41,12 +41,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_wlb.attention.collectives import all_gather_into, reduce_scatter_into
 from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.strategy.units import Share, Unit, parts_of, refuse_hooks
-
-# torch 2.13 has new names for them and deprecates the old ones.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Gathering:
@@ -232,7 +229,7 @@ class _InStep:
             shard = rest.to_local()
             place[: shard.numel()].copy_(shard.reshape(-1))
         self._everyone = mine.new_empty(self._ranks * len(mine))
-        self._work = _all_gather(self._everyone, mine, group=self._run.group, async_op=True)
+        self._work = all_gather_into(self._everyone, mine, group=self._run.group, async_op=True)
 
     def arrive(self) -> None:
         """Wait for the parameters, and let the modules read them."""
@@ -346,7 +343,9 @@ class _InStep:
             self._shard = sums if self._added else sums.clone()
             return
         self._shard = sums.new_empty(count // self._ranks)
-        self._reduction = _reduce_scatter(self._shard, sums, group=self._run.group, async_op=True)
+        self._reduction = reduce_scatter_into(
+            self._shard, sums, group=self._run.group, async_op=True
+        )
 
     def reduced(self) -> Iterator[tuple[Share, Tensor]]:
         """Wait for the sums: this rank's shard of every trained parameter's gradient."""

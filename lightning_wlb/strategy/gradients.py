@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_wlb.strategy.process_groups import message_device
+
 
 @dataclass(frozen=True)
 class Tie:
@@ -70,16 +72,18 @@ def add_tied_gradients(
             continue
         assert mine.grad is not None, "the final reduction gives every parameter a gradient"
         gradient = mine.grad.to_local() if isinstance(mine.grad, DTensor) else mine.grad
-        other = torch.empty_like(gradient)
+        assert group is not None
+        sent = gradient.contiguous().to(message_device(gradient.device, group))
+        other = torch.empty_like(sent)
         exchange = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, gradient.contiguous(), peer, group),
+                dist.P2POp(dist.isend, sent, peer, group),
                 dist.P2POp(dist.irecv, other, peer, group),
             ]
         )
         for work in exchange:
             work.wait()
-        gradient.add_(other)
+        gradient.add_(other.to(gradient.device))
 
 
 def gradient_norm(

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_wlb.data.workers import live_on_without_parent
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.strategy.checks import check_process_group, check_script, check_tasks
+from lightning_wlb.strategy.cuda_settings import prepare_cuda
 from lightning_wlb.strategy.faults import Faults
 from lightning_wlb.strategy.launcher import Launcher, die_with_launcher
 from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
@@ -115,6 +116,8 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         die_with_launcher()
         heed_requeue(self.cluster_environment)
+        if any(device.type == "cuda" for device in self.parallel_devices or ()):
+            prepare_cuda(self.num_processes * self.num_nodes)
         if self.cluster_environment.creates_processes_externally:
             return
         check_tasks()
@@ -156,7 +159,7 @@ class MeshStrategy(ParallelStrategy):
             self.cluster_environment,
             backend,
             timeout=max(self._timeout, RENDEZVOUS),
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
+            device_id=_bound_device(backend, self.root_device),
             **_store_of_restart(),
         )
         self._faults.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
@@ -227,6 +230,16 @@ class MeshStrategy(ParallelStrategy):
         if isinstance(tensor, Tensor) and self._collective:
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+
+def _bound_device(backend: str, device: torch.device) -> torch.device | None:
+    """The device that torch binds the process group to: one that travels by NCCL.
+
+    NCCL then connects at once, and splits further groups off this one. Bound to gloo, torch would
+    split groups too, by calls that only NCCL has (read in 2.13).
+    """
+    parts = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
+    return device if parts.get(device.type, parts.get("")) == "nccl" else None
 
 
 def _store_of_restart() -> dict[str, Any]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -91,7 +93,9 @@ def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) 
 
     Operations on any of its axes may wait for the timeout; None means torch's default.
     """
-    made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
+    backend = _override(device_type)
+    override: dict[int | str, Any] | None = dict.fromkeys(AXES, backend) if backend else None
+    made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES, backend_override=override)
     flat = data_context(made)
     if timeout is not None:
         # torch gives the axes its own default, whatever the default group was given.
@@ -104,7 +108,24 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
 
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
-    return mesh["data", "context"]._flatten("data_context")
+    override = _override(mesh.device_type)
+    return mesh["data", "context"]._flatten("data_context", backend_override=override)
+
+
+def is_cuda_over_gloo(device: torch.device, group: ProcessGroup) -> bool:
+    """Whether tensors of a device are those of a GPU, and travel over a group by gloo."""
+    return device.type == "cuda" and group._get_backend(device).name() == "gloo"
+
+
+def _override(device_type: str) -> str | None:
+    """The backend of the axes; None for that of all ranks.
+
+    On machines with CUDA torch may give NCCL to an axis of all ranks although they have gloo (2.9
+    does, 2.13 does not; read), which refuses two ranks on one GPU.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    return "gloo" if is_cuda_over_gloo(torch.device(device_type), world) else None
 
 
 def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:

@@ -7,6 +7,7 @@
 * Each channel of messages has its own process group, so that forward and backward messages, and
   those that close the ring of virtual stages, do not wait in each other's queue. Within a channel
   the messages of a pair of ranks are in FIFO order, since NCCL ignores tags.
+* Over gloo a tensor of a GPU goes by the host (:func:`.message_device`).
 * A stage that sends to another stage of its own rank passes the tensor on.
 """
 
@@ -24,6 +25,7 @@ from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import Action, Channel, channel_of
 from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.strategy.process_groups import message_device
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ class Messages:
         if place == self._pipeline.rank.pipeline:
             self._local[receiver] = tensor
             return
-        work = dist.isend(
-            tensor, self._pipeline.ranks[place], self._group(receiver), tag=self._tag(receiver)
-        )
+        group = self._group(receiver)
+        tensor = tensor.to(message_device(self._pipeline.device, group))
+        work = dist.isend(tensor, self._pipeline.ranks[place], group, tag=self._tag(receiver))
         assert work is not None
         self._sends[action] = (work, tensor)
 
@@ -107,14 +109,16 @@ class Messages:
         place = stage % len(pipeline.ranks)
         if place == pipeline.rank.pipeline:
             return self._local.pop(action)
-        buffer = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
-        work = dist.irecv(buffer, pipeline.ranks[place], self._group(action), tag=self._tag(action))
+        group = self._group(action)
+        device = message_device(pipeline.device, group)
+        buffer = torch.empty(shape, dtype=pipeline.dtype, device=device)
+        work = dist.irecv(buffer, pipeline.ranks[place], group, tag=self._tag(action))
         assert work is not None
         work.wait()
         for sent in self._receipts.get(action, ()):
             if sent in self._sends:
                 self._sends.pop(sent)[0].wait()
-        return buffer
+        return buffer.to(pipeline.device)
 
     def finish(self) -> None:
         """Wait for the sends that no message has acknowledged."""

@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
 
-import torch
-from lightning.pytorch.utilities.memory import is_out_of_cpu_memory
-
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.plan import MicroBatch, Recompute
 from lightning_wlb.prediction.memory import StepMemory, most_open
+from lightning_wlb.profiling.memory import is_out_of_memory
 from lightning_wlb.schedule.actions import Action
+from lightning_wlb.strategy.cuda_settings import ALLOCATOR, EXPANDABLE, has_expandable_segments
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.whereabouts import HERE
@@ -47,12 +46,6 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
         if is_out_of_memory(error) and batch is not None and not batch.plan.strategy:
             error.add_note(note(HERE.action, batch, executor.pipeline, memory()))
         raise
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the machine had no memory left."""
-    out = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return out or is_out_of_cpu_memory(error)
 
 
 def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: MemoryModel) -> str:
@@ -105,11 +98,14 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
         reverse=True,
     )
     options = "; ".join(f"{option}: {_megabytes(saved)} less" for saved, option in less)
+    gaps = ""
+    if pipeline.device.type == "cuda" and not has_expandable_segments():
+        gaps = f" {ALLOCATOR}={EXPANDABLE} leaves fewer gaps between tensors of changing sizes."
     return (
         f"{said}. By the memory model this rank needs {_megabytes(held)}:"
         f" {_megabytes(model.state_bytes(parts))} for parameters, gradients and optimizer state,"
         f" the rest for {count} open micro-batches of {longest.rows} rows. What takes less:"
-        f" {options}."
+        f" {options}.{gaps}"
     )
 
 

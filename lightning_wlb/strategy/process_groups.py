@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_wlb.attention.collectives import all_gather_into
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import AXES, Mesh, Rank
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
-from lightning_wlb.strategy.mesh import data_context, device_mesh, set_timeout
+from lightning_wlb.strategy.mesh import data_context, device_mesh, is_cuda_over_gloo, set_timeout
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +129,13 @@ def _connect(
     """
     if rank.mesh.pipeline == 1:
         return
-    token = torch.zeros(1, device=device)
-    dist.all_reduce(token, group=mesh["pipeline"].get_group())
+    dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
     ranks = rank.group("pipeline")
     for channel, group in channels.items():
         hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
         if channel.kind != FORWARD:
             hops = [(end, begin) for begin, end in reversed(hops)]
+        token = torch.zeros(1, device=message_device(device, group))
         for sender, receiver in hops:
             if rank.index == sender:
                 dist.send(token, receiver, group)
@@ -237,8 +238,16 @@ def own_group(
     return made if own else None
 
 
-# torch 2.13 has a new name for it and deprecates the old one.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where tensors of a device have to lie to be sent or received over a group.
+
+    gloo copies what a collective is given to the host and back by itself (broadcast, all-reduce,
+    all-gather, all-to-all, and reduce-scatter, which is an all-reduce there), but to a message it
+    takes the address as it is, and hands one of a GPU to a socket. So these are copied here, which
+    waits for the device: for tests of several ranks on one GPU, not for training. Read in torch
+    2.13, not run on CUDA.
+    """
+    return torch.device("cpu") if is_cuda_over_gloo(device, group) else device
 
 
 def gather_from_all_ranks(mine: Tensor) -> Tensor:
@@ -249,5 +258,5 @@ def gather_from_all_ranks(mine: Tensor) -> Tensor:
     if not dist.is_initialized():
         return mine[None]
     everyone = mine.new_empty(dist.get_world_size() * len(mine))
-    _all_gather(everyone, mine)
+    all_gather_into(everyone, mine)
     return everyone.view(-1, len(mine))

@@ -67,6 +67,7 @@ class Asked(NamedTuple):
         devices: of all nodes.
         devices_per_node: of each.
         rest_dtype: of parameters and optimizer state at rest.
+        reduce_dtype: of sums over tensor- and context-parallel ranks.
     """
 
     sizes: Sequence[int | str]
@@ -75,6 +76,7 @@ class Asked(NamedTuple):
     devices: int
     devices_per_node: int
     rest_dtype: str
+    reduce_dtype: str
 
 
 def agreed_mesh(
@@ -137,6 +139,7 @@ def _request(
         virtual_stages=asked.virtual_stages,
         activation_checkpointing=module.checkpointing_with(model),
         rest_dtype=asked.rest_dtype,
+        reduce_dtype=asked.reduce_dtype,
         sharding=data.sharding,
         mixture=store.shares if isinstance(store, MixedDocuments) else (),
     )

@@ -97,7 +97,10 @@ def run_elsewhere(
 
     def build() -> Decoder:
         with torch.device("meta"):
-            return module.build_model()
+            model = module.build_model()
+        if module.compiles_blocks:
+            model.compile_blocks()
+        return model
 
     settings = Settings(
         build,

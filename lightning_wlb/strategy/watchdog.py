@@ -4,8 +4,10 @@ It says every few seconds where the main thread stands (:mod:`.whereabouts`), an
 rank 0 says of all ranks (:mod:`.board`). It ends the process, with exit code 1 and the cause in its
 last line, ``GRACE`` seconds after the ranks can no longer go on together, unless the main thread
 has come out of its wait by then: under gloo it does, since the other end of its connections closes;
-under NCCL it may wait for its time-out. A rank that gives no sign of life, as it is stopped or its
-host is, is reported only: it may come back. The time-out of the process groups ends that run.
+under NCCL it may wait for its time-out. Should the main thread be in foreign code that holds
+Python's lock, so that no other thread of Python runs, a thread of C (faulthandler's) ends the
+process ``LOCKED`` seconds later. A rank that gives no sign of life, as it is stopped or its host
+is, is reported only: it may come back. The time-out of the process groups ends that run.
 
 A second Ctrl-C, too, ends a process whose main thread cannot heed the first one.
 
@@ -15,6 +17,7 @@ The thread touches no device and no process group, and keeps no process alive. C
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import selectors
 import signal
@@ -26,12 +29,15 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from lightning_wlb.strategy.board import AGREED_PATIENCE, PATIENCE, Link, beat
+from lightning_wlb.strategy.board import AGREED_PATIENCE, PATIENCE, Connection, beat
 from lightning_wlb.strategy.signals import NOTICES, heeds_interrupts
 from lightning_wlb.strategy.whereabouts import HERE
 
 GRACE = 20.0
 """Seconds that the main thread has to come out of its wait when the ranks cannot go on together."""
+
+LOCKED = 5.0
+"""Seconds after which the process is ended without this thread."""
 
 
 class Watchdog(threading.Thread):
@@ -45,7 +51,9 @@ class Watchdog(threading.Thread):
         still: seconds without a word from rank 0 after which it is named.
     """
 
-    def __init__(self, rank: int, world_size: int, link: Link, token: str, still: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, link: Connection, token: str, still: float
+    ) -> None:
         super().__init__(name="wlb-watchdog", daemon=True)
         self._rank, self._beat, self._still, self._link = rank, beat(world_size), still, link
         self._verdict = ""
@@ -80,7 +88,8 @@ class Watchdog(threading.Thread):
         Returns:
             Whether all ranks are at this place and may go on together; if not, the cause.
         """
-        self._came_out, self._end_at = True, float("inf")
+        self._came_out = True
+        self._stay()
         if not self._verdict:
             self._link.send(place=place, text=text, agreed=agreed)
             self._answered.wait((AGREED_PATIENCE if agreed else PATIENCE) + 3)
@@ -98,6 +107,7 @@ class Watchdog(threading.Thread):
         with suppress(OSError):
             self._waker.send(b"\0")
         self.join(2.0)
+        self._stay()
         for end in (self._link.connection, self._woken, self._waker):
             end.close()
 
@@ -133,6 +143,7 @@ class Watchdog(threading.Thread):
         messages = self._link.receive()
         if messages is None:
             if not self._ended and self._verdict != "alone":
+                say(self._rank, "rank 0 has died without a word")
                 self._alone("rank 0 has died without a word")
             return False
         self._heard = time.monotonic()
@@ -154,7 +165,7 @@ class Watchdog(threading.Thread):
     def _alone(self, cause: str) -> None:
         # Where all had come out together, the main thread is in what they still do together.
         if not self._came_out or self._verdict == "together":
-            self._end_at = time.monotonic() + GRACE
+            self._end_in(GRACE)
         self._verdict, self._cause = "alone", cause
         self._answered.set()
 
@@ -166,7 +177,16 @@ class Watchdog(threading.Thread):
         self._interrupts, self._interrupted_at = self._interrupts + 1, now
         if self._interrupts - NOTICES.repeated > 1 and heeds_interrupts():
             self._cause = self._cause or "it was interrupted twice"
-            self._end_at = min(self._end_at, time.monotonic() + 2)
+            self._end_in(2.0)
+
+    def _end_in(self, seconds: float) -> None:
+        self._end_at = min(self._end_at, time.monotonic() + seconds)
+        faulthandler.dump_traceback_later(seconds + LOCKED, exit=True, file=2)
+
+    def _stay(self) -> None:
+        if self._end_at < float("inf"):
+            faulthandler.cancel_dump_traceback_later()
+        self._end_at = float("inf")
 
     def _end(self) -> NoReturn:
         say(self._rank, f"this process ends, since {self._cause}. It was at {HERE}.")

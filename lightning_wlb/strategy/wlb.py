@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.models.config import check_tensor_parallel
@@ -35,10 +36,13 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.strategy.checks import (
     check_precision,
+    check_reduce_dtype,
     check_trainer,
     checked_model,
     checked_module,
     refuse_lbfgs,
+    refuse_loss,
+    same_loss,
 )
 from lightning_wlb.strategy.choosing import ChoosingStrategy
 from lightning_wlb.strategy.display import Display
@@ -50,12 +54,7 @@ from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
-from lightning_wlb.strategy.strategies import (
-    Dynamic,
-    checked_strategies,
-    run_elsewhere,
-    weights_for,
-)
+from lightning_wlb.strategy.strategies import Dynamic, run_elsewhere, weights_for
 
 
 class WLBStrategy(ChoosingStrategy):
@@ -92,6 +91,10 @@ class WLBStrategy(ChoosingStrategy):
             ``"warn"`` goes on without it. Either way no other checkpoint is lost.
         verify_checkpoints: compare what is read from a checkpoint with the checksums in its
             manifest, in a thread beside reading. False compares the sizes of files only.
+        reduce_dtype: in which what tensor- and context-parallel ranks add up travels:
+            ``"float32"``, or, where a precision computes in bfloat16, ``"bfloat16"``, which halves
+            these messages and rounds where two ranks' values meet. None: float32 or wider.
+            Gradients of parameters are added up in float32 or wider, whatever this is.
         dynamic: strategies, each a :class:`.Scheme` for every pipeline, that a step may take in
             place of the mesh's pipelines. It takes the one whose simulated step is shortest, which
             needs a device profile; parameters and optimizer state stay where the mesh has them.
@@ -101,7 +104,7 @@ class WLBStrategy(ChoosingStrategy):
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
             runs) the sizes do not fit the number of devices.
         ValueError: if the schedule is unknown or cannot run so many stages per rank, another
-            ``on_nonfinite``, or ``dynamic`` holds something else than strategies.
+            ``on_nonfinite`` or ``reduce_dtype``, or ``dynamic`` with anything but strategies.
     """
 
     strategy_name = "wlb"
@@ -122,6 +125,7 @@ class WLBStrategy(ChoosingStrategy):
         async_save: bool = False,
         on_save_failure: str = "raise",
         verify_checkpoints: bool = True,
+        reduce_dtype: str | None = None,
         dynamic: Dynamic = "off",
     ) -> None:
         super().__init__(
@@ -138,11 +142,12 @@ class WLBStrategy(ChoosingStrategy):
             async_save,
             on_save_failure,
             verify_checkpoints,
+            reduce_dtype,
+            dynamic,
         )
-        # The loss of a step whose gradients are not reduced yet.
-        self._loss: Tensor | None = None
+        # A step that has run, and its loss, until its gradients are there.
+        self._ran: tuple[StepBatch, Tensor] | None = None
         self.executor: Executor | None = None
-        self.dynamic = checked_strategies(dynamic)
         self.guard = StepGuard(on_nonfinite)
 
     def __repr__(self) -> str:
@@ -172,6 +177,8 @@ class WLBStrategy(ChoosingStrategy):
         """Make the mesh and its process groups, where the Trainer asks for nothing impossible."""
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer)
+        precision = self.precision_plugin
+        check_reduce_dtype(self._asked_reduce_dtype, precision.compute_dtype, precision.precision)
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -186,9 +193,12 @@ class WLBStrategy(ChoosingStrategy):
             self._parallelize(trainer, module)
         elif previous is not self:
             self._adopt(previous)
+        self.model_to_device()
+        assert self.executor is not None
+        self.executor.reduce_dtype = self.reduce_dtype
         module.executor = self._run_step
         self._guard(trainer)
-        self._loss = None
+        self._ran = None
         Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -263,7 +273,22 @@ class WLBStrategy(ChoosingStrategy):
         model.parallelized_by = self  # type: ignore[assignment]
 
     def model_to_device(self) -> None:
-        """Nothing to do: parameters are made on their device."""
+        """Move the module's own buffers and metrics, and what it calls its device.
+
+        Not the model, which is made where it belongs; ``Module.to`` cannot replace its shards.
+        """
+        module = self.lightning_module
+        assert module is not None
+        split = {
+            name: child
+            for name, child in module._modules.items()
+            if child is not None and any(True for _ in child.parameters())
+        }
+        module._modules.update(dict.fromkeys(split))
+        try:
+            module.to(self.root_device)
+        finally:
+            module._modules.update(split)
 
     def _run_step(self, batch: StepBatch) -> Tensor:
         """What a LanguageModule's ``step`` calls instead of its own loop."""
@@ -273,15 +298,15 @@ class WLBStrategy(ChoosingStrategy):
         self.check_saves()
         denominator = module.loss_denominator(batch.plan)
         if torch.is_grad_enabled():
-            if self._loss is not None:
+            if self._ran is not None:
                 raise MisconfigurationException(
                     f"{type(module).__name__}.training_step called self.step more than once, or"
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
-            self._loss = self.executor.run(batch, denominator)
-            self.guard.ran(batch, self.executor.losses)
-            return self._loss.clone()
+            loss = self.executor.run(batch, denominator)
+            self._ran = batch, loss
+            return loss.clone()
         # Parameters gathered in inference mode could not train afterwards.
         with torch.inference_mode(False), torch.no_grad():
             return self.executor.run(batch, denominator)
@@ -301,31 +326,44 @@ class WLBStrategy(ChoosingStrategy):
     def _memory_model(self) -> MemoryModel:
         module, precision = self.lightning_module, self.precision_plugin
         assert isinstance(module, LanguageModule)
-        dtype, rest = name_of(precision.compute_dtype), name_of(precision.parameter_dtype)
-        fused = self.root_device.type != "cpu"
-        return MemoryModel(module.model_shape, self.mesh, dtype, rest, fused_norm=fused)
+        assert module.model is not None
+        device = self.root_device.type
+        kernel: VarlenAttention | None = getattr(module.model, "attention_kernel", None)
+        return MemoryModel(
+            module.model_shape,
+            self.mesh,
+            name_of(precision.compute_dtype),
+            name_of(precision.parameter_dtype),
+            accelerator=device != "cpu",
+            reduce_dtype=name_of(self.reduce_dtype),
+            kernel="" if kernel is None else kernel.kernel_name(device),
+        )
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Wait for the step's gradients, which travel since its backwards, and set ``.grad``."""
-        ran, self._loss = self._loss, None
-        if closure_loss.requires_grad or ran is None or not _same(closure_loss, ran):
-            raise MisconfigurationException(
-                f"training_step returned a loss of {float(closure_loss):g}, but the step that ran"
-                f" has {'none' if ran is None else f'{float(ran):g}'}. WLBStrategy would not train"
-                " terms or factors of your own: the step's backward passes have already run."
-                " Return self.step(batch) as it is, and change the loss inside the model's head."
-            )
+        """Wait for the step's gradients, which travel since its backwards, and set ``.grad``.
+
+        The loss, and what the ranks have told each other, are read when all of that is queued on
+        the device, which would have nothing to do while they are waited for.
+        """
         assert self.executor is not None
         module = self.lightning_module
         assert module is not None
+        ran, self._ran = self._ran, None
+        if ran is None or closure_loss.requires_grad:
+            refuse_loss(closure_loss, None if ran is None else ran[1])
+        batch, loss = ran
         self.precision_plugin.pre_backward(closure_loss, module)
         self.executor.finish()
         if not self.executor.was_elsewhere:
             add_tied_gradients(
                 self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
             )
+        self.executor.read()
+        self.guard.ran(batch, self.executor.losses)
+        if not same_loss(closure_loss, loss):
+            refuse_loss(closure_loss, loss)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _tied_peer(self) -> int | None:
@@ -352,8 +390,3 @@ class WLBStrategy(ChoosingStrategy):
         if isinstance(module, LanguageModule):
             module.executor = None
         super().teardown()
-
-
-def _same(loss: Tensor, other: Tensor) -> bool:
-    """Whether two losses are equal, also where both are NaN."""
-    return torch.allclose(loss.detach().to(other), other, rtol=0, atol=0, equal_nan=True)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions, Kernel
@@ -18,6 +19,7 @@ from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.reference import dense_attention
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import Layout, RankIndices, rank_indices
+from tests.device import DEVICE
 
 HALF = [97, 1, 31, 300]
 """A micro-batch for half types."""
@@ -38,6 +40,22 @@ class Counter:
 
     def stop(self) -> None:
         self.stops += 1
+
+
+class Watched(TorchDispatchMode):
+    """The operators that run, and the elements of the largest tensor that one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
 
 
 def as_it_is(out: Tensor) -> Tensor:
@@ -117,18 +135,22 @@ def rank_errors(
     """
     inputs, wanted = everything(made.lengths, dtype, heads, options=options, value_dim=value_dim)
     window = options.sliding_window
-    metadata = AttentionMetadata.from_indices(indices, made.rows, made.ranks, window)
+    metadata = AttentionMetadata.from_indices(indices, made.rows, made.ranks, window).to(DEVICE)
     tokens = tokens_of(indices, made.lengths)
 
     def local(x: Tensor) -> Tensor:
         rows = torch.full((made.rows, *x.shape[1:]), math.nan, dtype=dtype)
         rows[: metadata.queries] = x[tokens]
-        return rows
+        return rows.to(DEVICE)
 
-    attention = VarlenAttention("cpu")
+    attention = VarlenAttention()
     attention.timer = timer = Counter()
     leaves = [local(x).requires_grad_() for x in inputs[:3]]
-    sinks = [] if options.sinks is None else [options.sinks.detach().clone().requires_grad_()]
+    sinks = (
+        []
+        if options.sinks is None
+        else [options.sinks.detach().to(DEVICE, copy=True).requires_grad_()]
+    )
     options = replace(options, sinks=sinks[0] if sinks else None)
     out = attend(*leaves, metadata, attention, options)
     found = torch.autograd.grad(out, [*leaves, *sinks], local(inputs[3]))
@@ -139,13 +161,13 @@ def rank_errors(
         assert mine.shape[0] == made.rows
         assert mine.dtype == dtype
         assert torch.equal(mine[metadata.queries :], torch.zeros_like(mine[metadata.queries :]))
-        error = mine[: metadata.queries].double() - whole[tokens]
+        error = mine[: metadata.queries].cpu().double() - whole[tokens]
         errors.append(float(error.norm() / whole.norm().clamp(min=1)))
     if sinks:
         total = found[3].contiguous()  # the gradient of a sum is one element, expanded
         if made.ranks > 1:
             dist.all_reduce(total)
-        errors.append(float((total - wanted[4]).norm() / wanted[4].norm().clamp(min=1)))
+        errors.append(float((total.cpu() - wanted[4]).norm() / wanted[4].norm().clamp(min=1)))
     assert not any(map(math.isnan, errors))
     return errors
 
@@ -176,7 +198,7 @@ Segments = Sequence[tuple[int, int]]
 SEGMENTS: Segments = [(1, 1), (5, 5), (1, 9), (37, 101), (3, 600), (1, 1), (2, 3), (257, 257)]
 
 
-def metadata_of(segments: Segments, device: str = "cpu") -> AttentionMetadata:
+def metadata_of(segments: Segments, device: str | torch.device = "cpu") -> AttentionMetadata:
     queries, keys = ([0, *(segment[part] for segment in segments)] for part in (0, 1))
     return AttentionMetadata(
         rows=sum(queries),
@@ -204,10 +226,12 @@ def random_inputs(
 def attending(
     kernel: Kernel | VarlenAttention, metadata: AttentionMetadata, options: AttentionOptions = PLAIN
 ) -> Callable[..., Tensor]:
-    """The kernel as a function of q, k, v and perhaps sinks."""
+    """The kernel as a function of q, k, v and perhaps sinks, wherever these are."""
+    device = metadata.cu_seqlens_q.device
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return kernel(q, k, v, metadata, replace(options, sinks=sinks))
+        of_layer = replace(options, sinks=None if sinks is None else sinks.to(device))
+        return kernel(q.to(device), k.to(device), v.to(device), metadata, of_layer)
 
     return attend
 

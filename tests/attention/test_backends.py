@@ -1,11 +1,10 @@
 """Which kernel is chosen, how the CUDA ones are called, and what is said where one is missing.
 
-Without a GPU the calls are held to the real signatures: torch's own operator runs on tensors
-without memory; of flash_attn, which needs CUDA to be installed, stand-ins have its parameters.
+Without a GPU torch's own operator runs on tensors without memory. The packages of FlashAttention
+have tests/attention/test_kernels_gpu.py.
 """
 
 import inspect
-import sys
 import types
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_wlb.attention import kernels_gpu
+from lightning_wlb.attention import kernels_gpu, varlen
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.kernels_gpu import load_torch
-from lightning_wlb.attention.varlen import VarlenAttention, available_backends
+from lightning_wlb.attention.varlen import VarlenAttention, available_backends, kernel_name
+from tests.attention.flash import fake_flash, on_device_of
 from tests.attention.support import (
     SEGMENTS,
     assert_close,
@@ -30,51 +31,7 @@ from tests.attention.support import (
     results,
 )
 
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a CUDA device."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
-# Parameters of flash_attn_varlen_func after q, k and v, as released: 2.8.3 and 4.0.0b36.
-FLASH_2 = (
-    "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size"
-    " softcap alibi_slopes deterministic return_attn_probs block_table"
-)
-FLASH_4 = (
-    "qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q seqused_k"
-    " gather_kv_indices page_table softmax_scale causal window_size learnable_sink softcap"
-    " num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod block_sparse_tensors"
-    " aux_tensors aux_scalars return_lse scheduler_metadata seqlen_k_per_split"
-    " disable_scheduler_metadata gather_bwd_recompute_p gather_bwd_token_chunk"
-)
-
-
-def fake_flash(monkeypatch: pytest.MonkeyPatch, version: str) -> list[dict[str, Any]]:
-    """Put a flash_attn of this version (or none) in the place of the real one; its calls."""
-    calls: list[dict[str, Any]] = []
-
-    def called(q: Tensor, known: str, arguments: dict[str, Any]) -> Tensor:
-        assert set(arguments) <= set(known.split())
-        calls.append(arguments)
-        return q.clone()
-
-    def two(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-        return called(q, FLASH_2, arguments)
-
-    def four(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        return called(q, FLASH_4, arguments), torch.zeros(())
-
-    package: Any = types.ModuleType("flash_attn")
-    cute: Any = types.ModuleType("flash_attn.cute")
-    if version.startswith("2"):
-        package.flash_attn_varlen_func, package.__version__ = two, version
-    if version.startswith("4"):
-        cute.flash_attn_varlen_func = four
-    monkeypatch.setitem(sys.modules, "flash_attn", package if version else None)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute if version.startswith("4") else None)
-    return calls
+pytestmark = pytest.mark.usefixtures("every_backend")
 
 
 def test_auto_without_cuda_is_cpu() -> None:
@@ -85,57 +42,14 @@ def test_auto_without_cuda_is_cpu() -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "chosen"), [("2.8.3", "flash"), ("4", "flash"), ("", "torch")])
-def test_auto_on_cuda_prefers_flash(
-    monkeypatch: pytest.MonkeyPatch, cuda: None, version: str, chosen: str
+def test_on_cpu_the_name_of_the_kernel_takes_no_library(
+    monkeypatch: pytest.MonkeyPatch, cuda: None
 ) -> None:
-    fake_flash(monkeypatch, version)
-    attention = VarlenAttention()
-    assert attention._kernels["cuda"][0] == chosen
-    # CPU tensors still run, as with Trainer(accelerator="cpu") on a machine with a GPU.
-    *inputs, _ = random_inputs([(4, 4)], 2, 2)
-    assert attention(*inputs, metadata_of([(4, 4)])).shape == (4, 2, 8)
-
-
-@pytest.mark.parametrize("version", ["2.8.3", "4"])
-def test_flash_call(monkeypatch: pytest.MonkeyPatch, cuda: None, version: str) -> None:
-    calls = fake_flash(monkeypatch, version)
-    _, kernel = VarlenAttention("flash")._kernels["cuda"]
-    *inputs, _ = random_inputs([(3, 5)], 4, 2)
-    metadata = metadata_of([(3, 5)])
-    out = kernel(*inputs, metadata, AttentionOptions(scale=0.25))
-    kernel(*inputs, metadata, AttentionOptions(0.25, 4))
-    assert torch.equal(out, inputs[0])
-    plain = {
-        "cu_seqlens_q": metadata.cu_seqlens_q,
-        "cu_seqlens_k": metadata.cu_seqlens_k,
-        "max_seqlen_q": 3,
-        "max_seqlen_k": 5,
-        "softmax_scale": 0.25,
-        "causal": True,
-    }
-    assert calls == [plain, {**plain, "window_size": (3, 0)}]
-    with pytest.raises(ValueError, match=r"'flash' has no sinks.*attention_backend='torch'"):
-        kernel(*inputs, metadata, AttentionOptions(sinks=torch.zeros(4)))
-
-
-@pytest.mark.parametrize(
-    ("version", "refused"),
-    [("2.6.1.post1", "2.6.1"), ("2.6.2", None), ("2.8.3+cu12torch2.8", None), ("4", "4")],
-)
-def test_a_soft_cap_takes_a_flash_with_a_backward_for_it(
-    monkeypatch: pytest.MonkeyPatch, cuda: None, version: str, refused: str | None
-) -> None:
-    calls = fake_flash(monkeypatch, version)
-    _, kernel = VarlenAttention("flash")._kernels["cuda"]
-    *inputs, _ = random_inputs([(3, 5)], 4, 2)
-    options = AttentionOptions(softcap=50.0)
-    if refused is not None:
-        with pytest.raises(ValueError, match=f"flash-attn {refused} has no backward.*2.6.2 or"):
-            kernel(*inputs, metadata_of([(3, 5)]), options)
-        return
-    kernel(*inputs, metadata_of([(3, 5)]), options)
-    assert [call["softcap"] for call in calls] == [50.0]
+    """Which may take seconds to import, as CUDA does to start."""
+    monkeypatch.setitem(varlen.BACKENDS, "flash", pytest.fail)
+    assert kernel_name("auto", "cpu") == kernel_name("cpu", torch.device("cpu")) == "cpu"
+    with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
+        kernel_name("torch", "cpu")
 
 
 def varlen_attn_of_2_11(
@@ -293,16 +207,22 @@ def test_missing_backends_are_explained(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"unknown attention backend 'flex'.*auto, cpu, torch"):
         VarlenAttention("flex")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_backends() == ["cpu"]
+    assert available_backends() == ["cpu", "exact"]
     with pytest.raises(ValueError, match="'torch' is not available: there is no CUDA device"):
         VarlenAttention("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    fake_flash(monkeypatch, "")
-    assert available_backends() == ["cpu", "torch"]
-    with pytest.raises(ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch\."):
+    on_device_of(monkeypatch, 9)
+    fake_flash(monkeypatch)
+    assert available_backends() == ["cpu", "torch", "exact"]
+    with pytest.raises(
+        ValueError, match=r"flash-attn.*flash-attn-4.*Available here: cpu, torch, exact\."
+    ):
         VarlenAttention("flash")
     fake_flash(monkeypatch, "2.0.9")
-    with pytest.raises(ValueError, match=r"2\.0\.9 aligns causal masks at the top left"):
+    with (
+        pytest.warns(match=r"flash_attn is installed.*2\.4\.1 or newer"),
+        pytest.raises(ValueError, match=r"flash_attn \(2\.x\): got an unexpected keyword"),
+    ):
         VarlenAttention("flash")
 
 
@@ -311,15 +231,17 @@ def test_wrong_device_or_dtype_is_explained(monkeypatch: pytest.MonkeyPatch, cud
     with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
         VarlenAttention("torch")(*inputs, metadata_of([(4, 4)]))
     fake_flash(monkeypatch, "2.8.3")
-    on_device = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"'flash' has no kernel for torch\.float64 on CUDA.*bf16"):
-        VarlenAttention()._kernel_for(on_device)  # type: ignore[arg-type]
+    on_device: Any = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float64)
+    message = r"'flash_attn 2' has no torch\.float64 on CUDA.*bf16.*attention_backend='exact'"
+    with pytest.raises(ValueError, match=message):
+        VarlenAttention()._kernel_for(on_device)
+    assert VarlenAttention("exact")._kernel_for(on_device) is exact_attention
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["torch", "flash", "auto"])
+@pytest.mark.parametrize("backend", ["torch", "flash", "auto", "exact"])
 @pytest.mark.parametrize("sliding_window", [None, 1, 5, 100])
 @pytest.mark.parametrize("extra", ["none", "softcap", "sinks"])
 def test_gpu_equals_dense(
@@ -328,7 +250,8 @@ def test_gpu_equals_dense(
     if backend not in ("auto", *available_backends()):
         pytest.skip(f"{backend} is not installed")
     attention = VarlenAttention(backend)
-    if {"softcap": "torch", "sinks": "flash"}.get(extra) == attention.kernel_name("cuda"):
+    refusing = {"softcap": "torch", "sinks": "flash_attn"}.get(extra, "none")
+    if attention.kernel_name("cuda").startswith(refusing):
         pytest.skip("refused")
     *inputs, gradient = random_inputs(SEGMENTS, 8, 2, head_dim=64)
     metadata = metadata_of(SEGMENTS, "cuda")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.attention import context_parallel
+from lightning_wlb.attention.collectives import reducing_in
 from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
@@ -18,8 +19,11 @@ from tests.attention.support import as_it_is
 from tests.ranks import run_ranks
 
 
-def key_gradient(rank: int) -> float:
-    """A key read by two segments: its two gradients, 256 and 1, and rank 1's 1 make 258."""
+def key_gradient(rank: int, dtype: torch.dtype) -> float:
+    """A key read by two segments: its two gradients, 256 and 1, and rank 1's 1 make 258.
+
+    In bfloat16 257 is 256, and so is what 1 makes of it.
+    """
     metadata = AttentionMetadata(
         rows=2,
         queries=2,
@@ -37,12 +41,14 @@ def key_gradient(rank: int) -> float:
         lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD
     )
     share = [[256.0, 1.0], [1.0, 0.0]][rank]
-    (gradient,) = torch.autograd.grad(out, v, torch.tensor(share).reshape(2, 1, 1).bfloat16())
+    with reducing_in(dtype):
+        (gradient,) = torch.autograd.grad(out, v, torch.tensor(share).reshape(2, 1, 1).bfloat16())
     return float(gradient[0])
 
 
-def test_key_gradients_are_summed_in_float32() -> None:
-    assert run_ranks(key_gradient, 2) == [258, 0]
+@pytest.mark.parametrize(("dtype", "total"), [(torch.float32, 258), (torch.bfloat16, 256)])
+def test_key_gradients_are_summed_in_the_dtype_of_reduction(dtype, total) -> None:
+    assert run_ranks(key_gradient, 2, dtype) == [total, 0]
 
 
 def kept_keys(rank: int, recomputed: bool, options: AttentionOptions) -> list[bool]:

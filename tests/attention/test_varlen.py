@@ -25,6 +25,7 @@ from tests.attention.support import (
     reference,
     results,
 )
+from tests.device import DEVICE
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (4, 1)])
@@ -34,7 +35,7 @@ from tests.attention.support import (
 )
 def test_cpu_equals_dense(heads: int, kv_heads: int, dtype: torch.dtype, bound: float) -> None:
     *inputs, gradient = random_inputs(SEGMENTS, heads, kv_heads)
-    attend = attending(VarlenAttention("cpu"), metadata_of(SEGMENTS))
+    attend = attending(VarlenAttention(), metadata_of(SEGMENTS, DEVICE))
     got = results(attend, [x.to(dtype) for x in inputs], gradient)
     assert {x.dtype for x in got} == {dtype}
     assert_close(got, results(reference(SEGMENTS), inputs, gradient), bound)
@@ -52,6 +53,7 @@ def test_cpu_equals_dense(heads: int, kv_heads: int, dtype: torch.dtype, bound: 
     sliding_window=st.none() | st.integers(1, 70),
     softcap=st.sampled_from([None, 0.7, 50.0]),
     sinks=st.booleans(),
+    backend=st.sampled_from(["auto", "exact"]),
 )
 @settings(max_examples=100)
 def test_any_segments_equal_dense(
@@ -62,29 +64,30 @@ def test_any_segments_equal_dense(
     sliding_window: int | None,
     softcap: float | None,
     sinks: bool,
+    backend: str,
 ) -> None:
     *inputs, gradient = random_inputs(segments, *heads, head_dim)
     if sinks:
         inputs.append(torch.linspace(-3, 3, heads[0], dtype=torch.float64))
     options = AttentionOptions(scale, sliding_window, softcap)
-    got = results(
-        attending(VarlenAttention("cpu"), metadata_of(segments), options), inputs, gradient
-    )
+    attend = attending(VarlenAttention(backend), metadata_of(segments, DEVICE), options)
+    got = results(attend, inputs, gradient)
     wanted = results(reference(segments, options), inputs, gradient)
     assert_close(got, wanted, 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("backend", ["auto", "exact"])
 def test_long_sliding_windows_equal_dense(
-    dtype: torch.dtype, bound: float, softcap: float | None
+    dtype: torch.dtype, bound: float, softcap: float | None, backend: str
 ) -> None:
-    """Longer than the blocks that the CPU kernels cut, so that a key is read by several."""
+    """Longer than the blocks that kernels cut, so that a key is read by several."""
     segments = [(700, 900), (300, 300)]
     *inputs, gradient = random_inputs(segments, 2, 1)
     inputs.append(torch.tensor([-1.0, 2.0], dtype=torch.float64))
     options = AttentionOptions(sliding_window=600, softcap=softcap)
-    attend = attending(VarlenAttention("cpu"), metadata_of(segments), options)
+    attend = attending(VarlenAttention(backend), metadata_of(segments, DEVICE), options)
     got = results(attend, [x.to(dtype) for x in inputs], gradient)
     assert {x.dtype for x in got} == {dtype}
     assert_close(got, results(reference(segments, options), inputs, gradient), bound)
@@ -182,7 +185,11 @@ def test_timer_brackets_the_kernel_in_forward_and_backward(
             timer.events.append("collective")
             return gradient
 
-    monkeypatch.setitem(varlen.BACKENDS, "cpu", lambda: lambda q, k, v, *_: Kernel.apply(q, k, v))
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        result: Tensor = Kernel.apply(q, k, v)
+        return result
+
+    monkeypatch.setitem(varlen.BACKENDS, "cpu", lambda: ("cpu", kernel))
     attention = VarlenAttention("cpu")
     attention.timer = timer
     q, k, v = (torch.randn(3, 1, 2, requires_grad=True) for _ in range(3))

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.measured import RankStep
 from benchmarks.slimpack_measured import figures
+from lightning_wlb.mesh import Mesh
 from tests.prediction.test_predictor import plan_of
 
 
@@ -23,7 +24,7 @@ def step(rank: int, wall: float, held: list[int]) -> RankStep:
 
 
 def test_time_per_token_is_of_the_slowest_rank_and_of_the_replayed_schedule() -> None:
-    found = figures([[step(0, 7.0, [])], [step(1, 8.0, [])]], 2)
+    found = figures([[step(0, 7.0, [])], [step(1, 8.0, [])]], Mesh(pipeline=2))
     assert found["tokens"] == 20
     assert found["wall_us_per_token"] == pytest.approx(8e6 / 20)
     assert found["with_planning_us_per_token"] == pytest.approx(7e6 / 20)
@@ -34,9 +35,21 @@ def test_time_per_token_is_of_the_slowest_rank_and_of_the_replayed_schedule() ->
     assert found["micro_batches"] == 2
 
 
+def test_the_time_of_replicas_is_that_of_the_last() -> None:
+    plan = plan_of([[[10]], [[6]]]).to_json()
+    epoch = [
+        [RankStep(plan, 5.0, 4.0, [("0F0", seconds), ("0B0", 2 * seconds)], [], [(0, 1)])]
+        for seconds in (1.0, 0.5)
+    ]
+    found = figures(epoch, Mesh(data=2))
+    assert found["replayed_us_per_token"] == pytest.approx(3e6 / 16)
+    assert found["bubble"] == pytest.approx(1 - 4.5 / 6)
+    assert found["micro_batches"] == 1
+
+
 def test_the_peak_is_that_of_the_fullest_rank() -> None:
     epoch = [
         [step(0, 1.0, [3, 5, 0]), step(0, 1.0, [3, 0])],
         [step(1, 1.0, [4, 0]), step(1, 1.0, [1, 0])],
     ]
-    assert figures(epoch, 2) == {"peak_bytes": 5, "peak_bytes_median_step": 4.0}
+    assert figures(epoch, Mesh(pipeline=2)) == {"peak_bytes": 5, "peak_bytes_median_step": 4.0}

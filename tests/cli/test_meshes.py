@@ -85,12 +85,14 @@ def test_the_lines_to_paste_make_that_strategy(
     capsys: pytest.CaptureFixture[str], lengths: str
 ) -> None:
     report = searched(
-        capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto,2,auto,1"
-    )
+        capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto,2,auto,1",
+        "--reduce-dtype", "bfloat16",
+    )  # fmt: skip
     trainer = report["verdict"]["trainer"][0]
     start = 'Trainer(devices=4, precision="bf16-mixed", strategy=WLBStrategy('
     assert trainer.startswith(start)
     strategy = eval(trainer[trainer.index("WLBStrategy(") : -1], {"WLBStrategy": WLBStrategy})
+    assert strategy._asked_reduce_dtype == "bfloat16"
     assert report["verdict"]["trainer"][2].endswith("packing='best_fit', profile='h100')")
     assert repr(strategy).startswith(
         f"WLBStrategy({', '.join(report['verdict']['mesh'].split(','))}"

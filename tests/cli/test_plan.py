@@ -109,8 +109,13 @@ def test_every_sharding_and_packing_is_a_row_and_the_baseline_is_first(
 
 
 def test_the_same_command_gives_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [answer(capsys, "--json")[1].splitlines()[-1] for _ in range(2)]
+    dtypes = ("float32", "float32", "bfloat16")
+    reports = [
+        answer(capsys, "--json", "--reduce-dtype", dtype)[1].splitlines()[-1] for dtype in dtypes
+    ]
     assert reports[0] == reports[1]
+    wide, narrow = (json.loads(each)["rows"][0]["step_ms_mean"] for each in reports[1:])
+    assert narrow < wide
 
 
 @pytest.mark.parametrize("kind", ["npy", "txt"])
@@ -169,8 +174,9 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--profile", "v100"], "h100, h200) nor a file that can be read"),
+        (["--profile", "v100"], "h200, h200-fa2) nor a file that can be read"),
         (["--precision", "32-true"], "made for dtype 'bfloat16', not for 'float32'"),
+        (["--profile", "cpu", "--reduce-dtype", "bfloat16"], "round what is computed in float32"),
         (["--device", "cpu"], "made for device 'cuda', not for 'cpu'"),
         (["--mesh", "2,2"], "data,pipeline,context,tensor: four whole numbers"),
         (["--mesh", "0,2,2,1"], "data=0, but it must be at least 1"),

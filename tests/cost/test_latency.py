@@ -26,7 +26,7 @@ FLAT = replace(
     attention=(AttentionTable(128, 128, (128,), (1.0,), ((RATE,),), ((RATE / 2,),)),),
     layer=LinearTable((1,), (RATE,), (RATE / 2,)),
     head=LinearTable((1,), (RATE,), (RATE,)),
-    action=ActionOverhead((100.0, 200.0), (1.0, 2.0)),
+    action=ActionOverhead((100.0, 200.0), (1.0, 2.0), 2.5e-3),
     element_bytes_per_second=1e30,
     links={"node": Link(0.0, 1e9), "network": Link(0.0, 1e8)},
 )
@@ -92,8 +92,8 @@ def test_the_ends_and_the_overhead() -> None:
     flops = 2 * 1000 * 4096 * 32000
     assert model.head_ns(1000, backward=False) == round(flops / RATE * 1e9)
     assert model.head_ns(1000, backward=True) == round(3 * flops / RATE * 1e9)
-    assert model.action_ns(50, backward=False) == 150
-    assert model.action_ns(50, backward=True) == 300
+    assert model.action_ns(50, 10**6, backward=False) == 150
+    assert model.action_ns(50, 10**6, backward=True) == 300 + 2_500
 
 
 def test_short_micro_batches_pay_for_low_utilisation() -> None:
@@ -269,3 +269,20 @@ def test_narrower_values_are_padded_to_the_keys() -> None:
         assert latent.context_parallel_ns(10, 20, backward=backward) == wide.context_parallel_ns(
             10, 20, backward=backward
         )
+
+
+def test_sums_that_travel_narrower_take_half_of_the_bytes() -> None:
+    wide = LatencyModel(FLAT, SHAPE, Mesh(context=2, tensor=2))
+    narrow = replace(wide, reduce_dtype="bfloat16")
+    # One gigabyte a second: a nanosecond a byte. Gathers are of bfloat16 either way.
+    gathered = 2 * 1000 * SHAPE.dim * 2 // 2
+    assert wide.tensor_parallel_ns(1000) == 3 * gathered
+    assert narrow.tensor_parallel_ns(1000) == 2 * gathered
+    fetched = narrow.context_parallel_ns(1000, 0, backward=False)
+    assert fetched == wide.context_parallel_ns(1000, 0, backward=False)
+    assert fetched == narrow.context_parallel_ns(1000, 0, backward=True)
+    assert 2 * fetched == wide.context_parallel_ns(1000, 0, backward=True)
+    # Gradients of parameters stay as they are.
+    assert narrow.reduce_ns(1000) == wide.reduce_ns(1000)
+    exact = replace(narrow, profile=replace(FLAT, dtype="float64"))
+    assert exact.tensor_parallel_ns(1000) == 8 * gathered

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_wlb.cost.profile import AttentionTable, Link, Profile, shipped_profiles
+from lightning_wlb.cost.profile import (
+    ActionOverhead,
+    AttentionTable,
+    Link,
+    Profile,
+    shipped_profiles,
+)
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
@@ -21,20 +27,84 @@ def test_a_shipped_profile_survives_the_round_trip_and_names_its_sources(name: s
     assert ("measured" if profile.measured else "analytic") in profile.provenance
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("cpu", "cpu"),
+        ("h100", "flash_attn 3"),
+        ("h200", "flash_attn 3"),
+        ("h100-fa2", "torch (FlashAttention-2)"),
+        ("h200-fa2", "torch (FlashAttention-2)"),
+    ],
+)
+def test_a_profile_names_the_kernel_that_its_attention_rates_are_of(name: str, kernel: str) -> None:
+    profile = Profile.load(name)
+    assert profile.kernel == kernel
+    assert f", attention by {kernel}, " in profile.provenance
+
+
+def test_a_file_of_before_kernels_were_named_has_none(tmp_path: Path) -> None:
+    values = json.loads(Profile.load("h100").to_json())
+    del values["kernel"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(values))
+    assert Profile.load(path).kernel == ""
+    assert "attention by" not in Profile.load(path).provenance
+
+
 def test_the_gpu_profiles_say_that_nobody_measured_them() -> None:
-    for name in ("h100", "h200"):
+    for name in ("h100", "h200", "h100-fa2", "h200-fa2"):
         assert not Profile.load(name).measured
 
 
-def test_the_h100_attention_rates_are_near_the_published_bars() -> None:
-    # FlashAttention-3, Figure 5: causal, head size 128, sequences of 512 to 16384 tokens.
-    table = Profile.load("h100").attention_table(128)
-    published = dict(
-        zip((512, 1024, 2048, 4096, 8192, 16384), (292, 423, 521, 579, 602, 616), strict=True)
-    )
-    for queries, bar in published.items():
+@pytest.mark.parametrize(
+    ("name", "head_dim", "published", "within"),
+    [
+        # FlashAttention-3, Figure 5: causal, sequences of 512 to 16384 tokens, its own bars and
+        # those of FlashAttention-2.
+        ("h100", 128, (292, 423, 521, 579, 602, 616), 0.06),
+        ("h100-fa2", 128, (191, 260, 298, 319, 333, 335), 0.04),
+        ("h100-fa2", 64, (180, 229, 262, 284, 295, 299), 0.01),
+    ],
+)
+def test_the_attention_rates_are_near_the_published_bars(
+    name: str, head_dim: int, published: tuple[int, ...], within: float
+) -> None:
+    table = Profile.load(name).attention_table(head_dim)
+    for queries, bar in zip((512, 1024, 2048, 4096, 8192, 16384), published, strict=True):
         rate = table.forward[table.queries.index(queries)][0]
-        assert rate / 1e12 == pytest.approx(bar, rel=0.06)
+        assert rate / 1e12 == pytest.approx(bar, rel=within)
+
+
+@pytest.mark.parametrize("name", ["h100-fa2", "h200-fa2"])
+@pytest.mark.parametrize(
+    ("head_dim", "forward", "backward"),
+    # TFLOP/s, and the tiles of keys that each tile of queries costs besides those that it reads.
+    [(64, (308, 0.9), (296, 2.0)), (128, (351, 1.1), (329, 2.1))],
+)
+def test_the_rates_of_flash_attention_2_are_those_of_the_stated_fit(
+    name: str, head_dim: int, forward: tuple[float, float], backward: tuple[float, float]
+) -> None:
+    table = Profile.load(name).attention_table(head_dim)
+    for rates, (best, overhead) in ((table.forward, forward), (table.backward, backward)):
+        for queries, row in zip(table.queries, rates, strict=True):
+            for ratio, rate in zip(table.keys_per_query, row, strict=True):
+                keys = round(queries * ratio)
+                pairs = queries * (queries + 1) // 2 + queries * (keys - queries)
+                ends = range(keys - queries + 128, keys + 128, 128)
+                tiles = sum(-(-end // 128) + overhead for end in ends)
+                assert rate == pytest.approx(best * 1e12 * pairs / 128**2 / tiles, rel=1e-5)
+
+
+def test_a_profile_of_another_kernel_of_the_device_differs_in_attention_and_sums() -> None:
+    for name in ("h100", "h200"):
+        fast, slow = Profile.load(name), Profile.load(f"{name}-fa2")
+        told = {"name", "sources", "date", "kernel", "attention", "action"}
+        changed = {each for each in vars(fast) if getattr(fast, each) != getattr(slow, each)}
+        assert changed == told
+        # 12 bytes of memory traffic for each parameter and backward.
+        each = round(12e9 / slow.element_bytes_per_second, 6)
+        assert slow.action == fast.action + ActionOverhead(parameter_ns=each)
 
 
 def test_the_nearest_head_size_is_taken() -> None:
@@ -62,7 +132,9 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_nothing_lists_the_shipped() -> None:
-    with pytest.raises(ValueError, match=r"'v100' is neither shipped \(.*h100, h200.*\) nor a"):
+    with pytest.raises(
+        ValueError, match=r"'v100' is neither shipped \(.*h100-fa2, h200, h200-fa2\) nor"
+    ):
         Profile.load("v100")
 
 

@@ -98,3 +98,17 @@ def test_pinned_memory(batch: StepBatch) -> None:
     assert micro_batch.tokens is not None
     assert micro_batch.tokens.is_pinned()
     assert micro_batch.attention.cu_seqlens_q.is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_page_locked_it_arrives_on_a_gpu_as_it_was(batch: StepBatch) -> None:
+    """Moved as Lightning moves it, which does not wait for the copies."""
+    arrived = move_data_to_device(batch.pin_memory(), torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    for ours, theirs in zip(batch.micro_batches, arrived.micro_batches, strict=True):
+        for name in ("tokens", "labels", "positions"):
+            assert getattr(theirs, name).device.type == "cuda"
+            assert torch.equal(getattr(theirs, name).cpu(), getattr(ours, name))
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "key_index"):
+            assert torch.equal(getattr(theirs.attention, name).cpu(), getattr(ours.attention, name))

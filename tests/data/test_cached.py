@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from lightning_wlb.data import cached
-from lightning_wlb.data.cached import BESIDE, built_once, fingerprint
+from lightning_wlb.data.cached import BESIDE, built_before, built_once, fingerprint
 
 
 def test_it_is_built_once_beside_its_source(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "made").write_text("whole")
 
+    assert built_before("key", tmp_path / "source") is None
     first = built_once("key", build, tmp_path / "source")
+    assert built_before("key", tmp_path / "source") == first
     assert first == tmp_path / BESIDE / "key"
     assert built_once("key", lambda _: pytest.fail("built again"), tmp_path / "source") == first
     assert [path.name for path in first.iterdir()] == ["made"]

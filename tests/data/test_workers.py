@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -76,6 +77,9 @@ def test_ended_workers_leave_no_descriptor_behind():
             workers.can_be_ended(batches)
             assert len(list(batches)) == 2
             del batches
+            for thread in threading.enumerate():
+                if thread.name == "QueueFeederThread":  # at its end it closes its queue's pipe
+                    thread.join(10)
             counts.append(len(os.listdir("/proc/self/fd")))
     finally:
         gc.enable()

@@ -11,6 +11,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.bound import ClosedForm
 from lightning_wlb.meshes.evaluate import evaluate
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
+from tests.cost.devices import with_usable
 from tests.meshes.requests import request
 
 EVEN = request(lengths=[4096] * 40, micro_batches=8, packing="best_fit", steps=1)
@@ -36,9 +37,8 @@ def test_a_state_that_does_not_fit_is_no_step() -> None:
 def test_less_memory_costs_time_and_then_nothing_fits() -> None:
     mesh, steps = Mesh(4), []
     state = ClosedForm(EVEN).estimate(mesh).state_bytes
-    for activations in (2**36, 2**30, 2**29, 2**20):
-        usable = (state + activations) * 100 // 92
-        asked = replace(EVEN, profile=replace(EVEN.profile, memory_bytes=usable))
+    for activations in (2**36, 3 * 2**29, 2**30, 2**20):
+        asked = replace(EVEN, profile=with_usable(EVEN.profile, state + activations, mesh))
         steps.append(ClosedForm(asked).estimate(mesh).step_ns)
     assert steps[0] < steps[1] < steps[2]
     assert steps[3] == 0

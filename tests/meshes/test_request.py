@@ -39,6 +39,7 @@ def test_equal_requests_have_equal_digests() -> None:
         {"virtual_stages": 2},
         {"activation_checkpointing": "full"},
         {"rest_dtype": "bfloat16"},
+        {"reduce_dtype": "bfloat16"},
         {"sharding": "hybrid"},
         {"mixture": (Share("a", 30, 1.0), Share("b", 30, 2.0))},
         {"steps": 3},

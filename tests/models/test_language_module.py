@@ -13,6 +13,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.planning import DataSettings
+from tests.device import DEVICE
 from tests.models.steps import (
     MICRO_BATCHES,
     PIECES,
@@ -74,15 +75,17 @@ def module(sliding_window=None, **options):
     return built.double()
 
 
+@pytest.mark.parametrize("backend", ["auto", "exact"])
 @pytest.mark.parametrize(
     ("normalisation", "sliding_window"), [("step", None), ("nominal", None), ("step", 7)]
 )
-def test_a_steps_gradient_equals_the_oracle(normalisation, sliding_window):
+def test_a_steps_gradient_equals_the_oracle(normalisation, sliding_window, backend):
     texts, masks = documents(), loss_masks()
-    trained = module(sliding_window, loss_normalisation=normalisation)
+    options = {"loss_normalisation": normalisation, "attention_backend": backend}
+    trained = module(sliding_window, **options).to(DEVICE)
     loss, wanted = oracle(trained.model, texts, PIECES, masks)
     divisor = 200 if normalisation == "nominal" else count_targets(texts, PIECES, masks)
-    found = trained.step(step_batch(texts, masks=masks))
+    found = trained.step(step_batch(texts, masks=masks).to(DEVICE))
     found.backward()
     assert found.item() == pytest.approx(loss / divisor, rel=1e-12)
     for name, parameter in trained.model.named_parameters():

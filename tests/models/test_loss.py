@@ -4,7 +4,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_wlb.models import loss as module
-from lightning_wlb.models.loss import chunked_token_loss, logits_loss, token_loss
+from lightning_wlb.models.loss import (
+    chunked_token_loss,
+    log_sum_exp,
+    logits_loss,
+    slope,
+    slope_at_once,
+    token_loss,
+)
+from lightning_wlb.strategy.activations import ActivationCount
 from tests.oracle import relative_error
 from tests.ranks import run_ranks
 
@@ -24,8 +32,7 @@ def dense(hidden, weight, labels):
 
 @pytest.fixture(params=["token_loss", "chunked_token_loss"])
 def function(request, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(module, "MINIMUM_CHUNK_ROWS", 64)
+    monkeypatch.setattr(module, "chunk_rows", lambda words, accelerator: 64)
     return getattr(module, request.param)
 
 
@@ -117,8 +124,89 @@ def test_logits_never_exist_for_all_rows():
         assert max(largest) <= rows * words // 3
 
 
+def test_the_logits_of_one_chunk_are_gone_before_those_of_the_next(monkeypatch):
+    chunk, words = 64, 1000
+    monkeypatch.setattr(module, "chunk_rows", lambda words, accelerator: chunk)
+
+    class Held(ActivationCount):
+        def __torch_dispatch__(self, *args, **options):
+            result = super().__torch_dispatch__(*args, **options)
+            self.sample()
+            return result
+
+    hidden, weight, labels = example(rows=3 * chunk, dim=4, words=words, dtype=torch.float32)
+    with Held() as held:
+        chunked_token_loss(hidden, weight, labels).backward()
+    logits, gradient = 4 * chunk * words, 4 * words * weight.shape[1]
+    assert logits < max(held.held_bytes) < 1.1 * logits + gradient
+
+
+def test_what_a_compiler_gets_is_what_runs_without():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    log_sums, column = logits.logsumexp(-1), torch.tensor([0, 4, -1, 2, -1, 3])
+    scale = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    before = logits.clone()
+    at_once = slope_at_once(logits, log_sums, column, scale, torch.float64)
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(log_sum_exp(before.clone()), log_sums)
+    torch.testing.assert_close(slope(before, log_sums, column, scale, torch.float64), at_once)
+    torch.testing.assert_close(at_once.sum(-1)[:4], torch.tensor([0, 0, 2.0, 0]).double())
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 256), ("meta", 4096)])
+def test_an_accelerator_takes_more_rows_at_a_time(device, rows):
+    words = 16_384
+    products = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            if operator is torch.ops.aten.mm.default and result.shape[1] == words:
+                products.append(result.shape[0])
+            return result
+
+    # Any device that is no CPU counts as one.
+    hidden = torch.zeros(2 * rows + 1, 2, device=device, requires_grad=True)
+    labels = torch.zeros(len(hidden), dtype=torch.int64, device=device)
+    with Watch():
+        chunked_token_loss(hidden, torch.zeros(words, 2, device=device), labels).backward()
+    assert products == [rows, rows, 1] * 2
+
+
+def test_products_of_half_types_add_up_in_float32_in_place(monkeypatch):
+    """CUDA's operators that multiply half types into float32, by stand-ins of the same meaning."""
+    mm, calls = torch.mm, []
+
+    def wide_mm(a, b, out_dtype):
+        assert a.dtype == b.dtype == torch.bfloat16
+        assert out_dtype == torch.float32
+        return mm(a.to(out_dtype), b.to(out_dtype))
+
+    def wide_addmm(total, a, b, out_dtype, out):
+        assert total is out
+        assert total.dtype == torch.float32
+        calls.append(len(b))
+        return total.add_(wide_mm(a, b, out_dtype))
+
+    monkeypatch.setattr(module, "chunk_rows", lambda words, accelerator: 64)
+    monkeypatch.setattr(module, "_has_wide_products", lambda a: True)
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(torch, "addmm", wide_addmm)
+    hidden, weight, labels = example(dtype=torch.bfloat16)
+    loss = chunked_token_loss(hidden, weight, labels)
+    loss.backward()
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    wanted = dense(*exact, labels)
+    wanted.backward()
+    assert calls == [64] * 4 + [45]
+    # The logits were never rounded.
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert relative_error(weight.grad.double(), exact[1].grad) <= 4e-3
+
+
 def _vocabulary_parallel(rank, dtype):
-    module.CHUNK_LOGITS, module.MINIMUM_CHUNK_ROWS = 1, 64
+    module.chunk_rows = lambda words, accelerator: 64
     hidden, weight, labels = example(dtype=dtype)
     size = dist.get_world_size()
     words = weight.shape[0] // size
@@ -156,3 +244,27 @@ def test_of_ready_logits_loss_and_gradient_are_those_of_cross_entropy():
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     assert relative_error(gradient, wanted_gradient) <= 1e-12
     assert torch.equal(logits, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bfloat16_on_a_gpu_is_near_float64(record_property):
+    errors = bfloat16_errors("cuda")
+    record_property("errors", errors)
+    assert errors[0] <= 1e-3
+    assert max(errors) <= 1e-2
+
+
+def bfloat16_errors(device):
+    """Relative errors of the loss and both gradients, of some thousand words and rows."""
+    hidden, weight, labels = example(3000, 64, 4000, torch.bfloat16, 1 / 8)
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    wanted = dense(*wide, labels)
+    leaves = [each.detach().to(device).requires_grad_() for each in (hidden, weight)]
+    loss = token_loss(*leaves, labels.to(device))
+    pairs = zip(
+        (loss, *torch.autograd.grad(loss, leaves)),
+        (wanted, *torch.autograd.grad(wanted, wide)),
+        strict=True,
+    )
+    return [relative_error(value.detach().cpu().double(), reference) for value, reference in pairs]

@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -5,11 +7,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_wlb.attention import collectives
+from lightning_wlb.attention.collectives import reducing_in
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows, shard_parameters
 from lightning_wlb.models.transformer import Transformer
+from tests.device import DEVICE
 from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
 from tests.oracle import oracle, relative_error
 from tests.ranks import run_ranks
@@ -22,27 +27,27 @@ def build(options):
 
 
 def _gradients(rank, context_size, tensor_size, options, recompute, masked, meta):
-    mesh = init_device_mesh("cpu", (context_size, tensor_size), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (context_size, tensor_size), mesh_dim_names=("cp", "tp"))
     if meta:
         with torch.device("meta"):
             model = Transformer(config(**options)).double()
     else:
-        model = build(options)
+        model = build(options).to(DEVICE)
     groups = ProcessGroups(mesh["cp"].get_group(), mesh["tp"].get_group())
     shard_parameters(model, mesh["tp"], model.tensor_parallel_plan(tensor_size))
     if meta:
-        model.to_empty(device="cpu")
+        model.to_empty(device=DEVICE)
         initialise(model, 7, lambda name: 0.3, model.tied)
     at = Mesh(context=context_size, tensor=tensor_size).coordinate(rank)
     masks = loss_masks() if masked else None
-    batch = step_batch(documents(), MICRO_BATCHES, masks, at, recompute=recompute)
+    batch = step_batch(documents(), MICRO_BATCHES, masks, at, recompute=recompute).to(DEVICE)
     total = sum(model(micro_batch, groups=groups) for micro_batch in batch.micro_batches)
     total.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.full_tensor()
         dist.all_reduce(gradient, group=mesh["cp"].get_group())
-        gradients[name] = gradient
+        gradients[name] = gradient.cpu()
     return total.item(), gradients
 
 
@@ -176,6 +181,18 @@ def exchange(rank: int) -> dict[str, list[float]]:
     (half_gradient,) = torch.autograd.grad(gather_rows(half, group), half, share.repeat(3))
     half_sum = scatter_rows(share.repeat(3), group)
     assert half_gradient.dtype == half_sum.dtype == torch.bfloat16
+    sent, reduce_scatter = [], collectives.reduce_scatter_into
+    with mock.patch.object(
+        collectives,
+        "reduce_scatter_into",
+        lambda out, x, **options: (sent.append(x.dtype), reduce_scatter(out, x, **options)),
+    ):
+        for least in (torch.float32, torch.bfloat16):
+            with reducing_in(least):
+                scatter_rows(share.repeat(3), group)
+                scatter_rows(share.float().repeat(3), group)
+    # Never narrower than the values.
+    assert sent == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
 
     empty = torch.empty(0, 3, requires_grad=True)
     assert gather_rows(empty, group).shape == scatter_rows(empty, group).shape == (0, 3)

@@ -5,8 +5,9 @@ import torch
 
 from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
 from lightning_wlb.models.initialise import initialise
-from lightning_wlb.models.rotary import apply_rotary, rotary_frequencies
+from lightning_wlb.models.rotary import rotary_frequencies, rotate, rotate_real
 from lightning_wlb.models.transformer import Transformer
+from tests.device import DEVICE
 from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
 from tests.oracle import count_targets, oracle, relative_error
 
@@ -36,9 +37,9 @@ def test_gradients_of_packed_micro_batches_equal_dense_attention(options, masked
     texts, masks = documents(), loss_masks() if masked else None
     options = dict(options)
     recompute = options.pop("recompute", ("none",))
-    model = build(**options)
+    model = build(**options).to(DEVICE)
     loss, wanted = oracle(model, texts, PIECES, masks)
-    batch = step_batch(texts, masks=masks, recompute=recompute)
+    batch = step_batch(texts, masks=masks, recompute=recompute).to(DEVICE)
     assert batch.target_tokens == count_targets(texts, PIECES, masks)
 
     total = sum(model(micro_batch) for micro_batch in batch.micro_batches)
@@ -106,7 +107,8 @@ def test_rotation_depends_on_distance_only_and_is_exact_far_out():
 
     def score(at, other):
         freqs = rotary_frequencies(torch.tensor([at, other]), sizes, torch.float64)
-        return (apply_rotary(q, freqs[:1]) * apply_rotary(k, freqs[1:])).sum().item()
+        table = torch.view_as_real(freqs)
+        return (rotate(q, table[:1]) * rotate(k, table[1:])).sum().item()
 
     assert score(5, 2) == pytest.approx(score(1_000_005, 1_000_002), abs=1e-8)
     assert score(5, 2) != pytest.approx(score(2, 5), abs=1e-3)
@@ -114,6 +116,16 @@ def test_rotation_depends_on_distance_only_and_is_exact_far_out():
     assert freqs.dtype == torch.complex64
     # The fastest pair freqs by 1 rad per position: cos(1000003) is -0.8779865.
     assert freqs[0, 0].real.item() == pytest.approx(-0.8779865, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rotation_in_real_numbers_is_the_complex_one(dtype):
+    freqs = rotary_frequencies(torch.arange(5, 12), config(head_dim=8), dtype)
+    heads = torch.randn(7, 3, 8).to(dtype)
+    table = torch.view_as_real(freqs)
+    wanted, real = rotate(heads, table), rotate_real(heads, table)
+    assert real.dtype == wanted.dtype == dtype
+    torch.testing.assert_close(real, wanted, rtol=0, atol=1e-15 if dtype == torch.float64 else 0.02)
 
 
 def test_bfloat16_rows_keep_their_type():

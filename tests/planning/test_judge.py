@@ -19,6 +19,7 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulate import simulate
+from tests.cost.devices import with_usable
 
 WORK = Work(PassWork(2, 2), PassWork(4, 4))
 total, forward = WORK.total, WORK.forward
@@ -191,8 +192,8 @@ def test_plans_are_judged_with_the_recomputation_that_they_get():
     )
     assert none.time < full.time
     assert none.peak > full.peak
-    between = (none.peak + full.peak) // 2 * 100 // 92
-    small = replace(latency, profile=replace(latency.profile, memory_bytes=between))
+    between = with_usable(latency.profile, (none.peak + full.peak) // 2, latency.mesh)
+    small = replace(latency, profile=between)
     judge = PredictedJudge(Predictor(small, stages))
     verdict = judge(plan.replicas)
     assert none.time < verdict.time < full.time

@@ -1,5 +1,6 @@
 """The search finds what trying every way finds."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -8,7 +9,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.replicas import replica_plan, unsharded
-from lightning_wlb.planning.search import FEWEST, HALVES, Candidates, Score, Way, score_of
+from lightning_wlb.planning.search import FEWEST, FILLED, HALVES, Candidates, Score, Way, score_of
 from lightning_wlb.planning.workloads import generator_a
 from tests.planning.test_slicing import LLAMA2_7B_LAYER
 
@@ -102,3 +103,25 @@ def test_what_exceeds_the_limit_least_is_taken_where_nothing_fits():
     least = min(tried.score(way) for way in EVERY)
     assert least.excess
     assert tried.score(tried.best()).excess <= 1.1 * least.excess
+
+
+class KnownDevice(PipelineJudge):
+    """One that has a device of much memory."""
+
+    longest = (10 * WINDOW,)
+
+
+def test_full_micro_batches_and_a_small_last_one_are_tried_where_a_device_is_known():
+    half, third, quarter, ninth = (WINDOW // part for part in (2, 3, 4, 9))
+    lengths = [half] * 5 + [third] * 2 + [quarter] * 3 + [ninth]
+    unknown = candidates(lengths, stages=2, overhead=FORWARD(WINDOW))
+    judge = KnownDevice(LLAMA2_7B_LAYER, unknown.mesh, FORWARD(WINDOW))
+    known = replace(unknown, judge=judge)
+    assert [sum(piece.tokens for piece in pack) for pack in known.packs(FILLED)] == [
+        *(2 * half, 2 * half, half + third + ninth, third + 2 * quarter, quarter)
+    ]
+    assert known.best() == FILLED
+    assert unknown.best() != FILLED
+    assert known.score(FILLED).time < 0.98 * unknown.score(unknown.best()).time
+    # A piece that is longer than the cap cannot be packed so.
+    assert replace(known, cap=WINDOW // 8).packs(FILLED) == []

@@ -76,4 +76,4 @@ def test_long_context_steps_are_estimated_within_four_percent(context, packs):
     guess, exact = (
         peak_bytes(model, [replica], [model.costs(replica)]) for replica in (open_plan, final)
     )
-    assert 0.98 * exact <= guess <= 1.02 * exact
+    assert 0.97 * exact <= guess <= 1.03 * exact

@@ -110,7 +110,7 @@ def test_an_action_is_the_sum_of_its_parts() -> None:
         assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
         layer = attention + latency.linear_ns(rows, backward=backward)
         assert cost.layer_ns[0][backward] == layer
-        overhead = latency.action_ns(rows, backward=backward)
+        overhead = latency.action_ns(rows, 0, backward=backward)
         first, last = len(model.stages[0]), len(model.stages[1])
         assert first + last == 8
         assert model.action_ns(0, cost)[backward] == (
@@ -119,6 +119,38 @@ def test_an_action_is_the_sum_of_its_parts() -> None:
         assert model.action_ns(1, cost)[backward] == (
             last * layer + overhead + latency.head_ns(rows, backward=backward)
         )
+
+
+def test_a_backward_sums_the_gradients_of_its_layers_and_head() -> None:
+    """Not of the embedding, whose look-up is charged with its gradient."""
+    mesh = Mesh(pipeline=2, tensor=2)
+    without = predictor(mesh)
+    latency = without.latency
+    summing = replace(
+        without,
+        latency=replace(
+            latency, profile=replace(latency.profile, action=ActionOverhead(parameter_ns=0.5))
+        ),
+    )
+    bare = replace(
+        without,
+        latency=replace(latency, profile=replace(latency.profile, action=ActionOverhead())),
+    )
+    cost = without.micro_batch([Slice(0, 0, 0, 3000)], "per_sequence")
+    layers = [len(stage) for stage in without.stages]
+    shape = latency.shape
+    (layer,) = shape.kinds
+    matrices = layer.attention_parameters + layer.feed_forward_parameters
+    of_layer = matrices // 2 + layer.vector_parameters
+    head = shape.vocab_size // 2 * shape.dim + shape.dim
+    for stage, parameters in ((0, layers[0] * of_layer), (1, layers[1] * of_layer + head)):
+        forward, backward = (
+            with_sums - none
+            for with_sums, none in zip(
+                summing.action_ns(stage, cost), bare.action_ns(stage, cost), strict=True
+            )
+        )
+        assert (forward, backward) == (0, round(parameters / 2))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(context=2, tensor=2)], ids=str)
@@ -321,7 +353,7 @@ def test_layers_that_differ_are_predicted_by_kind_and_split_by_cost() -> None:
         near_ns, full_ns = (each.attention_ns[backward] for each in alike)
         assert cost.attention_ns[backward] == round((6 * near_ns + 4 * full_ns) / 10)
         near_ns, full_ns = (each.layer_ns[0][backward] for each in alike)
-        overhead = model.latency.action_ns(cost.rows, backward=backward)
+        overhead = model.latency.action_ns(cost.rows, 0, backward=backward)
         embedding = model.latency.embedding_ns(cost.rows, backward=backward)
         first, second = (model.action_ns(stage, cost)[backward] for stage in (0, 1))
         assert first == 6 * near_ns + 2 * full_ns + overhead + embedding

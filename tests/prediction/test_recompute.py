@@ -20,6 +20,7 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from lightning_wlb.prediction.recompute import recomputing, settled
 from lightning_wlb.prediction.step import MODES
+from tests.cost.devices import with_usable
 
 SHAPE = ModelShape(
     dim=256, layers=8, heads=4, kv_heads=2, head_dim=64, ffn_dim=704, vocab_size=1000
@@ -29,7 +30,7 @@ H100 = Profile.load("h100")
 
 def predictor(mesh: Mesh, usable: int = H100.memory_bytes) -> Predictor:
     """Of a device of which about so many bytes may be filled."""
-    profile = replace(H100, memory_bytes=-(-usable * 100 // 92))
+    profile = with_usable(H100, usable, mesh)
     stages = tuple(model_stages(SHAPE, mesh.stages, 1000))
     schedule = "1f1b" if mesh.virtual_stages == 1 else "interleaved"
     return Predictor(LatencyModel(profile, SHAPE, mesh), stages, schedule)

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
+from tests.device import ON_CUDA
 
 # Of tensors this small, two threads wait for each other longer than they work.
 torch.set_num_threads(1)
@@ -101,16 +103,29 @@ def data(case: Case, **options: Any) -> WLBDataModule:
         "micro_batches": 3,
         "packing": case.packing,
         "sharding": case.sharding,
+        "profile": "none",  # plans by measured times are different ones every time
         # Tests' ranks are daemons, which may not start processes.
         "num_workers": 0,
     }
     return WLBDataModule(**(defaults | options))
 
 
+class SharedGPUs(CUDAAccelerator):
+    """As many devices as are asked for: those that there are, in turn."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(int(devices)))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", index % torch.cuda.device_count()) for index in devices]
+
+
 def trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
-    """A quiet Trainer on CPU in float64."""
+    """A quiet Trainer in float64."""
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": SharedGPUs() if ON_CUDA else "cpu",
         "precision": "64-true",
         "logger": False,
         "enable_checkpointing": False,
@@ -153,7 +168,7 @@ class Recorder(L.Callback):
 def whole(tensor: Tensor) -> np.ndarray:
     """The full tensor of any sharding, as numpy."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy().copy()
 
 
 def reference(case: Case, **options: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
 from lightning_wlb.strategy.executor import Step
 from lightning_wlb.strategy.messages import Messages, Pipeline
+from tests.device import DEVICE
 from tests.models.steps import config, documents
 
 SHARDING = "per_document_contiguous"
@@ -91,7 +92,7 @@ def batch_of(
 ) -> StepBatch:
     """Its tensors on the one rank."""
     store = InMemoryDocuments(documents(lengths), vocab_size=config().vocab_size)
-    return make_step_batch(plan, store, Rank(), {}, 0, False, sliding_window)
+    return make_step_batch(plan, store, Rank(), {}, 0, False, sliding_window).to(DEVICE)
 
 
 def model_of(
@@ -103,7 +104,7 @@ def model_of(
         config(dim=8, heads=2, kv_heads=1, ffn_dim=8, layers=layers, sliding_window=sliding_window),
     ).double()
     initialise(model, 3, model.initial_deviation, None)
-    return model
+    return model.to(DEVICE)
 
 
 def run_step(
@@ -132,7 +133,7 @@ def run_step(
         groups={},
         hidden_size=model.config.dim,
         dtype=torch.float64,
-        device=torch.device("cpu"),
+        device=DEVICE,
     )
     step = Step(model, pipeline, NO_GROUPS, batch, Messages(pipeline, {}), 1, None, None)
     program = program_of(pipeline.schedule, 0, 1, stages, batch.executed, 0)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lightning_wlb.strategy import board
-from lightning_wlb.strategy.board import Board, Link
+from lightning_wlb.strategy.board import Board, Connection
 
 
 class Job:
@@ -27,8 +27,8 @@ class Job:
         for rank in range(world_size):
             assert "tick" in self.hear(rank)
 
-    def connect(self) -> Link:
-        return Link(socket.create_connection(("127.0.0.1", self.board.port)))
+    def connect(self) -> Connection:
+        return Connection(socket.create_connection(("127.0.0.1", self.board.port)))
 
     def hear(self, rank: int) -> dict:
         """The next message but signs of life, which count only where nothing else comes."""
@@ -206,8 +206,8 @@ def test_a_stranger_is_turned_away(says):
 def test_what_was_sent_in_part_is_continued_when_the_other_end_reads_again():
     """A rank that was stopped for long is not taken for a stranger, and dead, when it goes on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = Link(socket.create_connection(server.getsockname()))
-        receiver = Link(server.accept()[0])
+        sender = Connection(socket.create_connection(server.getsockname()))
+        receiver = Connection(server.accept()[0])
     for number in range(400):
         sender.send(number=number, text="x" * 30_000)
     came = []

@@ -7,11 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.strategy import choosing
+from lightning_wlb.strategy.searching import compare
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.strategy.harness import CASES, data
 
 CPU, H100 = Profile.load("cpu"), Profile.load("h100")
 
@@ -82,3 +85,15 @@ def test_a_mesh_is_gone_on_with_where_it_has_what_is_given(options, takes_it) ->
     for size, expected in ((4, takes_it), (8, False)):
         with mock.patch.object(WLBStrategy, "world_size", size):
             assert earlier._is_as_asked_by(later) == expected
+
+
+def test_ranks_that_were_given_different_profiles_are_refused() -> None:
+    def said(**options) -> dict[str, str]:
+        return WLBStrategy()._arguments(data(CASES[0], **options))
+
+    everyone = [said(profile=given) for given in (None, "none", "cpu", None)]
+    assert [each["a device profile"] for each in everyone[:2]] == ["whatever is measured", "none"]
+    compare([everyone[0], everyone[3]])
+    for other in everyone[1:3]:
+        with pytest.raises(MisconfigurationException, match="rank 0 sees a device profile of what"):
+            compare([everyone[0], other])

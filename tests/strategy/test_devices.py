@@ -10,17 +10,22 @@ from lightning_wlb.strategy.devices import nearest, profile_of
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "profile"),
+    ("name", "memory", "kernel", "profile"),
     [
-        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "h100"),
-        ("NVIDIA H200", 150_000_000_000, "h200"),
-        ("NVIDIA GH200 480GB", 100_000_000_000, "h200"),
+        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "flash_attn 3", "h100"),
+        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "torch (FlashAttention-2)", "h100-fa2"),
+        ("NVIDIA H200", 150_000_000_000, "flash_attn 4", "h200"),
+        ("NVIDIA H200", 150_000_000_000, "flash_attn 2", "h200-fa2"),
+        ("NVIDIA H200", 150_000_000_000, "exact", "h200-fa2"),
+        ("NVIDIA GH200 480GB", 100_000_000_000, "flash_attn 3", "h200"),
     ],
 )
-def test_a_gpu_gets_the_profile_of_its_name_and_its_own_memory(name, memory, profile) -> None:
+def test_a_gpu_gets_the_profile_of_its_name_and_kernel_and_its_own_memory(
+    name, memory, kernel, profile
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = nearest(name, memory)
+        found = nearest(name, memory, kernel)
     assert (found.name, found.memory_bytes) == (profile, memory)
 
 
@@ -31,7 +36,7 @@ def test_a_gpu_gets_the_profile_of_its_name_and_its_own_memory(name, memory, pro
 def test_another_gpu_gets_the_nearest_in_memory_with_a_warning(name, memory, profile) -> None:
     words = f"no device profile of {name}.*analytic profile '{profile}' with {memory // 10**9} GB"
     with pytest.warns(UserWarning, match=words + ".*lightning-wlb profile --output FILE"):
-        found = nearest(name, memory)
+        found = nearest(name, memory, "flash_attn 3")
     assert (found.name, found.memory_bytes) == (profile, memory)
 
 

@@ -225,9 +225,9 @@ def posted(rank: int) -> list[list[str]]:
 
         return post
 
-    before = gathering._all_gather, gathering._reduce_scatter
-    gathering._all_gather = noting("gather", before[0])
-    gathering._reduce_scatter = noting("reduce", before[1])
+    before = gathering.all_gather_into, gathering.reduce_scatter_into
+    gathering.all_gather_into = noting("gather", before[0])
+    gathering.reduce_scatter_into = noting("reduce", before[1])
     for name in ("first", "second"):
         module = getattr(model, name)
         module.register_forward_pre_hook(lambda *_, name=name: log.append(f"forward {name}"))
@@ -238,7 +238,7 @@ def posted(rank: int) -> list[list[str]]:
         step(model, gathering_, [each.requires_grad_() for each in batches(rank, counts)])
         logs.append(log.copy())
         log.clear()
-    gathering._all_gather, gathering._reduce_scatter = before
+    gathering.all_gather_into, gathering.reduce_scatter_into = before
     return logs
 
 

@@ -57,13 +57,13 @@ def behind_shared(rank: int) -> list[list[str]]:
     model.first.register_full_backward_hook(lambda *_: log.append("backward"))
     logs = []
     with pytest.MonkeyPatch.context() as patch:
-        reduce_scatter = gathering._reduce_scatter
+        reduce_scatter = gathering.reduce_scatter_into
 
         def noting(*args, **options):
             log.append("reduce")
             return reduce_scatter(*args, **options)
 
-        patch.setattr(gathering, "_reduce_scatter", noting)
+        patch.setattr(gathering, "reduce_scatter_into", noting)
         for shared in ({1}, {0}):
             batches = [each.requires_grad_() for each in inputs(rank, 2, torch.float64)]
             run(model, split, batches, shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.messages import Pipeline
-from lightning_wlb.strategy.out_of_memory import is_out_of_memory, note
+from lightning_wlb.strategy.out_of_memory import note
+from lightning_wlb.strategy.precision import WLBPrecision
+from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 
@@ -27,7 +30,11 @@ LENGTHS = [8000, 6000, *[500] * 60]
 
 
 def told(
-    model: MemoryModel, number: int, action: Action | None, recompute: ActivationCheckpointing
+    model: MemoryModel,
+    number: int,
+    action: Action | None,
+    recompute: ActivationCheckpointing,
+    device: str = "cpu",
 ) -> tuple[str, StepBatch]:
     """The note of a rank of that number in a step of two replicas, and the step."""
     settings = DataSettings(
@@ -40,9 +47,8 @@ def told(
     batch = StepBatch(plan, 0, plan.replicas, [], {}, 0, False)
     half = SHAPE.layers // 2
     stages = range(half), range(half, SHAPE.layers)
-    cpu = torch.device("cpu")
-    rank = MESH.coordinate(number)
-    pipeline = Pipeline(rank, stages, "1f1b", {}, SHAPE.dim, torch.bfloat16, cpu)
+    rank, on = MESH.coordinate(number), torch.device(device)
+    pipeline = Pipeline(rank, stages, "1f1b", {}, SHAPE.dim, torch.bfloat16, on)
     return note(action, batch, pipeline, model), batch
 
 
@@ -99,17 +105,28 @@ def test_what_is_on_already_and_what_does_not_divide_is_not_advised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "out"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (MemoryError(), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("no"), False),
-    ],
+    ("device", "settings", "advised"),
+    [("cuda", "", True), ("cuda", "expandable_segments:True", False), ("cpu", "", False)],
 )
-def test_what_counts_as_out_of_memory(error: Exception, out: bool) -> None:
-    assert is_out_of_memory(error) is out
+def test_segments_that_grow_are_advised_on_a_gpu_without_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, settings: str, advised: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    text, _ = told(MemoryModel(SHAPE, MESH), 0, None, "auto", device)
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:True leaves fewer gaps" in text) is advised
+
+
+def test_a_model_may_attend_by_itself() -> None:
+    strategy, made = WLBStrategy(), module(SMALL)
+    made.configure_model()
+    assert isinstance(made.model, torch.nn.Module)
+    strategy._lightning_module, strategy._rank = made, MESH.coordinate(0)
+    strategy.precision_plugin = WLBPrecision("32-true")
+    strategy.parallel_devices = [torch.device("cpu")]
+    with mock.patch.object(WLBStrategy, "local_rank", 0):
+        assert strategy._memory_model().kernel == "cpu"
+        del made.model.attention_kernel
+        assert strategy._memory_model().kernel == ""
 
 
 def runs_out(rank: int) -> list[tuple[str, list[str]]]:

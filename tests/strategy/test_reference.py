@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_wlb.plan import StepPlan
+from tests.device import DEVICE
 from tests.oracle import count_targets, oracle
 from tests.strategy.harness import CASES, LENGTHS, documents, module, relative_error
 from tests.strategy.test_gradients import TOLERANCE, expected
@@ -28,12 +29,12 @@ def test_one_process_equals_dense_attention_of_raw_documents(case):
         fresh.configure_model()
     finally:
         torch.set_default_dtype(before)
-    total, gradients = oracle(fresh.model, raw, pieces, masks)
+    total, gradients = oracle(fresh.model.to(DEVICE), raw, pieces, masks)
     targets = count_targets(raw, pieces, masks)
     assert targets == plan.target_tokens
     assert record["losses"][0] == pytest.approx(total / targets, rel=1e-12)
     first = record["gradients"][0]
     assert {name.removeprefix("model.") for name in first} == set(gradients)
     for name, gradient in gradients.items():
-        want = (gradient / targets).numpy().astype(np.float64)
+        want = (gradient / targets).cpu().numpy().astype(np.float64)
         assert relative_error(first[f"model.{name}"], want) <= TOLERANCE, name

@@ -1,5 +1,6 @@
 """A rank that waits for one that is out of reach is ended, whatever it waits in."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -65,10 +67,40 @@ def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause,
     assert last.startswith(f"[rank 0] WLBStrategy: this process ends, since {cause}")
 
 
+def locked(rank: int, folder: Path) -> None:
+    """Rank 1 dies, and rank 0 holds Python's lock from then on."""
+    watchdog.GRACE = watchdog.LOCKED = 0.3
+    os.environ.update(RANK=str(rank))
+    dist.init_process_group("gloo")
+    faults = Faults()
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    os.dup2(os.open(folder / f"{rank}.err", os.O_CREAT | os.O_WRONLY), 2)
+    dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    assert faults._watchdog is not None
+    while faults._watchdog._verdict != "alone":
+        time.sleep(0.01)
+    ctypes.PyDLL(None).sleep(50)
+
+
+def test_a_rank_in_foreign_code_that_holds_the_lock_is_ended_too(tmp_path):
+    results, seconds = outcomes(locked, 2, tmp_path)
+    assert results == [None, None]
+    assert seconds < 30
+    said = (tmp_path / "0.err").read_text()
+    assert "Timeout (0:00:00.6" in said
+    assert "in locked" in said, "where it was"
+
+
 def watched(rank: int) -> str:
     faults = Faults()
     faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
-    faults.end()
+    assert faults._watchdog is not None
+    with mock.patch.object(watchdog, "faulthandler") as timer:
+        faults._watchdog._end_in(60.0)  # in the last moment of the run
+        faults.end()
+    timer.cancel_dump_traceback_later.assert_called_once_with()
     assert signal.set_wakeup_fd(-1) == -1, "as it was before"
     return "fine"
 
@@ -81,7 +113,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
     """It inherits the descriptor through which signals are told, and a terminal signals both."""
     monkeypatch.setattr(watchdog, "heeds_interrupts", lambda: True)
     one, other = socket.socketpair()
-    thread = watchdog.Watchdog(0, 2, board.Link(one), "secret", 60.0)
+    thread = watchdog.Watchdog(0, 2, board.Connection(one), "secret", 60.0)
     signal.set_wakeup_fd(-1)
     for pause in (0.0, 0.0, 0.3):
         assert thread._end_at == float("inf")
@@ -89,6 +121,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
         thread._waker.send(bytes([signal.SIGINT]))
         thread._count_interrupts()
     assert thread._end_at < float("inf"), "the second one"
+    thread._stay()
     for end in (one, other, thread._woken, thread._waker):
         end.close()
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.collectives import sum_dtype
+from lightning_wlb.attention.collectives import reduce_dtype
 from lightning_wlb.attention.process_groups import group_rank, group_size
 from lightning_wlb.models.huggingface.attention import running
 from lightning_wlb.models.huggingface.styles import (
@@ -268,7 +268,7 @@ class _GatherColumns(torch.autograd.Function):
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks, in float32 for half types."""
-    wide = x.to(sum_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
+    """The sum over the ranks, which travels in :func:`.reduce_dtype`."""
+    wide = x.to(reduce_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
     dist.all_reduce(wide, group=group)
     return wide.to(x.dtype)

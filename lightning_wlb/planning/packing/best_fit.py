@@ -13,12 +13,11 @@ Cost: O(P·(log P + M)) for P pieces in M micro-batches.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import ClassVar
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.longest_first import longest_first
+from lightning_wlb.planning.longest_first import fill
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, check_fits
 from lightning_wlb.planning.replicas import Deal, round_robin
 
@@ -45,15 +44,4 @@ def pack_best_fit(pieces: Sequence[Piece], cap: int) -> MicroBatches:
         ValueError: a piece is longer than ``cap``.
     """
     check_fits(pieces, cap)
-    micro_batches: MicroBatches = []
-    rooms: list[tuple[int, int]] = []  # (tokens left, micro-batch), ascending
-    for piece in longest_first(pieces):
-        at = bisect_left(rooms, (piece.tokens, -1))
-        if at == len(rooms):
-            micro_batches.append([piece])
-            insort(rooms, (cap - piece.tokens, len(micro_batches) - 1))
-        else:
-            room, index = rooms.pop(at)
-            micro_batches[index].append(piece)
-            insort(rooms, (room - piece.tokens, index))
-    return micro_batches
+    return fill(pieces, cap)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
+from lightning_wlb.attention.process_groups import NO_GROUPS
+from lightning_wlb.models import loss
+from lightning_wlb.models.huggingface.attention import Running, during
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.strategy.activations import ActivationCount
 from tests.models.huggingface.configs import tiny
 
 
@@ -24,3 +31,27 @@ from tests.models.huggingface.configs import tiny
 )
 def test_plain_heads(family, fields, plain):
     assert HuggingFaceDecoder(tiny(family, **fields)).head.plain is plain
+
+
+class Held(ActivationCount):
+    """What is held after every operation."""
+
+    def __torch_dispatch__(self, *args, **options):
+        result = super().__torch_dispatch__(*args, **options)
+        self.sample()
+        return result
+
+
+def test_a_head_that_is_not_plain_takes_the_memory_that_is_counted(monkeypatch):
+    rows, chunk, words = 256, 64, 4000
+    monkeypatch.setattr(loss, "chunk_rows", lambda words, accelerator: chunk)
+    capped = tiny("gemma2", final_logit_softcapping=30.0, vocab_size=words)
+    decoder = HuggingFaceDecoder(capped).bfloat16()
+    hidden = torch.randn(rows, capped.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(rows, dtype=torch.int64)
+    micro_batch = SimpleNamespace(recompute="none")
+    with during(Running(micro_batch, NO_GROUPS, decoder.attention_kernel)), Held() as held:
+        decoder.head(hidden, labels, None).backward()
+    # In float32 and, rounded, once more: as MemoryModel has it.
+    counted = (4 + 2) * words * (chunk + capped.hidden_size)
+    assert counted / 2 < max(held.held_bytes) < 1.1 * counted

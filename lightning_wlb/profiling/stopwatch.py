@@ -1,28 +1,22 @@
-"""What a step is measured by: the time of each action, and the activations that it holds.
+"""The time of each action of a step and, within it, of the attention kernels.
 
-* :class:`Stopwatch` times each action and, within it, the attention kernels. On a CPU with one
-  thread the compute time of an action is the thread's own CPU time. It leaves out the waits inside
-  collectives, and it stays right when several ranks share a core, where wall time measures the
-  neighbours. On CUDA, events are recorded on the stream and read once at the end of the step.
-* :class:`ActivationCount` counts the bytes of what forwards leave until their backwards.
+On a CPU with one thread the compute time of an action is the thread's own CPU time. It leaves out
+the waits inside collectives, and it stays right when several ranks share a core, where wall time
+measures the neighbours. On CUDA, events are recorded on the stream and read once at the end of the
+step.
 
-Cost: two clock readings for each action and each attention kernel. Counting activations slows every
-torch operation of a forward down, so not in steps whose times matter.
+Cost: two clock readings for each action and each attention kernel.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.timeline import Timing
@@ -134,60 +128,3 @@ class CUDAStopwatch(Stopwatch):
         """The step's actions in the order in which they ran."""
         torch.cuda.synchronize()
         return super().timings()
-
-
-class ActivationCount(TorchDispatchMode):
-    """The activations of one step at a time.
-
-    Use it as a context manager around each forward, and call :meth:`sample` after each action.
-
-    Every storage that comes into being inside the context is noted with a weak reference, which
-    neither copies nor keeps it, and :meth:`sample` sums those still alive: what autograd saved,
-    boundaries of stages, messages on their way, cached keys and values, but no parameters, their
-    gradients or inputs of the step. A dispatch mode also sees what a saved-tensor hook would not:
-    what custom functions keep by themselves or is saved under another hook (sliced attention's).
-
-    Attributes:
-        held_bytes: what is held after each action of the last step, in order, and once more at
-            its end.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.held_bytes: list[int] = []
-
-    def begin_step(self) -> None:
-        """Forget the last step."""
-        self._alive = {}
-        self.held_bytes = []
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Note the storages of some tensors, each once."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            reference = StorageWeakRef(storage)
-            # The weak reference keeps the key from being given to another storage.
-            self._alive[reference.cdata] = reference, storage.nbytes()
-
-    def sample(self) -> None:
-        """Sum what is held now."""
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.held_bytes.append(sum(size for _, size in self._alive.values()))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Note the outputs of an operation that are no views of its inputs."""
-        result = func(*args, **(kwargs or {}))
-        given = {_key(each) for each in _tensors((args, kwargs))}
-        self.add(each for each in _tensors(result) if _key(each) not in given)
-        return result
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -14,8 +14,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
-from lightning_wlb.strategy.measure import ActivationCount
+from lightning_wlb.strategy.activations import ActivationCount
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.device import BACKEND
 from tests.ranks import run_ranks
 from tests.strategy.changed_plans import changed_data
 from tests.strategy.harness import CASES, Case, data, module, trainer
@@ -163,6 +164,7 @@ def compared(rank: int, mixed: bool) -> tuple[int, set[str]]:
     return held.sliced, held.modes
 
 
+@pytest.mark.skipif(BACKEND == "exact", reason="keeps neither its output nor log-sum-exp")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_count_of_sliced_steps_is_what_the_simulator_predicts(mixed):
     """Byte for byte on the first stage."""

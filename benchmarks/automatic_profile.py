@@ -1,0 +1,147 @@
+"""The default packing by the profile that a run measures for itself, against best-fit packing.
+
+Two CPU ranks with one thread and a core each train the same documents as in
+``benchmarks.slimpack_measured``: as a pipeline of two stages, and as two replicas. In each round
+one packing trains an epoch after the other, so that a drift of the machine meets all of them:
+
+* *best_fit*, the baseline;
+* *auto, work*, with ``--work``: ``profile="none"``, so chosen by exact work;
+* *auto*: the default. Its first run measures the device, the later ones find that in the cache.
+  What earlier runs have kept there is removed first, as the machine may have been busy then.
+
+Steps are timed from the batch to the optimizer's update; planning is reported apart, since it runs
+ahead in a loader worker. *replayed* are the processor times of the actions through the simulator,
+without communication. A figure is the median over rounds, a ratio that of medians, best_fit's over
+the other's: above 1 is faster than best_fit.
+
+    python -m benchmarks.automatic_profile            # 6 minutes, an estimate
+    python -m benchmarks.automatic_profile --quick    # half a minute, figures of no use
+
+Needs two cores and nothing else running. Prints a table and as its last line one JSON object.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.measured import RankStep, train
+from benchmarks.slimpack_measured import CONFIG, chosen, documents, figures
+from lightning_wlb.data.cached import cache_folders
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.profiling.ranks import run_ranks
+
+MESHES = {"pipeline 2": Mesh(pipeline=2), "data 2": Mesh(data=2)}
+PACKINGS = {"best_fit": ("best_fit", None), "auto, work": ("auto", "none"), "auto": ("auto", None)}
+FIGURES = {
+    "wall_us_per_token": "wall clock (µs/token)",
+    "with_planning_us_per_token": "  with planning in line",
+    "replayed_us_per_token": "  replayed CPU times",
+    "bubble": "  share of it without work",
+    "micro_batches": "  micro-batches of a replica",
+}
+
+
+def train_rank(
+    rank: int, mesh: Mesh, packings: list[str], options: dict[str, int]
+) -> dict[str, list[list[RankStep]]]:
+    """The steps of every packing's epochs on this rank."""
+    result: dict[str, list[list[RankStep]]] = defaultdict(list)
+    for seed in range(options["rounds"]):
+        subset = chosen(seed, options["tokens"])
+        for name in packings:
+            packing, profile = PACKINGS[name]
+            data = WLBDataModule(
+                subset,
+                context_window=options["window"],
+                micro_batches=options["micro_batches"],
+                packing=packing,
+                seed=seed,
+                profile=profile,
+                num_workers=0,  # the ranks may not have children
+            )
+            result[name].append(train(CONFIG, mesh, data, max_epochs=1))
+            if name == "auto" and not data.measured:
+                raise RuntimeError("the device could not be measured in time: is it busy?")
+    return result
+
+
+def measured(mesh: Mesh, packings: list[str], options: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Of each packing the medians over rounds, and the wall clock of every round."""
+    by_rank = run_ranks(train_rank, 2, mesh, packings, options, timeout=1800, process_group=False)
+    result = {}
+    for packing in packings:
+        rounds = [
+            figures([rank[packing][number] for rank in by_rank], mesh)
+            for number in range(options["rounds"])
+        ]
+        result[packing] = {name: median(each[name] for each in rounds) for name in rounds[0]}
+        by_round = [each["wall_us_per_token"] for each in rounds]
+        result[packing]["wall_us_per_token_by_round"] = by_round
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = report.parser("automatic_profile", __doc__)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5)
+    add("--tokens", type=int, default=200_000, help="of an epoch")
+    add("--window", type=int, default=8192)
+    add("--micro-batches", type=int, default=4, help="N of a global batch")
+    add("--work", action="store_true", help="auto by work as well")
+    add("--quick", action="store_true", help="a round of few tokens")
+    add(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("results") / "automatic_profile.json",
+        help="where to write the JSON object too",
+    )
+    arguments = parser.parse_args(argv)
+    options = {
+        name: getattr(arguments, name) for name in ("rounds", "tokens", "window", "micro_batches")
+    }
+    if arguments.quick:
+        options |= {"rounds": 1, "tokens": 16_000, "window": 2048}
+    for folder in cache_folders():
+        for kept in folder.glob("profile-*"):
+            shutil.rmtree(kept)
+    packings = [each for each in PACKINGS if arguments.work or each != "auto, work"]
+    documents()  # tokenised once, before the ranks ask for it
+    runs = {name: measured(mesh, packings, options) for name, mesh in MESHES.items()}
+    rows = [
+        [f"{run}: {label.strip()}", *(f"{runs[run][each][name]:,.4g}" for each in packings)]
+        for run in runs
+        for name, label in FIGURES.items()
+    ]
+    ratios = {
+        run: {
+            each: {
+                name: of["best_fit"][name] / of[each][name]
+                for name in FIGURES
+                if name.endswith("per_token")
+            }
+            for each in packings
+        }
+        for run, of in runs.items()
+    }
+    Console(width=120).print(report.table("The same documents", ["", *packings], rows))
+    made = {
+        "benchmark": "automatic_profile",
+        "cores": os.cpu_count(),
+        "settings": {**options, "layers": CONFIG.layers, "dim": CONFIG.dim, "heads": CONFIG.heads},
+        "ratios": ratios,
+        "runs": runs,
+    }
+    report.finish(made, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

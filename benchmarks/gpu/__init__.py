@@ -1,0 +1,1 @@
+"""What to run in an hour on one GPU: ``python -m benchmarks.gpu``, see its ``--help``."""

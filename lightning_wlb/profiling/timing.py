@@ -1,0 +1,173 @@
+"""How long calls take on a device, the host's share left out.
+
+On a CPU with one thread that is the thread's own CPU time, so that a busy machine disturbs it
+little; with more threads wall-clock time.
+
+On CUDA the host queues kernels, and a short one takes longer to queue than to run: events around a
+single call on an idle device measure the host. So the device is first given a kernel that does
+nothing for a while (``torch.cuda._sleep``), behind which the host queues an event, several calls
+and another event; what lies between the events, over the number of calls, is the device's alone.
+That it was so can be seen: when all is queued the device must still be asleep. If it is not, the
+sample is dropped, and all later sleeps are twice as long.
+
+``torch.utils.benchmark`` takes wall-clock time over many calls, which hides the host only where the
+device is the slower of the two; Triton's ``do_bench`` keeps the queue full by clearing the cache
+before every call. Caches are left as they are here, since in a training step, too, a kernel reads
+what the one before it has just written.
+
+Cost: a sleep of half a millisecond for each sample, up to 70 ms where the host is slow. Not for
+calls that wait for the device in their middle: no sleep is long enough for those, and after the
+longest a sample counts as it is. The CUDA half has not been run by this project.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+FIRST_SLEEP = 2**20
+LONGEST_SLEEP = 2**27
+"""In cycles of a device that has less than two in a nanosecond: half a millisecond, and 67."""
+
+INTERVAL = 1e-3
+"""Seconds between two events, at least, so that their resolution of a microsecond hardly counts."""
+
+MOST_CALLS = 20
+"""Between two events; some dozens of kernels, of which a queue holds a thousand."""
+
+
+@dataclass
+class Held:
+    """What :meth:`.CallTimer.held` found out.
+
+    Attributes:
+        seconds: that the host took to queue the work; 0 where it does the work itself, or waited
+            for the device meanwhile.
+        ahead: whether the device had begun with nothing of it by then, or no sleep is longer.
+    """
+
+    seconds: float = 0.0
+    ahead: bool = True
+
+
+class CallTimer(ABC):
+    """Seconds of calls on one kind of device."""
+
+    warm_ups = 1
+    """Calls before those that count."""
+
+    @abstractmethod
+    def held(self) -> AbstractContextManager[Held]:
+        """A context, of a :class:`.Held`, in which the host queues work before the device runs."""
+
+    @abstractmethod
+    def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
+        """Seconds of one of ``times`` calls, and what the last of them returned."""
+
+    @abstractmethod
+    def times(self, seconds: float) -> int:
+        """How many calls of so many seconds make a sample."""
+
+    def medians(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], repeats: int
+    ) -> np.ndarray:
+        """Median seconds [2] of each; more samples of short calls, fewer of long ones.
+
+        Args:
+            forward: one call.
+            backward: a call with what ``forward`` returned, several times with the same.
+            repeats: samples, of either.
+        """
+        samples: list[tuple[float, float]] = []
+        times, spent = (1, 1), 0.0
+        while not _enough(len(samples) - self.warm_ups, spent, repeats):
+            there, out = self.seconds(forward, times[0])
+            back, _ = self.seconds(partial(backward, out), times[1])
+            samples.append((there, back))
+            spent += times[0] * there + times[1] * back
+            if len(samples) == self.warm_ups:
+                times = self.times(there), self.times(back)
+        return np.asarray(np.median(np.array(samples[self.warm_ups :]), axis=0))
+
+
+class CPUTimer(CallTimer):
+    """The clock of the calling thread, or the wall's where there are several."""
+
+    @contextmanager
+    def held(self) -> Iterator[Held]:
+        """Nothing is queued on a CPU."""
+        yield Held()
+
+    def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
+        """Seconds of one of ``times`` calls, and what the last of them returned."""
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        start = clock()
+        for _ in range(times):
+            result = call()
+        return (clock() - start) / times, result
+
+    def times(self, seconds: float) -> int:
+        """One: a clock reading takes less than a microsecond."""
+        return 1
+
+
+class CUDATimer(CallTimer):
+    """Events behind a sleep of the device."""
+
+    warm_ups = 2  # the second says how long a call takes, without what is set up in the first
+
+    def __init__(self) -> None:
+        self._cycles = FIRST_SLEEP
+
+    @contextmanager
+    def held(self) -> Iterator[Held]:
+        """The device sleeps before the work that is queued inside; next time longer if it must."""
+        held, asleep = Held(), torch.cuda.Event()
+        torch.cuda._sleep(self._cycles)
+        asleep.record()
+        start = time.perf_counter()
+        yield held
+        seconds = time.perf_counter() - start
+        if not asleep.query():
+            held.seconds = seconds
+        elif self._cycles < LONGEST_SLEEP:
+            held.ahead = False
+            self._cycles *= 2
+
+    def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
+        """Seconds of one of ``times`` calls, and what the last of them returned."""
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with self.held() as held:
+                begin.record()
+                for _ in range(times):
+                    result = call()
+                end.record()
+            end.synchronize()
+            if held.ahead:
+                return begin.elapsed_time(end) / 1000 / times, result
+
+    def times(self, seconds: float) -> int:
+        """As many as fill :data:`.INTERVAL`, up to :data:`.MOST_CALLS`."""
+        return max(1, min(math.ceil(INTERVAL / max(seconds, 1e-6)), MOST_CALLS))
+
+
+def make_timer(device: torch.device) -> CallTimer:
+    """The timer for a device."""
+    return CUDATimer() if device.type == "cuda" else CPUTimer()
+
+
+def _enough(samples: int, seconds: float, repeats: int) -> bool:
+    """As many as asked for; more of short ones, fewer of long ones."""
+    if seconds > 0.5:
+        return samples >= min(3, repeats)
+    return samples >= repeats and (seconds > 0.01 or samples >= 20)

@@ -1,0 +1,62 @@
+"""What CUDA and torch's allocator are told before they start, where the user has not told them.
+
+* ``CUDA_DEVICE_MAX_CONNECTIONS=32``, the most there is. Each process group has a stream of its own
+  under NCCL, and a rank has up to twelve beside that of computation. Of CUDA's eight queues, the
+  default, some would carry two streams each, one behind the other: a receive may then stand behind
+  a send that waits for the same neighbour. (Others set 1, so that kernels of tensor parallelism
+  begin in the order in which they were launched; then every message here would wait for every
+  reduction that was posted before it, which a slower replica may hold up.)
+* ``PYTORCH_ALLOC_CONF=expandable_segments:True``: micro-batches differ in length from step to step,
+  and blocks of fixed size that were made for one leave gaps for the next. On Linux only.
+
+Too late where CUDA has started already: then the run says so, if it has several ranks. Read in the
+sources of torch 2.13 and NVIDIA's documentation; not run on CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_CONNECTIONS = 32
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_ALLOCATOR_BEFORE = "PYTORCH_CUDA_ALLOC_CONF"  # torch's older name for it
+EXPANDABLE = "expandable_segments:True"
+
+
+def prepare_cuda(ranks: int) -> None:
+    """Set what is not set, for this process and those that it starts.
+
+    Args:
+        ranks: of the run; one sends no messages.
+    """
+    given = os.environ
+    wanted = {} if CONNECTIONS in given or ranks == 1 else {CONNECTIONS: str(MOST_CONNECTIONS)}
+    if ALLOCATOR not in given and _ALLOCATOR_BEFORE not in given and sys.platform == "linux":
+        wanted[ALLOCATOR] = EXPANDABLE
+    if CONNECTIONS in given and given[CONNECTIONS] != str(MOST_CONNECTIONS) and ranks > 1:
+        rank_zero_warn(
+            f"{CONNECTIONS}={given[CONNECTIONS]}: messages between ranks may wait for each other in"
+            f" fewer queues than there are process groups, or for ever. Leave it out;"
+            f" {MOST_CONNECTIONS} is taken then."
+        )
+    if not wanted:
+        return
+    if torch.cuda.is_initialized():
+        if ranks > 1:
+            settings = " ".join(f"{name}={value}" for name, value in wanted.items())
+            rank_zero_warn(
+                "CUDA was used before the Trainer was made, too early for WLBStrategy to set"
+                f" {settings}. Make the Trainer first, or set them where the program is started."
+            )
+        return
+    given.update(wanted)
+
+
+def has_expandable_segments() -> bool:
+    """Whether torch's allocator was told so."""
+    return EXPANDABLE in os.environ.get(ALLOCATOR, os.environ.get(_ALLOCATOR_BEFORE, ""))

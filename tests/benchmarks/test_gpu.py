@@ -1,0 +1,319 @@
+"""The program for an hour on a GPU: rows and limits, and its parts in tiny sizes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks.gpu import kernels, recording, right, trace
+from benchmarks.gpu.__main__ import PARTS, main, part
+from benchmarks.gpu.kernels import bare_call
+from benchmarks.gpu.page import page
+from benchmarks.gpu.papers import PAPER, figure_10, figure_15, summary
+from benchmarks.gpu.papers import SMALL as SMALL_SIZES
+from benchmarks.gpu.recording import Run, machine, record
+from benchmarks.gpu.trace import kind_of, shares
+from benchmarks.workloads import LLAMA2_7B_LAYER
+from lightning_wlb.attention.kernel import PLAIN
+from lightning_wlb.attention.kernels_cpu import cpu_attention
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.sharding import SHARDINGS
+from tests.attention.support import metadata_of, random_inputs
+from tests.ranks import RankFailed, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def run_of(folder: Path, seconds: float = 60.0) -> Run:
+    return Run(CPU, True, folder, seconds)
+
+
+def kept(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"gpu_{name}.json").read_text())
+
+
+def test_every_row_is_on_the_disk_before_the_next_begins_and_errors_cost_no_other(
+    tmp_path: Path,
+) -> None:
+    seen = []
+
+    def row(figure: int) -> dict[str, Any]:
+        seen.append(kept(tmp_path, "part"))
+        if figure == 2:
+            raise ValueError("no such thing")
+        return {"figure": figure}
+
+    rows = [(f"row {number}", lambda number=number: row(number)) for number in (1, 2, 3)]
+    result = record(
+        "part",
+        rows,
+        run_of(tmp_path),
+        lambda done: {"sum": sum(r["figure"] for r in done.values())},
+    )
+    assert [list(each["rows"]) for each in seen] == [[], ["row 1"], ["row 1", "row 2"]]
+    assert [each["left_out"] for each in seen[1:]] == [["row 2", "row 3"], ["row 3"]]
+    assert [each["summary"] for each in seen] == [{}, {"sum": 1}, {"sum": 1}]
+    assert result == kept(tmp_path, "part")
+    assert result["rows"]["row 2"]["error"] == "ValueError: no such thing"
+    assert result["rows"]["row 2"]["at"][-1].startswith("test_gpu.py:")
+    assert (result["summary"], result["left_out"]) == ({"sum": 4}, [])
+    assert result["versions"]["torch"] == torch.__version__
+
+
+def test_no_row_begins_after_the_limit(tmp_path: Path) -> None:
+    over = Run(CPU, True, tmp_path, 100.0, time.monotonic() - 100.0)
+    assert over.left == 0
+    result = record("part", [("one", dict), ("two", dict)], over)
+    assert (result["rows"], result["left_out"]) == ({}, ["one", "two"])
+
+
+def hang(rank: int, folder: str) -> None:
+    machine(CPU)  # imports of the first look at it are not the part's time
+    rows = [
+        ("first", lambda: {"figure": 1}),
+        ("hangs", lambda: time.sleep(60) or {}),
+        ("last", dict),
+    ]
+    record("part", rows, run_of(Path(folder), 1.0))
+
+
+def test_a_row_that_hangs_ends_with_the_limit_and_the_process(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankFailed, match="died without a word"):
+        run_ranks(hang, 1, str(tmp_path), process_group=False)
+    assert time.monotonic() - begin < 30
+    result = kept(tmp_path, "part")
+    assert result["rows"]["first"]["figure"] == 1
+    assert result["rows"]["hangs"]["error"] == "cut at the part's limit of 1 s"
+    assert result["left_out"] == ["last"]
+
+
+def run_parts(rank: int, folder: str) -> list[int]:
+    names = ("profile", "papers", "train", "trace")
+    options = ["--device", "cpu", "--small", "--output", folder]
+    return [main([*options, "--part", name]) for name in names]
+
+
+def test_parts_run_in_tiny_sizes_on_a_cpu(tmp_path: Path) -> None:
+    """Part 1, which starts pytest, is in tests/soak/test_gpu_hour.py."""
+    (statuses,) = run_ranks(run_parts, 1, str(tmp_path), process_group=False)
+    assert statuses == [0, 0, 0, 0]
+    found = {name: kept(tmp_path, name) for name in PARTS if name != "right"}
+    assert all(each["left_out"] == [] for each in found.values())
+    assert Profile.load(str(tmp_path / found["profile"]["rows"]["tiny"]["file"])).measured
+    rows = found["train"]["rows"]
+    assert list(rows) == ["profile", "original, round 1", "auto, round 1"]
+    for row in (rows["original, round 1"], rows["auto, round 1"]):
+        assert row["profile"] == "measured-trained"
+        (first, second) = row["steps"]
+        assert 0 < first["seconds_per_predicted"] < 1000
+        assert second["tokens_per_second"] == second["tokens"] / second["seconds"]
+    assert found["train"]["summary"]["auto_over_original"] > 0
+    assert set(found["papers"]["summary"]) == set(summary({}))
+    assert (tmp_path / "gpu_papers.png").stat().st_size > 10_000
+    step = found["trace"]["rows"]["step"]
+    assert sum(step["shares"].values()) == pytest.approx(1)
+    assert set(step["shares"]) == {"products", "attention", "other"}
+    assert (tmp_path / "gpu_trace.json.gz").stat().st_size > 1000
+
+
+class CountingKernel:
+    """In place of times the number of the call."""
+
+    shape = LLAMA2_7B_LAYER
+    calls = 0
+
+    def ms(self, segments: Any, **options: Any) -> float:
+        self.calls += 1
+        return float(self.calls)
+
+
+def test_figure_15_compares_what_was_timed() -> None:
+    latency = LatencyModel(Profile.load("h100"), LLAMA2_7B_LAYER, Mesh(context=2))
+    row = figure_15(CountingKernel(), latency, [[600, 424]], 2, most_keys=1 << 20)  # type: ignore[arg-type]
+    # Two ranks of each sharding in turn: the slower one is the later.
+    for number, name in enumerate(SHARDINGS):
+        assert row["ms"][name] == 2 * number + 2
+    assert row["ms"]["heads"] == 2 * len(SHARDINGS) + 1
+    assert row["ms"]["optimal of the paper's"] == min(row["ms"][name] for name in PAPER)
+    best = min(row["ms"][name] for name in SHARDINGS)
+    assert row["ours_over_best_single"] == row["ms"]["our choice"] / best
+
+
+def test_figure_10_counts_the_pairs_of_the_last_queries() -> None:
+    kernel = CountingKernel()
+    row = figure_10(kernel, SMALL_SIZES, 16)  # type: ignore[arg-type]
+    assert (row["segments"], row["keys"]) == (1, 64)
+    pairs = sum(range(49, 65))
+    assert row["forward_tflops"] == pytest.approx(4 * 32 * 128 * pairs / 1e9)
+
+
+def test_the_bare_call_is_the_library_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [(5, 9), (3, 3)]
+    q, k, v, _ = random_inputs(segments, 4, 2)
+    metadata = metadata_of(segments)
+
+    def library(q, k, v, *, causal: bool, **bounds: Any):
+        assert causal
+        return cpu_attention(q, k, v, SimpleNamespace(**bounds), PLAIN), None
+
+    monkeypatch.setattr(kernels, "flash_library", lambda: (library, (2, 8, 3)))
+    wanted = bare_call("cpu", metadata)(q, k, v)
+    assert torch.equal(bare_call("flash_attn 2", metadata)(q, k, v), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("flash::FlashAttnFwdSm90<cutlass::gemm::KernelTma>", "attention"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
+        ("aten::addmm", "products"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_shares_of_kernels() -> None:
+    found = shares([("copy", 10.0), ("gemm", 60.0), ("copy", 10.0), ("flash", 15.0), ("add", 5.0)])
+    assert found["shares"] == {"other": 0.25, "products": 0.6, "attention": 0.15}
+    assert found["milliseconds"] == 0.1
+    assert found["largest_others"] == [
+        {"name": "copy", "share": 0.2, "calls": 2},
+        {"name": "add", "share": 0.05, "calls": 1},
+    ]
+
+
+def test_on_a_gpu_its_kernels_count_and_no_range_around_them() -> None:
+    def event(name: str, kind: DeviceType, annotation: bool = False) -> SimpleNamespace:
+        lasted = SimpleNamespace(elapsed_us=lambda: 3.0)
+        return SimpleNamespace(
+            name=name, device_type=kind, is_user_annotation=annotation, time_range=lasted
+        )
+
+    events = [
+        event("aten::mm", DeviceType.CPU),
+        event("Optimizer.step#AdamW.step", DeviceType.CUDA, True),
+        event("nvjet", DeviceType.CUDA),
+    ]
+    profiler: Any = SimpleNamespace(events=lambda: events)
+    assert trace.kernels(profiler, torch.device("cuda")) == [("nvjet", 3.0)]
+
+
+def test_what_a_gpu_s_results_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(total_memory=7)
+    for name, value in {
+        "get_device_name": lambda device: "NVIDIA H200",
+        "get_device_properties": lambda device: properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(recording.shutil, "which", lambda name: "/bin/echo")
+    monkeypatch.setattr(VarlenAttention, "kernel_name", lambda self, kind: f"one for {kind}")
+    found = machine(torch.device("cuda", 0))
+    assert (found["device"], found["memory_bytes"], found["kernel"]) == (
+        "NVIDIA H200",
+        7,
+        "one for cuda",
+    )
+    assert found["versions"]["nccl"] == "2.28.9"
+    # The command that asks the driver is what this one prints.
+    assert found["versions"]["driver"] == "--query-gpu=driver_version --format=csv,noheader"
+
+
+def test_rows_as_tables() -> None:
+    rows = {
+        "one": {"ms": {"a": 1.23456, "b": 2}, "list": [1.0, 2.5], "steps": [{"x": 1, "y": "s|t"}]},
+        "two": {"ms": {"a": 3.0, "b": 4}, "list": []},
+        "bad": {"error": "ValueError: no\nsuch thing"},
+    }
+    shown = page(
+        {
+            "part": "train",
+            "device": "GPU",
+            "kernel": "k",
+            "versions": {"torch": "2"},
+            "small": False,
+        }
+        | {"rows": rows, "left_out": ["three"], "summary": {"best": {"x": 0.5}, "all": 7}}
+    )
+    assert shown.splitlines()[2:] == [
+        "GPU, attention by k; torch 2.",
+        "",
+        "|  | x |",
+        "|---|---:|",
+        "| best | 0.5 |",
+        "",
+        "|  | all |",
+        "|---|---:|",
+        "| summary | 7 |",
+        "",
+        "|  | ms: a | ms: b | list |",
+        "|---|---:|---:|---:|",
+        "| one | 1.235 | 2 | 1, 2.5 |",
+        "| two | 3 | 4 |  |",
+        "",
+        "|  | error |",
+        "|---|---:|",
+        "| bad | ValueError: no such thing |",
+        "",
+        "one: steps",
+        "",
+        "| x | y |",
+        "|---|---:|",
+        "| 1 | s/t |",
+        "",
+        "Left out at the limit: three.",
+    ]
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="a"><properties><property name="error" value="1e-3"/></properties></testcase>
+<testcase name="b"><failure message="short">long text</failure></testcase>
+<testcase name="c"><skipped message="needs a CUDA device"/></testcase>
+<testcase name="d"><skipped message="needs a CUDA device"/></testcase>
+<testcase name="e"><error message="only a message"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_what_became_of_tests() -> None:
+    assert right.outcome(REPORT) == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 2,
+        "failures": [
+            {"test": "b", "text": "long text"},
+            {"test": "e", "text": "only a message"},
+        ],
+        "skipped_for": {"needs a CUDA device": 2},
+        "recorded": {"a": {"error": "1e-3"}},
+    }
+    assert "tests/attention/test_backends.py" in right.files_with_gpu_tests()
+
+
+def test_parts_by_number_and_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert [part(str(number)) for number in range(1, 6)] == list(PARTS)
+    assert part("trace") == "trace"
+    for options, words in (
+        ("--part 6 --device cpu", "none of 1 to 5, right, profile"),
+        ("--part 2 --device cpu", "Add --small"),
+        ("--part 2 --device cpu --small", "give --output"),
+        (f"--part 2 --device cpu --small --limit 0 --output {tmp_path}", "seconds above 0"),
+    ):
+        with pytest.raises(SystemExit):
+            main(options.split())
+        assert words in capsys.readouterr().err

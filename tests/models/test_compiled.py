@@ -1,0 +1,235 @@
+import os
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_wlb.models import loss
+from lightning_wlb.models.compiled import Compiled, Compiler, uncompiled
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.dense import Dense
+from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.models.transformer import Transformer
+from tests.models.steps import config, documents, step_batch
+from tests.oracle import oracle, relative_error
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler is installed"
+)
+
+
+def build(dtype=torch.float64, **overrides):
+    # As many key heads as heads: one graph less to compile.
+    model = Transformer(config(**{"kv_heads": 4} | overrides)).to(dtype)
+    initialise(model, 7, lambda name: 0.3, model.tied)
+    return model
+
+
+def other_parameters(model):
+    """Other tensors of the same values, as a step's gathered ones are."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
+
+
+@pytest.fixture
+def own_loss(monkeypatch):
+    """The loss of half types and of ranks, also where torch's own would be exact."""
+    monkeypatch.setattr(loss, "_torch_is_exact", lambda hidden, weight: False)
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@needs_compiler
+def test_gradients_and_few_compilations_whatever_the_lengths(own_loss):
+    model, plain = build(), build()
+    model.compile_blocks()
+    before = graphs()
+    for step in range(12):
+        length = 2 + 3 * step
+        texts, pieces = documents([length, 5]), [(0, 0, length), (1, 0, 5)]
+        _, wanted = oracle(plain, texts, pieces)
+        recompute = ("none", "selective", "full")[step % 3]
+        other_parameters(model)
+        for micro_batch in step_batch(texts, [pieces], recompute=(recompute,)).micro_batches:
+            model(micro_batch).backward()
+        for name, parameter in model.named_parameters():
+            assert relative_error(parameter.grad, wanted[name]) <= 1e-10, (name, length)
+    assert graphs() - before == 5, "norm, rotation, SwiGLU, and two of the loss, each once"
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What torch.compile would be given is collected, and not compiled."""
+    calls = []
+
+    def fake(function, **options):
+        def run(*args):
+            calls.append((function, options))
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fake)
+    return calls
+
+
+def test_one_row_or_none_and_what_a_mode_looks_at_run_uncompiled(compiled):
+    double = Compiled(Compiler(), lambda x: 2 * x)
+    for rows in (0, 1):
+        assert double(torch.ones(rows)).shape == (rows,)
+    with Nothing():
+        double(torch.ones(3))
+    with uncompiled():
+        double(torch.ones(3))
+    assert not compiled
+    assert double(torch.ones(3)).tolist() == [2, 2, 2]
+    ((_, options),) = compiled
+    assert options == {"fullgraph": True, "dynamic": False, "options": None}
+    torch.use_deterministic_algorithms(True)
+    try:
+        Compiled(Compiler(), torch.neg)(torch.ones(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert compiled[-1][1]["options"] == {"deterministic": True}
+
+
+def broken(x):
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning(monkeypatch):
+    compiler = Compiler()
+    first, second = Compiled(compiler, broken), Compiled(compiler, broken)
+    with pytest.warns(UserWarning, match=r"(?s)uncompiled.*Unsupported.*compile=False") as said:
+        values = [function(torch.ones(2)).tolist() for function in (first, second)]
+    assert values == [[2, 2], [2, 2]]
+    assert len(said) == 1
+    # It is not tried again, and does not keep others from being compiled.
+    tried = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: tried.append(1) or function)
+    assert first(torch.ones(3)).tolist() == [2, 2, 2]
+    assert not tried
+    Compiled(compiler, torch.neg)(torch.ones(3))
+    assert tried
+
+
+def test_a_backward_that_cannot_be_compiled_is_known_in_forward_behind_a_validation(monkeypatch):
+    def eager(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def refuse(graph, inputs):
+        raise NotImplementedError("no backward")
+
+    backend = aot_autograd(fw_compiler=eager, bw_compiler=refuse, inference_compiler=eager)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    square = Compiled(Compiler(), lambda x: x * x)
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        square(x)
+    with pytest.warns(UserWarning, match=r"(?s)fails here.*no backward"):
+        square(x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_without_a_compiler_of_c_the_blocks_run_uncompiled():
+    # Of a type that no other test here has compiled for.
+    model, plain = build(torch.float32, layers=1), build(torch.float32, layers=1)
+    model.compile_blocks()
+    (micro_batch, *_) = step_batch(documents()).micro_batches
+    without = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+    with (
+        torch._inductor.config.patch(without),
+        pytest.warns(UserWarning, match=r"torch.compile fails here(?s:.*)InvalidCxxCompiler"),
+    ):
+        assert model(micro_batch).item() == plain(micro_batch).item()
+
+
+def test_errors_of_the_function_itself_are_raised():
+    product = Compiled(Compiler(), torch.mm)
+    with pytest.raises(RuntimeError, match=r"expected|shapes|size"):
+        product(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_the_module_compiles_the_blocks_and_says_so_in_its_hyperparameters(compiled, own_loss):
+    module = LanguageModule(config(), compile=True, seed=1)
+    assert module.hparams.compile is True
+    module.configure_model()
+    (micro_batch, *_) = step_batch(documents()).micro_batches
+    module.model(micro_batch).backward()
+    names = {function.__name__ for function, _ in compiled}
+    of_loss = {"_log_sum_exp_at_once", "slope_at_once"}
+    assert names == {"rms_norm", "_rotated_heads_real", "swiglu"} | of_loss
+    # Both norms of both layers and the last one; queries and keys; the feed-forward networks.
+    assert len(compiled) == 5 + 4 + 2 + 2
+    compiled.clear()
+    plain = LanguageModule(config(), seed=1)
+    plain.configure_model()
+    plain.model(micro_batch)
+    assert not compiled
+
+
+def test_a_model_that_compiles_nothing_is_refused():
+    class Own(LanguageModule):
+        def build_model(self):
+            return Decoder()
+
+    with pytest.raises(ValueError, match="compile=True, but Decoder does not compile anything"):
+        Own(compile=True).configure_model()
+    with pytest.raises(ValueError, match="compile='yes'"):
+        LanguageModule(compile="yes")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_compiled_functions_equal_the_plain_ones_on_a_gpu(dtype, most):
+    check_functions("cuda", getattr(torch, dtype), most)
+
+
+def check_functions(device, dtype, most):
+    generator = torch.Generator().manual_seed(0)
+    rows, dim, heads, inner = 1000, 256, 4, 384
+
+    def draw(*shape, scale=0.1):
+        values = scale * torch.randn(*shape, generator=generator)
+        return values.to(device, dtype).requires_grad_()
+
+    hidden, angles = draw(rows, dim, scale=1.0), torch.rand(rows, dim // heads // 2)
+    table = torch.stack([angles.cos(), angles.sin()], -1).to(device)
+    swiglu = [draw(inner, dim), draw(inner, dim), draw(dim, inner)]
+    calls = {
+        "rms_norm": (hidden, draw(dim), 1e-5),
+        "rotated_heads": (hidden, table, draw(dim, dim)),
+        "swiglu": (hidden, *swiglu),
+    }
+    plain, compiled = Dense(), Dense.compiled()
+    for name, given in calls.items():
+        leaves = [each for each in given if isinstance(each, torch.Tensor) and each.requires_grad]
+        results = []
+        for functions in (plain, compiled):
+            out = getattr(functions, name)(*given)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for value, wanted in zip(*results, strict=True):
+            assert relative_error(value.detach(), wanted.detach()) <= most, name
+    weight, labels = draw(512, dim), torch.arange(rows, device=device) % 512
+    results = []
+    for functions in (plain, compiled):
+        total = loss.chunked_token_loss(hidden, weight, labels, None, functions.softmax)
+        results.append([total, *torch.autograd.grad(total, (hidden, weight))])
+    for value, wanted in zip(*results, strict=True):
+        assert relative_error(value.detach(), wanted.detach()) <= most

@@ -1,0 +1,117 @@
+"""What ranks add up in less than float32: how far gradients move, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_wlb.attention.collectives import reduce_dtype, reducing_in
+from lightning_wlb.attention.process_groups import ProcessGroups
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.placement import predictor_of
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.tensor_parallel import shard_parameters
+from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.strategy.precision import WLBPrecision
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.models.steps import config, documents, step_batch
+from tests.oracle import relative_error
+from tests.ranks import run_ranks
+from tests.strategy.harness import SMALL, data, module, trainer
+
+
+def errors(rank: int, context: int, tensor: int) -> dict[str, float]:
+    """How far the gradients of four ranks move that add up in bfloat16."""
+    mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("cp", "tp"))
+    groups = ProcessGroups(mesh["cp"].get_group(), mesh["tp"].get_group())
+    model = Transformer(config()).bfloat16()
+    initialise(model, 7, lambda name: 0.3, model.tied)
+    shard_parameters(model, mesh["tp"], model.tensor_parallel_plan(tensor))
+    at = Mesh(context=context, tensor=tensor).coordinate(rank)
+    batch = step_batch(documents(), rank=at)
+
+    def gradients(dtype: torch.dtype) -> dict[str, Tensor]:
+        model.zero_grad()
+        with reducing_in(dtype):
+            sum(model(each, groups=groups) for each in batch.micro_batches).backward()
+        made = {name: each.grad.full_tensor().float() for name, each in model.named_parameters()}
+        for each in made.values():
+            dist.all_reduce(each, group=mesh["cp"].get_group())
+        return made
+
+    wide, narrow = gradients(torch.float32), gradients(torch.bfloat16)
+    return {name: relative_error(narrow[name], wide[name]) for name in wide}
+
+
+def both(rank: int) -> list[dict[str, float]]:
+    return [errors(rank, *sizes) for sizes in ((4, 1), (1, 4))]
+
+
+def test_bfloat16_moves_gradients_by_its_rounding() -> None:
+    """Of four ranks: of two the sums round alike."""
+    for meshes in run_ranks(both, 4):
+        for moved in meshes:
+            assert 1e-4 < max(moved.values()) < 5e-2, moved
+
+
+def runs(rank: int) -> tuple[list[torch.dtype], str]:
+    """What a run with ``reduce_dtype="bfloat16"`` adds up in, and what it plans with."""
+    seen: list[torch.dtype] = []
+    forward = Transformer.forward
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        seen.append(reduce_dtype(torch.bfloat16))
+        return forward(*arguments, **options)
+
+    refused = trainer(WLBStrategy(reduce_dtype="bfloat16"), 1, precision="32-true")
+    with pytest.raises(MisconfigurationException, match=r"reduce_dtype='bfloat16' would round"):
+        refused.fit(module(SMALL), data(SMALL))
+    fitted = module(SMALL)
+    runner = trainer(WLBStrategy(reduce_dtype="bfloat16"), 1, precision="bf16-mixed", max_steps=1)
+    with mock.patch.object(Transformer, "forward", noted):
+        runner.fit(fitted, data(SMALL))
+    seen.append(reduce_dtype(torch.bfloat16))
+    predictor = predictor_of(runner, Profile.load("h100"), fitted.model_shape, Mesh())
+    assert predictor is not None
+    return seen, predictor.latency.reduce_dtype
+
+
+def test_the_strategy_says_so_to_its_steps_and_to_the_planner() -> None:
+    ((seen, predicted),) = run_ranks(runs, 1, process_group=False)
+    *inside, after = seen
+    assert set(inside) == {torch.bfloat16}
+    assert after == torch.float32
+    assert predicted == "bfloat16"
+
+
+def test_sums_in_the_modules_of_transformers_travel_so_too(monkeypatch) -> None:
+    pytest.importorskip("transformers")
+    from lightning_wlb.models.huggingface.tensor import _summed
+
+    sent: list[torch.dtype] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: sent.append(x.dtype))
+    for least in (torch.float32, torch.bfloat16):
+        with reducing_in(least):
+            assert _summed(torch.ones(2, dtype=torch.bfloat16), None).dtype == torch.bfloat16
+    assert sent == [torch.float32, torch.bfloat16]
+
+
+def test_float32_is_the_default() -> None:
+    for precision, dtype in (("bf16-true", torch.float32), ("64-true", torch.float64)):
+        for given in (None, "float32"):
+            strategy = WLBStrategy(reduce_dtype=given)
+            strategy.precision_plugin = WLBPrecision(precision)
+            assert strategy.reduce_dtype == dtype
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="reduce_dtype='float16' is not one of float32, bfloat16"):
+        WLBStrategy(reduce_dtype="float16")
