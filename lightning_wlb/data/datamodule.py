@@ -191,6 +191,8 @@ class WLBDataModule(L.LightningDataModule):
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
         dataset = self._dataset(self._stores()[0], self.settings)
+        if not self.measures and self.trainer is not None:
+            dataset.pool = pool_of(self.trainer, dataset.predictor, self.sharding)
         if not self._described:
             self._described = True
             _describe(dataset.store, dataset.planner(), self.settings)
@@ -283,7 +285,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
         state = self._state()
-        if self.trainer is not None:  # by now the predictor is known
+        if self.measures and self.trainer is not None:  # what is measured is known by now
             dataset.pool = pool_of(self.trainer, dataset.predictor, self.sharding)
         if self.settings.max_tokens is not None and state is not None:
             # A run resumed after its end finds no steps: stop it, or it passes through

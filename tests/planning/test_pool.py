@@ -21,18 +21,18 @@ ALONE = tuple(Scheme(rank, (4,)) for rank in range(4))
 
 def pool(*strategies: tuple[Scheme, ...]) -> Pool:
     kinds = {scheme.shape: scheme for strategy in strategies for scheme in strategy}
-    return Pool(strategies, {shape: receiver(each, 4) for shape, each in kinds.items()})
+    return Pool(strategies, {shape: receiver(each, 5) for shape, each in kinds.items()})
 
 
 def planner(choice: Pool | None, data: DataSettings = DATA) -> Planner:
-    judge = receiver(SPREAD, 4).judge
+    judge = receiver(SPREAD, 5).judge
     return Planner(LENGTHS, data, Work.of(SHAPE), Mesh(tensor=4), judge=judge, pool=choice)
 
 
 def test_steps_leave_the_mesh_where_another_strategy_is_faster_and_holds_their_pieces() -> None:
     """Four ranks by themselves exchange nothing within a layer, but hold no long document."""
     chosen, plain = planner(pool(ALONE)), planner(None)
-    assert receiver(ALONE[0], 4).longest < 16000
+    assert receiver(ALONE[0], 5).longest < 16000
     left = []
     for _ in range(4):
         plan, on_mesh = chosen.next_step(), plain.next_step()

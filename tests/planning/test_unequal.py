@@ -45,7 +45,7 @@ def pieces(*lengths: int) -> list[Piece]:
 
 def test_a_plan_on_unequal_pipelines_is_valid_and_deals_by_what_they_can_do() -> None:
     """Pipelines get work by their ranks, and a long piece goes where it fits."""
-    receivers = [receiver(DEEP, 5), receiver(FLAT, 5), receiver(replace(FLAT, first=5), 5)]
+    receivers = [receiver(DEEP, 6), receiver(FLAT, 6), receiver(replace(FLAT, first=5), 6)]
     assert receivers[1].longest < 20000 <= receivers[0].longest
     assert receivers[1].costs([20000, 500])[0] is None
     own = pieces(20000, *[3000] * 5, *[900] * 8, *[200] * 10)
