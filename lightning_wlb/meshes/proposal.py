@@ -142,8 +142,8 @@ def proposed_strategies(request: MeshRequest) -> list[Strategy]:
 def _whole(shares: Mapping[int, float], meshes: Sequence[Mesh]) -> dict[int, int]:
     """Numbers of pipelines of some schemes, the largest first, that fill all devices.
 
-    Each scheme has at least one, as far as there is room, and else what its share asks for, rounded;
-    the smallest has what is left. Sizes are powers of two, so nothing stays over.
+    Each scheme has at least one, as far as there is room, and else what its share asks for,
+    rounded; the smallest has what is left. Sizes are powers of two, so nothing stays over.
 
     Args:
         shares: of the devices, by number of the scheme.

@@ -12,7 +12,7 @@ needs what its ranks need once. Rates and latencies are those of the profile's l
 has a network adapter of its own. A tied weight is counted at both ends. Connecting ranks for the
 first time is left out.
 
-Cost: O(ranks · units · slots) array elements for each strategy, once.
+Cost: O(ranks · units · tensor) array elements for each strategy, once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.links.layout import strategy_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme
 from lightning_wlb.prediction.predictor import Predictor
@@ -41,7 +42,7 @@ class Volume(NamedTuple):
     """Elements that the busiest rank sends or receives in each slot, in either direction.
 
     Attributes:
-        between: over the network, of one device of the busiest node; zeros where there is one hop.
+        between: over the network; zeros where there is one hop.
         within: over the other hop.
     """
 
@@ -109,65 +110,85 @@ def volume(base: Predictor, strategy: Sequence[Scheme], per_node: int) -> Volume
         strategy: likewise.
         per_node: ranks of a node.
     """
-    need, slot, parts = _needs(base.latency.shape, strategy)
-    share = _shares(base, need.shape[1])
+    need, slot = _needs(base, strategy)
+    share = _shares(base, need.shape[2])
     ranks, slots = len(need), int(slot.max()) + 1
     if per_node in (1, ranks):
-        return Volume(np.zeros(slots), _busiest(need, share, slot, slots))
-    by_node = (ranks // per_node, per_node, -1)
+        return Volume(np.zeros(slots), _within(need, share, slot, slots))
+    by_node = (ranks // per_node, per_node)
+    share = share.reshape(*by_node, *share.shape[1:])
+    rail = share.sum(axis=0)  # what comes into a node through each of its ranks
     never = np.where(slot < 0, slots, slot)
-    enters = never.reshape(by_node).min(axis=1)  # the first slot in which a rank of it uses a unit
-    whole = _sizes(base.latency.shape, 1)
-    of_node = whole * parts.reshape(*by_node, parts.shape[2]).any(axis=1).mean(axis=2)
-    share = share.reshape(by_node).sum(axis=1)
-    between = _busiest(of_node, share, enters, slots) / per_node
-    even = np.full((per_node, need.shape[1]), 1 / per_node)
+    enters = never.reshape(*by_node, -1).min(axis=1)  # the first slot in which a rank uses a unit
+    cuts = need.shape[2]
+    whole = _sizes(base.latency.shape, 1)[:, None] / cuts
+    of_node = whole * (need > 0).reshape(*by_node, -1, cuts).any(axis=1)
     within = [
-        _busiest(need[rank : rank + per_node], even, slot[rank : rank + per_node], slots)
+        _within(need[rank : rank + per_node], rail, slot[rank : rank + per_node], slots)
         for rank in range(0, ranks, per_node)
     ]
-    return Volume(between, np.max(within, axis=0))
+    return Volume(_between(of_node, share, enters, slots), np.max(within, axis=0))
 
 
-def _busiest(need: Floats, share: Floats, slot: Integers, slots: int) -> Floats:
-    """Most elements that a place sends or receives, in each slot.
+def _within(need: Floats, share: Floats, slot: Integers, slots: int) -> Floats:
+    """Most elements that a rank sends or receives in each slot.
 
     Args:
-        need: [places, units], elements.
-        share: likewise, of each unit what rests there.
-        slot: likewise, when it is needed; any other number: never.
+        need: [ranks, units, cuts], elements.
+        share: likewise, how much of them rests there.
+        slot: [ranks, units], when it is needed; any other number: never.
         slots: how many there are.
     """
     most = np.zeros(slots)
     for number in range(slots):
-        wanted = np.where(slot == number, need, 0)
-        into = (wanted * (1 - share)).sum(axis=1)
-        out = (share * (wanted.sum(axis=0) - wanted)).sum(axis=1)
+        units = (slot == number).any(axis=0)
+        wanted = need[:, units] * (slot == number)[:, units, None]
+        own = share[:, units]
+        into = (wanted * (1 - own)).sum(axis=(1, 2))
+        out = (own * (wanted.sum(axis=0) - wanted)).sum(axis=(1, 2))
         most[number] = max(into.max(), out.max())
     return most
 
 
-def _needs(
-    shape: ModelShape, strategy: Sequence[Scheme]
-) -> tuple[Floats, Integers, NDArray[np.bool_]]:
-    """Of each rank and unit: elements, slot (-1: none), and which parts of the weights these are.
+def _between(need: Floats, share: Floats, slot: Integers, slots: int) -> Floats:
+    """Most elements that a rank sends to, or receives from, those at its place in other nodes.
 
-    The parts are those into which all tensor-parallel sizes together cut a weight.
+    Args:
+        need: [nodes, units, cuts], elements.
+        share: [nodes, ranks of a node, units, cuts], how much of them rests there.
+        slot: [nodes, units], when it is needed; any other number: never.
+        slots: how many there are.
     """
+    most = np.zeros(slots)
+    for number in range(slots):
+        units = (slot == number).any(axis=0)
+        wanted = (need[:, units] * (slot == number)[:, units, None])[:, None]
+        own = share[:, :, units]
+        into = (wanted * (own.sum(axis=0) - own)).sum(axis=(2, 3))
+        out = (own * (wanted.sum(axis=0) - wanted)).sum(axis=(2, 3))
+        most[number] = max(into.max(), out.max())
+    return most
+
+
+def _needs(base: Predictor, strategy: Sequence[Scheme]) -> tuple[Floats, Integers]:
+    """Of each rank and unit: elements of each of its cuts, and the slot; -1 for none.
+
+    Cuts are the parts into which all tensor-parallel sizes together cut a weight.
+    """
+    shape = base.latency.shape
     ranks, units = sum(scheme.size for scheme in strategy), shape.layers + 2
-    cuts = math.lcm(*(scheme.tensor for scheme in strategy))
-    need, slot = np.zeros((ranks, units)), np.full((ranks, units), -1, np.int64)
-    parts = np.zeros((ranks, units, cuts), bool)
+    cuts = math.lcm(base.latency.mesh.tensor, *(scheme.tensor for scheme in strategy))
+    need, slot = np.zeros((ranks, units, cuts)), np.full((ranks, units), -1, np.int64)
     for scheme in strategy:
-        sizes, own = _sizes(shape, scheme.tensor), _units(scheme)
+        each, own = cuts // scheme.tensor, _units(scheme)
+        sizes = _sizes(shape, scheme.tensor) / each
         for rank in scheme.ranks:
             stage, _, tensor = scheme.place(rank)
             held = own[stage]
-            need[rank, held] = sizes[held]
+            cut = slice(tensor * each, (tensor + 1) * each)
+            need[rank, held, cut] = sizes[held, None]
             slot[rank, held] = np.arange(len(held))
-            first, stop = (at * cuts // scheme.tensor for at in (tensor, tensor + 1))
-            parts[rank, held.start : held.stop, first:stop] = True
-    return need, slot, parts
+    return need, slot
 
 
 def _units(scheme: Scheme) -> list[range]:
@@ -191,13 +212,14 @@ def _sizes(shape: ModelShape, tensor: int) -> Floats:
     return np.array([model.parameters(ends[0]), *layers, model.parameters(ends[1])], float)
 
 
-def _shares(base: Predictor, units: int) -> Floats:
-    """Of each unit what rests on each rank, [ranks, units]."""
-    mesh, stages = base.latency.mesh, base.stages
-    share = np.zeros((mesh.devices, units))
-    stage_of = mesh.groups("data", "context", "tensor")  # a group for each pipeline rank
-    for stage, (ranks, layers) in enumerate(zip(stage_of, stages, strict=True)):
-        first = layers.start + (stage > 0)
-        stop = layers.stop + 1 + (stage == len(stages) - 1)
-        share[ranks, first:stop] = 1 / len(ranks)
+def _shares(base: Predictor, cuts: int) -> Floats:
+    """How much of each cut of each unit rests on each rank, [ranks, units, cuts]."""
+    share: Floats = np.zeros((base.latency.mesh.devices, base.latency.shape.layers + 2, cuts))
+    strategy = strategy_of(base.latency.mesh, base.stages)
+    each, over = cuts // strategy[0].tensor, len(strategy) * strategy[0].context
+    for scheme in strategy:
+        units = _units(scheme)
+        for rank in scheme.ranks:
+            stage, _, tensor = scheme.place(rank)
+            share[rank, units[stage], tensor * each : (tensor + 1) * each] = 1 / over
     return share
