@@ -76,14 +76,23 @@ class PoolChoice:
     @property
     def lines(self) -> list[str]:
         """The figure in words, and the strategies, each a line."""
-        promised = (
+        on_mesh = (
             f"simulated, {self.steps} steps take {self.mesh_ns / 1e6:,.1f} ms on the mesh"
-            f" {name_of(self.mesh)}, and {self.pool_ns / 1e6:,.1f} ms where each may take the"
-            f" fastest of {len(self.tried)} other strategies ({self.gain - 1:.1%} faster;"
-            f" {self.proposed} were tried)"
+            f" {name_of(self.mesh)}"
+        )
+        if not self.tried:
+            return [
+                f"Dynamic strategies are not for you: {on_mesh}, and none of {self.proposed} others"
+                " is faster."
+            ]
+        promised = (
+            f"{on_mesh}, and {self.pool_ns / 1e6:,.1f} ms where each may leave it for the best"
+            f" {len(self.tried)} of {self.proposed} other strategies: {self.gain - 1:.1%} faster"
         )
         if not self.strategies:
-            return [f"Dynamic strategies are not for you: {promised}. {WORTH - 1:.0%} are asked."]
+            return [
+                f"Dynamic strategies are not for you: {promised}, and {WORTH - 1:.0%} are asked."
+            ]
         left = self.steps - sum(self.chosen)
         return [
             f"Dynamic strategies pay: {promised}.",
