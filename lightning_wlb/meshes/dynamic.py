@@ -94,14 +94,17 @@ class PoolChoice:
                 f"Dynamic strategies are not for you: {promised}, and {WORTH - 1:.0%} are asked."
             ]
         left = self.steps - sum(self.chosen)
-        return [
+        lines = [
             f"Dynamic strategies pay: {promised}.",
             f"  {left} of {self.steps} steps stay on the mesh.",
-            *(
-                f"  {count} take {described(strategy)}."
-                for strategy, count in zip(self.tried, self.chosen, strict=True)
-            ),
         ]
+        for strategy, count in zip(self.tried, self.chosen, strict=True):
+            lines.append(f"  {count} take {described(strategy)}.")
+            if count == self.steps and len({scheme.shape for scheme in strategy}) == 1:
+                stages, context, tensor = strategy[0].shape
+                mesh = Mesh(len(strategy), len(stages), context, tensor)
+                lines.append(f"  All of them do, so rather take the mesh {name_of(mesh)}.")
+        return lines
 
 
 def described(strategy: Strategy) -> str:
