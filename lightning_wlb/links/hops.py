@@ -53,12 +53,6 @@ class Pieces(NamedTuple):
     parameter: Integers
     box: Integers
 
-    @property
-    def elements(self) -> Integers:
-        """int64 [k]."""
-        counts: Integers = (self.box[..., 1] - self.box[..., 0]).prod(axis=-1)
-        return counts
-
 
 class Hop(NamedTuple):
     """One exchange, in the direction of parameters; gradients go from ``into`` to ``out``."""

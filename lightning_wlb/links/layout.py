@@ -55,7 +55,7 @@ def strategy_of(mesh: Mesh, stages: Sequence[range]) -> Strategy:
 def rank_in(strategy: Strategy, number: int) -> Rank:
     """Where a global rank stands in its pipeline: on a mesh of as many replicas as pipelines.
 
-    Only :attr:`.Rank.data` and the places in the pipeline mean anything, since the pipelines of a
+    Only ``Rank.data`` and the places in the pipeline mean anything, since the pipelines of a
     mesh would all be alike. It is what the data of a step are made for.
     """
     at, scheme = next((at, each) for at, each in enumerate(strategy) if number in each.ranks)

@@ -38,12 +38,6 @@ class Regions(NamedTuple):
         """Some of the boxes, in the order in which they are here."""
         return Regions(self.rank[chosen], self.parameter[chosen], self.box[chosen])
 
-    @property
-    def elements(self) -> Integers:
-        """int64 [k]."""
-        counts: Integers = (self.box[..., 1] - self.box[..., 0]).prod(axis=-1)
-        return counts
-
 
 def regions(rank: Integers, parameter: Integers, box: Integers) -> Regions:
     """The regions of boxes in any order, of which empty ones are left out."""

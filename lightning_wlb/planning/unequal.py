@@ -7,8 +7,8 @@ Each pipeline's pieces are then packed by the run's packing, which knows the pip
 are simulated then: of both dealings the one stays whose latest pipeline ends first, and what each
 pipeline takes beside its predicted costs corrects these for another dealing, while that helps.
 
-No piece is shared between pipelines. Parameters and gradients are taken to travel as on a mesh
-whose pipelines are all alike: as many elements come to a rank and leave it.
+No piece is shared between pipelines. When parameters are there, and gradients where they rest, the
+receivers' predictors say (:mod:`~lightning_wlb.prediction.linking`).
 
 Cost: two to four times that of a packing's plan on each pipeline, and of Algorithm 1; pipelines
 that are alike and get the same pieces again are planned once. Not without a device profile: exact
@@ -97,7 +97,7 @@ class Receiver:
     def costs(self, tokens: Sequence[int]) -> list[int | None]:
         """Of pieces: ns of forward and backward on one stage; None of those that do not fit.
 
-        Predicted for half-powers of two, and interpolated between them for each token.
+        Predicted for half-powers of two from 64 on, and interpolated between them for each token.
         """
         grid, times = self._predicted
         per_token = np.interp(tokens, grid, times / grid)
@@ -112,7 +112,7 @@ class Receiver:
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
         limits = [(self.predictor.longest_micro_batch(1, mode), mode) for mode in modes]
-        grid = np.unique((2 ** (np.arange(0, 2 * self.longest.bit_length()) / 2)).astype(np.int64))
+        grid = (2 ** (np.arange(12, 2 * self.longest.bit_length()) / 2)).astype(np.int64)
         grid = np.append(grid[grid < self.longest], max(self.longest, 1))
         times = [
             document_ns(

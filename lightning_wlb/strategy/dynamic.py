@@ -17,7 +17,7 @@ Cost: process groups, and modules without values, for each strategy; a step hold
 in both dtypes. No micro-batch is shared between pipelines. For steps on the mesh's own pipelines
 :class:`~lightning_wlb.strategy.gathering.Gathering` holds less, and copies less. Not run on CUDA,
 where a new strategy's groups would have to be connected before its first step
-(:mod:`.process_groups`).
+(:mod:`~lightning_wlb.strategy.process_groups`).
 """
 
 from __future__ import annotations

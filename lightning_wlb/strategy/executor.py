@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,8 @@ class Travelling(Protocol):
         """Wait for the gradients, and set ``.grad`` of the parameters at rest."""
 
 
-class Surroundings(NamedTuple):
+@dataclass(frozen=True)
+class Surroundings:
     """What a step of one rank runs on; the fields are those of :class:`Executor`, of this step."""
 
     model: nn.Module
@@ -137,7 +138,7 @@ class Executor:
         HERE.begin_step(batch)
         self._check_agreement(batch)
         here = self._surroundings(batch.plan)
-        model, pipeline, groups, gathering = here
+        pipeline, gathering = here.pipeline, here.gathering
         programs = pipeline.programs(batch.executed, batch.replica)
         if not training:
             programs = {
@@ -147,9 +148,9 @@ class Executor:
         place, places = pipeline.rank.pipeline, pipeline.rank.mesh.pipeline
         messages = Messages(pipeline, receipts(programs, place, places, len(pipeline.stages)))
         step = Step(
-            model,
+            here.model,
             pipeline,
-            groups,
+            here.groups,
             batch,
             messages,
             denominator,

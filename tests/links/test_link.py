@@ -40,7 +40,7 @@ def unequal() -> list[Link]:
     return [Link(weights(3, tied=True), base, strategy, rank, 4) for rank in range(8)]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @example(unequal())
 @given(links())
 def test_parameters_arrive_and_only_what_a_rank_or_node_lacks_travels(of_all: list[Link]) -> None:
@@ -65,7 +65,7 @@ def test_parameters_arrive_and_only_what_a_rank_or_node_lacks_travels(of_all: li
         assert sum(received(done[0], rank, size, push=False) for rank in node) == least
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @example(unequal())
 @given(links())
 def test_gradients_add_up_at_every_copy_and_enter_once_from_each_rank_or_node(
