@@ -9,7 +9,9 @@
    steps that it was made by. Only above :data:`WORTH` are there to be such steps at all.
 
 All times are simulated, and those of steps that leave the mesh hold what parameters and gradients
-take to travel (:mod:`~lightning_wlb.prediction.linking`). Ties go by the order of proposal.
+take to travel (:mod:`~lightning_wlb.prediction.linking`). Ties go by the order of proposal. The
+sample is of a run's first steps wherever the run stands, so one that is resumed on the same mesh
+and chooses again has the same pool.
 
 Cost: half the sample times the strategies proposed (five to twenty), and two to four plans of a
 pipeline for each.
