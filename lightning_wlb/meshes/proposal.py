@@ -117,10 +117,12 @@ def proposed_meshes(request: MeshRequest) -> list[Mesh]:
 def proposed_strategies(request: MeshRequest) -> list[Strategy]:
     """The proposed strategies with whole pipelines, and those of the meshes of their schemes.
 
-    Larger pipelines come first, so that none lies across nodes as no mesh does. What is given of
-    the request's mesh is not looked at, and no pipeline has virtual stages.
+    Larger pipelines come first, so that none lies across nodes as no mesh does, and none has
+    virtual stages. Of the sizes that the request gives only tensor 1 is kept to, as of a model
+    whose weights cannot be split: pipelines are to differ from the mesh.
     """
-    request = replace(request, fixed={}, virtual_stages=1)
+    fixed = {"tensor": 1} if request.fixed.get("tensor") == 1 else {}
+    request = replace(request, fixed=fixed, virtual_stages=1)
     meshes, strategies = _proposed(request, legal_meshes(request, Reasons()))
     steps = min(request.devices, DEVICE_STEPS)
     found: dict[Strategy, None] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -101,6 +102,9 @@ def test_strategies_have_whole_pipelines_the_larger_first() -> None:
         assert strategy[-1].ranks.stop == 8
         assert [each.size for each in strategy] == sorted((s.size for s in strategy), reverse=True)
         assert {sum(each.stages) for each in strategy} == {16}
+    assert any(scheme.tensor > 1 for strategy in found for scheme in strategy)
+    whole = proposed_strategies(replace(request, fixed={"tensor": 1}))
+    assert {scheme.tensor for strategy in whole for scheme in strategy} == {1}
 
 
 def test_shares_become_whole_pipelines() -> None:
