@@ -68,7 +68,7 @@ nitpick_ignore_regex = [
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Recompute|Path|npt\..*"),
-    (r"py:class", r"Integers|Truths|Strategy|Shape|Groups|Costs|Dynamic"),
+    (r"py:class", r"Integers|Truths|Floats|Strategy|Shape|Kinds|Groups|Costs|Dynamic"),
     # Half of a type, where a signature is split at its comma.
     (r"py:class", r"(dict\[str|tuple\[int)"),
     (r"py:obj", r"typing\.Literal\['auto'"),

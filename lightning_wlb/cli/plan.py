@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.arguments import add_model, packing_option_names
+from lightning_wlb.cli.dynamic import SAMPLE, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, compare
 from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
 from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
@@ -192,6 +193,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stages per pipeline rank (default: 2 for interleaved, else 1; with --mesh auto the"
         " fastest of 1, 2 and 4)",
     )
+    how.add_argument(
+        "--dynamic",
+        choices=("off", "auto"),
+        default="off",
+        help="auto: also say whether steps should leave the mesh for other pipelines, which, and"
+        f" what that gains; simulated on up to {SAMPLE} steps (default off)",
+    )
 
     out = parser.add_argument_group("output")
     out.add_argument(
@@ -212,10 +220,16 @@ def run(arguments: argparse.Namespace) -> None:
             message says what would fit.
     """
     console = Console(width=None if Console().is_terminal else 180)
+    dynamic = arguments.dynamic == "auto"
     if is_searched(arguments.mesh):
+        if dynamic:
+            raise ValueError("--dynamic auto needs the sizes of a mesh: search for it first.")
         run_search(arguments, console)
         return
-    comparison = compare(Request.of(arguments))
+    request = Request.of(arguments)
+    if dynamic:
+        pool_request(request)
+    comparison = compare(request)
     console.print(_table(comparison))
     for row in comparison.too_large:
         filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.1f} GB"
@@ -223,8 +237,10 @@ def run(arguments: argparse.Namespace) -> None:
     verdict = judged(comparison)
     for line in verdict.lines:
         console.print(line, highlight=False)
+    pool = chosen_pool(request) if dynamic else None
+    for line in pool.lines if pool else ():
+        console.print(line, highlight=False)
     if arguments.picture is not None:
-        request = comparison.request
         draw_gantt(
             arguments.picture,
             _typical_steps(comparison),
@@ -236,7 +252,8 @@ def run(arguments: argparse.Namespace) -> None:
         write_trace(arguments.trace, _typical_steps(comparison))
         console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
     if arguments.json:
-        print(json.dumps(_report(arguments, comparison, verdict)))
+        report = _report(arguments, comparison, verdict)
+        print(json.dumps(report | ({"dynamic": pool_report(pool)} if pool else {})))
 
 
 def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:

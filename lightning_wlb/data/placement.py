@@ -6,8 +6,6 @@ layers.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -17,7 +15,6 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import ActivationCheckpointing, Scheme
 from lightning_wlb.planning.pool import Pool
-from lightning_wlb.planning.unequal import Receiver
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE
 
@@ -86,7 +83,8 @@ def pool_of(
         sharding: of every micro-batch.
 
     Raises:
-        MisconfigurationException: there is no device profile to choose by.
+        MisconfigurationException: there is no device profile to choose by, or a strategy is the
+            mesh's own or does not go with it.
     """
     strategies: tuple[tuple[Scheme, ...], ...] = getattr(trainer.strategy, "dynamic", ())
     if not strategies:
@@ -96,13 +94,10 @@ def pool_of(
             "WLBStrategy(dynamic=...) chooses each step's pipelines by simulated times. Give"
             " WLBDataModule(profile=...), a file of `lightning-wlb profile` or a shipped name."
         )
-    latency, kinds = predictor.latency, {}
-    for scheme in {each.shape: each for strategy in strategies for each in strategy}.values():
-        alike = max(trainer.world_size // scheme.size, 1)
-        mesh = Mesh(alike, len(scheme.stages), scheme.context, scheme.tensor)
-        own = replace(predictor, latency=replace(latency, mesh=mesh), stages=scheme.layers)
-        kinds[scheme.shape] = Receiver(scheme, own, checkpointing_of(trainer), sharding)
-    return Pool(strategies, kinds)
+    try:
+        return Pool.of(strategies, predictor, checkpointing_of(trainer), sharding)
+    except ValueError as error:
+        raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
 
 def checkpointing_of(trainer: L.Trainer) -> ActivationCheckpointing:

@@ -12,8 +12,9 @@ Devices need not be whole replicas, which is the paper's continuous relaxation. 
 interval takes on g devices is its device time over g, whatever the scheme is, so that of the
 schemes that can hold it only the one with the least device time matters.
 
-The schemes with which t[N][l] is reached, for every l, are the proposal. The paper mixes them in a
-step. Here each is proposed for all replicas alike: the meshes that some lengths would like best.
+The schemes with which t[N][l] is reached, for every l, are the proposal, for steps whose documents
+have up to l tokens. The paper mixes them in a step: :func:`proposed_strategies`. Each is also
+proposed for all replicas alike: the meshes that some lengths would like best.
 T knows nothing of bubbles, of imbalance or of gathering parameters, so the meshes are to be
 simulated (:mod:`~lightning_wlb.meshes.evaluate`), never taken as they come.
 
@@ -23,16 +24,18 @@ for at most 64 steps of devices.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
 from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.plan import piece_counts
+from lightning_wlb.plan import Scheme, piece_counts
 from lightning_wlb.prediction.document import document_ns
 
 DEVICE_STEPS = 64
@@ -106,6 +109,62 @@ def proposed_meshes(request: MeshRequest) -> list[Mesh]:
     silent.
     """
     legal = legal_meshes(request, Reasons())
+    meshes, strategies = _proposed(request, legal)
+    chosen = {meshes[part.scheme].shape for parts in strategies for part in parts}
+    return [mesh for mesh in legal if mesh.shape in chosen]
+
+
+def proposed_strategies(request: MeshRequest) -> list[Strategy]:
+    """The proposed strategies with whole pipelines, and those of the meshes of their schemes.
+
+    Larger pipelines come first, so that none lies across nodes as no mesh does, and none has
+    virtual stages. Of the sizes that the request gives only tensor 1 is kept to, as of a model
+    whose weights cannot be split: pipelines are to differ from the mesh.
+    """
+    fixed = {"tensor": 1} if request.fixed.get("tensor") == 1 else {}
+    request = replace(request, fixed=fixed, virtual_stages=1)
+    meshes, strategies = _proposed(request, legal_meshes(request, Reasons()))
+    steps = min(request.devices, DEVICE_STEPS)
+    found: dict[Strategy, None] = {}
+    for parts in strategies:
+        counts = _whole({part.scheme: part.devices / steps for part in parts}, meshes)
+        schemes: list[Scheme] = []
+        for number, count in counts.items():
+            like = strategy_of(meshes[number], request.predictor(meshes[number]).stages)[0]
+            for _ in range(count):
+                first = schemes[-1].ranks.stop if schemes else 0
+                schemes.append(replace(like, first=first))
+        found[tuple(schemes)] = None
+    for number in sorted({part.scheme for parts in strategies for part in parts}):
+        mesh = meshes[number]
+        found[strategy_of(mesh, request.predictor(mesh).stages)] = None
+    return list(found)
+
+
+def _whole(shares: Mapping[int, float], meshes: Sequence[Mesh]) -> dict[int, int]:
+    """Numbers of pipelines of some schemes, the largest first, that fill all devices.
+
+    Each scheme has at least one, as far as there is room, and else what its share asks for,
+    rounded; the smallest has what is left. Sizes are powers of two, so nothing stays over.
+
+    Args:
+        shares: of the devices, by number of the scheme.
+        meshes: of all schemes.
+    """
+    devices = meshes[0].devices
+    sizes = {number: devices // meshes[number].data for number in shares}
+    order = sorted(sizes, key=lambda number: (-sizes[number], number))
+    counts, left = dict.fromkeys(order, 0), devices
+    for at, number in enumerate(order):
+        size, last = sizes[number], at == len(order) - 1
+        asked = left // size if last else max(round(shares[number] * devices / size), 1)
+        counts[number] = min(asked, left // size)
+        left -= counts[number] * size
+    return {number: count for number, count in counts.items() if count}
+
+
+def _proposed(request: MeshRequest, legal: Sequence[Mesh]) -> tuple[list[Mesh], list[list[Part]]]:
+    """The schemes as meshes without virtual stages, and the strategy for each interval's end."""
     meshes = list(dict.fromkeys(replace(mesh, virtual_stages=1) for mesh in legal))
     counts = piece_counts(request.lengths, request.data.context_window)
     pieces = np.array(sorted(counts), np.int64)
@@ -130,9 +189,7 @@ def proposed_meshes(request: MeshRequest) -> list[Mesh]:
         most.append(len(of_scheme))
         times.append(of_scheme + [np.inf] * (len(intervals) - len(of_scheme)))
     table = np.where(np.isinf(times), 0, times)  # never read beyond what a scheme can hold
-    strategies = propose(table, np.array(most), min(request.devices, DEVICE_STEPS))
-    chosen = {meshes[part.scheme].shape for parts in strategies for part in parts}
-    return [mesh for mesh in legal if mesh.shape in chosen]
+    return meshes, propose(table, np.array(most), min(request.devices, DEVICE_STEPS))
 
 
 def _edges(window: int) -> NDArray[np.int64]:

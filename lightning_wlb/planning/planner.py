@@ -32,7 +32,7 @@ from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
 from lightning_wlb.planning.mixture import MixedBatches, Share
-from lightning_wlb.planning.packing.base import MicroBatches, Placement
+from lightning_wlb.planning.packing.base import MicroBatches, Placement, Rules
 from lightning_wlb.planning.pool import Elected, Pool
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.prediction.recompute import recomputing
@@ -138,6 +138,11 @@ class Planner:
     def thresholds(self) -> tuple[int, ...]:
         """Least tokens of a piece of each outlier queue; empty where there are none."""
         return self._packer.thresholds
+
+    @property
+    def rules(self) -> Rules:
+        """What the packing is told of data and model."""
+        return self._packer.rules
 
     @property
     def held(self) -> list[Piece]:
@@ -262,7 +267,7 @@ class Planner:
         judge = self._place.judge
         if self._pool is None or judge is None:
             return None
-        given = self._packer.rules, self._data.packer, judge(settled), judge.limit
+        given = self.rules, self._data.packer, judge(settled), judge.limit
         return self._pool.elect(pieces, *given)
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:

@@ -2,8 +2,13 @@
 
 The mesh's own pipelines are always among them: a step leaves them only where another strategy is
 simulated to be faster by :data:`WORTH_PER_MILLE`, or fits in memory where they do not. So no step
-is predicted to take longer than it would on the mesh. Which pieces are in a step does not depend on
-the strategy.
+is predicted to take longer than it would on the mesh. What the change costs is in the account:
+parameters travel to the strategy's pipelines, and gradients back, as
+:mod:`~lightning_wlb.prediction.linking` has it, as far as actions do not hide them.
+
+Which pieces are in a step does not depend on the strategy, and which strategy it takes depends on
+nothing but these pieces. So a run that is resumed with the same pool, on the same mesh, makes the
+same choices, and its state holds nothing of them.
 
 Cost: for each strategy that of :func:`~lightning_wlb.planning.unequal.arrange`, in every step.
 """
@@ -11,22 +16,30 @@ Cost: for each strategy that of :func:`~lightning_wlb.planning.unequal.arrange`,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_wlb.plan import Piece, Scheme
+from lightning_wlb.links.layout import Strategy, strategy_of
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme
 from lightning_wlb.planning.judge import Verdict
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.unequal import Arranged, Receiver, Shape, arrange
+from lightning_wlb.prediction.linking import linked_traffic
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.sharding import ADAPTIVE
 
 WORTH_PER_MILLE = 5
 """Simulated gain for which a step leaves the mesh."""
+
+Kinds = Mapping[Shape, Receiver]
+"""What a pipeline of each shape can do."""
 
 
 class Elected(NamedTuple):
     """The strategy of a step, and its pipelines' plans."""
 
-    strategy: tuple[Scheme, ...]
+    strategy: Strategy
     arranged: Arranged
 
 
@@ -35,22 +48,80 @@ class Pool:
     """Strategies to choose from, beside the mesh's own.
 
     Args:
-        strategies: of each its pipelines, on consecutive ranks.
-        kinds: what a pipeline of each shape can do.
+        kinds: for each strategy those of its pipelines.
 
     Raises:
         ValueError: there is no strategy, or a pipeline of a shape that is not among the kinds.
     """
 
-    strategies: tuple[tuple[Scheme, ...], ...]
-    kinds: Mapping[Shape, Receiver]
+    kinds: Mapping[Strategy, Kinds]
 
     def __post_init__(self) -> None:
-        if not self.strategies or not all(self.strategies):
+        if not self.kinds or not all(self.kinds):
             raise ValueError("a pool without a strategy, or one without a pipeline. Give some.")
-        for scheme in (scheme for strategy in self.strategies for scheme in strategy):
-            if scheme.shape not in self.kinds:
-                raise ValueError(f"a pool without a predictor for the pipeline on {scheme}.")
+        for strategy, kinds in self.kinds.items():
+            for scheme in strategy:
+                if scheme.shape not in kinds:
+                    raise ValueError(f"a pool without a predictor for the pipeline on {scheme}.")
+
+    @staticmethod
+    def of(
+        strategies: Sequence[Strategy],
+        base: Predictor,
+        activation_checkpointing: ActivationCheckpointing = "auto",
+        sharding: str = ADAPTIVE,
+    ) -> Pool:
+        """The pool of a run.
+
+        Args:
+            strategies: of each its pipelines, on consecutive ranks.
+            base: of the run's mesh, where parameters rest.
+            activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
+            sharding: of every micro-batch.
+
+        Raises:
+            ValueError: there is no strategy, or one is the mesh's, is for other ranks or layers, or
+                lies across nodes as no mesh does.
+        """
+        made: dict[Strategy, Kinds] = {}
+        for strategy in strategies:
+            _check(strategy, base)
+            traffic = {
+                scheme.shape: each for scheme, each in linked_traffic(base, strategy).items()
+            }
+            made[strategy] = {
+                scheme.shape: Receiver(
+                    scheme,
+                    replace(
+                        base,
+                        latency=replace(base.latency, mesh=_alike(scheme, base)),
+                        stages=scheme.layers,
+                        linked=traffic[scheme.shape],
+                    ),
+                    activation_checkpointing,
+                    sharding,
+                )
+                for scheme in strategy
+            }
+        return Pool(made)
+
+    def only(self, strategies: Sequence[Strategy]) -> Pool:
+        """The pool of some of its strategies."""
+        return Pool({each: self.kinds[each] for each in strategies})
+
+    def arranged(
+        self,
+        pieces: Sequence[Piece],
+        rules: Rules,
+        packer: Callable[[Rules], Packer],
+    ) -> dict[Strategy, Arranged]:
+        """A step on each strategy that can hold its longest piece."""
+        longest = max(piece.tokens for piece in pieces)
+        return {
+            strategy: arrange(pieces, strategy, kinds, rules, packer)
+            for strategy, kinds in self.kinds.items()
+            if max(kinds[scheme.shape].longest for scheme in strategy) >= longest
+        }
 
     def elect(
         self,
@@ -69,13 +140,57 @@ class Pool:
             on_mesh: the step on the mesh.
             limit: bytes of a device that may be filled.
         """
-        best: Elected | None = None
-        least = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
-        longest = max(piece.tokens for piece in pieces)
-        for strategy in self.strategies:
-            if max(self.kinds[scheme.shape].longest for scheme in strategy) < longest:
-                continue
-            arranged = arrange(pieces, strategy, self.kinds, rules, packer)
-            if arranged[:2] < least:
-                least, best = arranged[:2], Elected(strategy, arranged)
-        return best
+        return best_of(self.arranged(pieces, rules, packer), on_mesh, limit)
+
+
+def best_of(arranged: Mapping[Strategy, Arranged], on_mesh: Verdict, limit: int) -> Elected | None:
+    """The first of the fastest strategies, if it is worth leaving the mesh for.
+
+    Args:
+        arranged: the step on each of them.
+        on_mesh: the step on the mesh.
+        limit: bytes of a device that may be filled.
+    """
+    best: Elected | None = None
+    least = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
+    for strategy, each in arranged.items():
+        if each[:2] < least:
+            least, best = each[:2], Elected(strategy, each)
+    return best
+
+
+def _check(strategy: Strategy, base: Predictor) -> None:
+    """Refuse a strategy that cannot be chosen, see :meth:`Pool.of`."""
+    mesh, profile = base.latency.mesh, base.latency.profile
+    ranks = sum(scheme.size for scheme in strategy)
+    if ranks != mesh.devices:
+        raise ValueError(
+            f"a strategy for {ranks} ranks, the mesh has {mesh.devices}. Give each rank a"
+            " place in one of its pipelines."
+        )
+    if strategy == strategy_of(mesh, base.stages):
+        raise ValueError(
+            f"a strategy that is the mesh's own, {strategy[0]} and so on, which every step"
+            " may take anyway. Leave it out."
+        )
+    per_node, layers = profile.devices_per_node, base.latency.shape.layers
+    for scheme in strategy:
+        if sum(scheme.stages) != layers:
+            raise ValueError(
+                f"the pipeline on {scheme} has {sum(scheme.stages)} layers, the model"
+                f" {layers}. Give each layer a stage."
+            )
+        # Whether ranks share a node is predicted for pipelines that begin at multiples of their
+        # size, or with a node.
+        begins = scheme.first % scheme.size and scheme.first % per_node
+        if begins and scheme.first // per_node != (scheme.ranks.stop - 1) // per_node:
+            raise ValueError(
+                f"the pipeline on {scheme} lies across nodes of {per_node} devices. Put"
+                " larger pipelines first."
+            )
+
+
+def _alike(scheme: Scheme, base: Predictor) -> Mesh:
+    """The mesh of pipelines that are all like this one, as many as there are ranks for."""
+    count = max(base.latency.mesh.devices // scheme.size, 1)
+    return Mesh(count, len(scheme.stages), scheme.context, scheme.tensor)

@@ -7,8 +7,8 @@ Each pipeline's pieces are then packed by the run's packing, which knows the pip
 are simulated then: of both dealings the one stays whose latest pipeline ends first, and what each
 pipeline takes beside its predicted costs corrects these for another dealing, while that helps.
 
-No piece is shared between pipelines. Parameters and gradients are taken to travel as on a mesh
-whose pipelines are all alike: as many elements come to a rank and leave it.
+No piece is shared between pipelines. When parameters are there, and gradients where they rest, the
+receivers' predictors say (:mod:`~lightning_wlb.prediction.linking`).
 
 Cost: two to four times that of a packing's plan on each pipeline, and of Algorithm 1; pipelines
 that are alike and get the same pieces again are planned once. Not without a device profile: exact

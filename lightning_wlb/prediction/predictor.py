@@ -98,6 +98,8 @@ class Predictor:
         stages: layers of each stage, virtual ones in order.
         schedule: name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         rest_dtype: of parameters and optimizer state at rest.
+        linked: when parameters are there and gradients gone, where they rest on another mesh; None:
+            they are gathered and reduced over data × context.
 
     Raises:
         ValueError: another number of stages than the mesh has, or a schedule that cannot run so
@@ -108,6 +110,7 @@ class Predictor:
     stages: tuple[range, ...]
     schedule: str = "1f1b"
     rest_dtype: str = "float32"
+    linked: Traffic | None = None
 
     def __post_init__(self) -> None:
         mesh = self.latency.mesh
@@ -136,7 +139,7 @@ class Predictor:
     @cached_property
     def traffic(self) -> Traffic:
         """When parameters are there, and gradients."""
-        return Traffic.of(self.latency, self.memory)
+        return self.linked or Traffic.of(self.latency, self.memory)
 
     @property
     def usable_bytes(self) -> int:

@@ -33,6 +33,8 @@ class Traffic:
         gather: all of a stage.
         reduce: likewise.
         optimise: the optimizer's pass over the shards of the slowest rank.
+        before: until the first unit can travel (:mod:`~lightning_wlb.prediction.linking`).
+        after: when the last unit has travelled, until gradients are where they rest.
     """
 
     ranks: int
@@ -40,6 +42,8 @@ class Traffic:
     gather: tuple[int, ...]
     reduce: tuple[int, ...]
     optimise: int
+    before: int = 0
+    after: int = 0
 
     @staticmethod
     def of(latency: LatencyModel, memory: StepMemory) -> Traffic:
@@ -57,7 +61,7 @@ class Traffic:
 
     def begins(self, stage: int, forward_ns: int) -> int:
         """From when on the first forward of a stage can run without a pause."""
-        before = sum(self.gather[stage % self.ranks : stage : self.ranks])
+        before = self.before + sum(self.gather[stage % self.ranks : stage : self.ranks])
         each, units = self.gather[stage], self.units[stage]
         last = before + each - (forward_ns - forward_ns // units)
         return max(before + each // units, last)
@@ -80,4 +84,4 @@ class Traffic:
                 end = max(end for end, _ in backwards)
                 queue = max(max(queue, first) + each, end + each // units)
             ends.append(queue)
-        return max(ends)
+        return max(ends) + self.after if last else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
-from lightning_wlb.meshes.proposal import propose, proposed_meshes
+from lightning_wlb.meshes.proposal import _whole, propose, proposed_meshes, proposed_strategies
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.planning import DataSettings
 
@@ -83,3 +85,33 @@ def test_lengths_decide_the_schemes() -> None:
 
     assert min(proposed(2_000)) == max(proposed(2_000)) == 1
     assert max(proposed(400_000)) > 2
+
+
+def test_strategies_have_whole_pipelines_the_larger_first() -> None:
+    lengths = np.array([500] * 300 + [60_000] * 5 + [150_000] * 2, np.int64)
+    shape = ModelShape(2048, 16, 16, 16, 128, 5504, 32_000)
+    data, fixed = DataSettings(150_000, 4), {"data": 2}
+    request = MeshRequest(lengths, shape, data, Profile.load("h100"), devices=8, fixed=fixed)
+    found = proposed_strategies(request)
+    assert len(set(found)) == len(found) > 2
+    assert any(len({scheme.shape for scheme in strategy}) > 1 for strategy in found)
+    for strategy in found:
+        assert [scheme.first for scheme in strategy] == [
+            sum(each.size for each in strategy[:at]) for at in range(len(strategy))
+        ]
+        assert strategy[-1].ranks.stop == 8
+        assert [each.size for each in strategy] == sorted((s.size for s in strategy), reverse=True)
+        assert {sum(each.stages) for each in strategy} == {16}
+    assert any(scheme.tensor > 1 for strategy in found for scheme in strategy)
+    whole = proposed_strategies(replace(request, fixed={"tensor": 1}))
+    assert {scheme.tensor for strategy in whole for scheme in strategy} == {1}
+
+
+def test_shares_become_whole_pipelines() -> None:
+    meshes = [Mesh(8), Mesh(4, tensor=2), Mesh(2, tensor=4), Mesh(1, tensor=8)]
+    assert _whole({0: 1.0}, meshes) == {0: 8}
+    assert _whole({0: 0.5, 2: 0.5}, meshes) == {2: 1, 0: 4}
+    assert _whole({0: 0.9, 2: 0.1}, meshes) == {2: 1, 0: 4}
+    assert _whole({0: 0.1, 1: 0.1, 2: 0.8}, meshes) == {2: 2}
+    assert _whole({0: 0.3, 1: 0.3, 2: 0.4}, meshes) == {2: 1, 1: 1, 0: 2}
+    assert _whole({0: 0.9, 3: 0.1}, meshes) == {3: 1}

@@ -37,8 +37,8 @@ def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None
     self.__dict__["asked"] = asked = self.__dict__.get("asked", -1) + 1
     if asked % 3 == 2:
         return None
-    strategy = self.strategies[asked % 3]
-    return Elected(strategy, arrange(pieces, strategy, self.kinds, rules, packer))
+    strategy = STRATEGIES[asked % 3]
+    return Elected(strategy, arrange(pieces, strategy, self.kinds[strategy], rules, packer))
 
 
 def fit(strategy, devices: int, **options) -> dict:

@@ -1,0 +1,226 @@
+"""Whether steps that leave the mesh would pay, and for which strategies: ``dynamic="auto"``.
+
+1. Strategies are proposed from the lengths (:func:`.proposed_strategies`): Hydraulis' mixtures of
+   pipelines, rounded to whole ones, and pipelines that are all alike.
+2. The first half of a sample of the run's own steps is planned on the mesh and on each of them.
+   The pool takes, one after another, the strategy that saves most beside those that it has, as long
+   as that is :data:`WORTH_ADDING` of the time; :data:`MOST` at most.
+3. The other half of the sample says what the pool would gain, for a choice looks better on the
+   steps that it was made by. Only above :data:`WORTH` are there to be such steps at all.
+
+All times are simulated, and those of steps that leave the mesh hold what parameters and gradients
+take to travel (:mod:`~lightning_wlb.prediction.linking`). Ties go by the order of proposal. The
+sample is of a run's first steps wherever the run stands, so one that is resumed on the same mesh
+and chooses again has the same pool.
+
+Cost: half the sample times the strategies proposed (five to twenty), and two to four plans of a
+pipeline for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.links.layout import Strategy, strategy_of
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.meshes.choice import name_of
+from lightning_wlb.meshes.proposal import proposed_strategies
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.meshes.search import Progress
+from lightning_wlb.planning.judge import PredictedJudge, Verdict
+from lightning_wlb.planning.planner import Planner, plan_steps
+from lightning_wlb.planning.pool import Pool, best_of
+from lightning_wlb.planning.unequal import Arranged
+
+WORTH = 1.02
+"""Time on the mesh over that with the pool, above which it is worth having."""
+
+WORTH_ADDING = 0.005
+"""Share of the time on the mesh that a strategy must save beside those of the pool already."""
+
+MOST = 4
+"""Strategies of a pool. Each costs every step its planning, and a rank its process groups."""
+
+
+@dataclass(frozen=True)
+class PoolChoice:
+    """Whether steps should leave the mesh, and the figures by which.
+
+    Args:
+        strategies: the pool; empty where it is not worth having.
+        tried: the strategies that save most, whether or not they are worth it.
+        proposed: how many were tried.
+        mesh: on which parameters rest.
+        mesh_ns: simulated time of the steps of the second half on the mesh.
+        pool_ns: likewise, of each the fastest of mesh and ``tried``.
+        chosen: of these steps, how many take each of ``tried``.
+        steps: of the second half.
+    """
+
+    strategies: tuple[Strategy, ...]
+    tried: tuple[Strategy, ...]
+    proposed: int
+    mesh: Mesh
+    mesh_ns: int
+    pool_ns: int
+    chosen: tuple[int, ...]
+    steps: int
+
+    @property
+    def gain(self) -> float:
+        """Time on the mesh over that with the pool; never below 1."""
+        return self.mesh_ns / self.pool_ns
+
+    @property
+    def lines(self) -> list[str]:
+        """The figure in words, and the strategies, each a line."""
+        on_mesh = (
+            f"simulated, {self.steps} steps take {self.mesh_ns / 1e6:,.1f} ms on the mesh"
+            f" {name_of(self.mesh)}"
+        )
+        if not self.tried:
+            return [
+                f"Dynamic strategies are not for you: {on_mesh}, and none of {self.proposed} others"
+                " is faster."
+            ]
+        promised = (
+            f"{on_mesh}, and {self.pool_ns / 1e6:,.1f} ms where each may leave it for the best"
+            f" {len(self.tried)} of {self.proposed} other strategies: {self.gain - 1:.1%} faster"
+        )
+        if not self.strategies:
+            return [
+                f"Dynamic strategies are not for you: {promised}, and {WORTH - 1:.0%} are asked."
+            ]
+        left = self.steps - sum(self.chosen)
+        lines = [
+            f"Dynamic strategies pay: {promised}.",
+            f"  {left} of {self.steps} steps stay on the mesh.",
+        ]
+        for strategy, count in zip(self.tried, self.chosen, strict=True):
+            lines.append(f"  {count} take {described(strategy)}.")
+            if count == self.steps and len({scheme.shape for scheme in strategy}) == 1:
+                stages, context, tensor = strategy[0].shape
+                mesh = Mesh(len(strategy), len(stages), context, tensor)
+                lines.append(f"  All of them do, so rather take the mesh {name_of(mesh)}.")
+        return lines
+
+
+def described(strategy: Strategy) -> str:
+    """The pipelines of a strategy in words, as many at once as are alike."""
+    found = []
+    for (stages, context, tensor), alike in groupby(strategy, key=lambda scheme: scheme.shape):
+        count = len(list(alike))
+        found.append(f"{count} × (pipeline {len(stages)}, context {context}, tensor {tensor})")
+    return " + ".join(found)
+
+
+class _Step(NamedTuple):
+    """A step of the sample: on the mesh, and on each strategy that can hold it."""
+
+    on_mesh: Verdict
+    arranged: Mapping[Strategy, Arranged]
+
+    def time(self, strategies: Sequence[Strategy], limit: int) -> tuple[int, Strategy | None]:
+        """What it takes with these to choose from, and which it chooses."""
+        own = {each: self.arranged[each] for each in strategies if each in self.arranged}
+        elected = best_of(own, self.on_mesh, limit)
+        if elected is None:
+            return self.on_mesh.time, None
+        # Where the mesh has no room, the strategy that has may take longer.
+        return min(elected.arranged.time_ns, self.on_mesh.time), elected.strategy
+
+
+def choose_pool(
+    request: MeshRequest, mesh: Mesh, *, progress: Progress | None = None
+) -> PoolChoice:
+    """The strategies that are worth having beside a mesh; none where the gain is too small.
+
+    Args:
+        request: documents, model, settings and device; its ``steps`` are the sample.
+        mesh: of the run.
+        progress: is told how far the choice is.
+
+    Raises:
+        ValueError: a sample of one step, a mesh with virtual stages, or a packing that cannot deal
+            to pipelines that differ.
+    """
+    if request.steps < 2:
+        raise ValueError(
+            f"steps={request.steps}: a pool is chosen by some steps and judged by others. Give 2 or"
+            " more."
+        )
+    base = request.predictor(mesh)
+    judge = PredictedJudge(base, request.activation_checkpointing)
+    own = strategy_of(mesh, base.stages)
+    proposed = [each for each in proposed_strategies(request) if each != own]
+    planner = Planner(
+        request.lengths,
+        request.data,
+        Work.of(request.shape),
+        mesh,
+        sharding=request.sharding,
+        schedule=base.schedule,
+        kernel_cost=base.latency.segment_cost,
+        judge=judge,
+        activation_checkpointing=request.activation_checkpointing,
+        mixture=request.mixture,
+    )
+    plans = plan_steps(planner, request.steps)
+    half = request.steps // 2
+
+    def sampled(pool: Pool, first: int, stop: int) -> list[_Step]:
+        steps = []
+        for number in range(first, stop):
+            if progress is not None:
+                progress("simulating strategies", number, len(plans))
+            plan = plans[number]
+            arranged = pool.arranged(plan.pieces, planner.rules, request.data.packer)
+            steps.append(_Step(judge(plan.replicas), arranged))
+        return steps
+
+    tried: list[Strategy] = []
+    if proposed:
+        pool = Pool.of(proposed, base, request.activation_checkpointing, request.sharding)
+        tried = _best_together(sampled(pool, 0, half), proposed, judge.limit)
+    if not tried:
+        mesh_ns = sum(judge(plan.replicas).time for plan in plans[half:])
+        return PoolChoice((), (), len(proposed), mesh, mesh_ns, mesh_ns, (), len(plans) - half)
+    rest = sampled(pool.only(tried), half, len(plans))
+    times = [step.time(tried, judge.limit) for step in rest]
+    mesh_ns, pool_ns = sum(step.on_mesh.time for step in rest), sum(time for time, _ in times)
+    taken = [strategy for _, strategy in times]
+    return PoolChoice(
+        strategies=tuple(tried) if mesh_ns > WORTH * pool_ns else (),
+        tried=tuple(tried),
+        proposed=len(proposed),
+        mesh=mesh,
+        mesh_ns=mesh_ns,
+        pool_ns=pool_ns,
+        chosen=tuple(map(taken.count, tried)),
+        steps=len(rest),
+    )
+
+
+def _best_together(
+    steps: Sequence[_Step], proposed: Sequence[Strategy], limit: int
+) -> list[Strategy]:
+    """Strategies that save most in these steps, each beside those before it."""
+
+    def total(strategies: Sequence[Strategy]) -> int:
+        return sum(step.time(strategies, limit)[0] for step in steps)
+
+    on_mesh = least = total(())
+    chosen: list[Strategy] = []
+    while len(chosen) < MOST:
+        others = [each for each in proposed if each not in chosen]
+        times = {each: total([*chosen, each]) for each in others}
+        best = min(times, key=times.__getitem__, default=None)
+        if best is None or least - times[best] <= WORTH_ADDING * on_mesh:
+            break
+        least = times[best]
+        chosen.append(best)
+    return chosen
