@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.planning.pool import Elected, Pool
 from lightning_wlb.planning.unequal import arrange
@@ -44,13 +45,18 @@ def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None
 def fit(strategy, devices: int, **options) -> dict:
     recorder = Recorder()
     runner = trainer(strategy, devices, callbacks=[recorder], max_steps=4)
-    runner.fit(module(CASE), data(CASE, validation_documents=5, **options))
+    own = module(CASE, compile=devices > 1)
+    runner.fit(own, data(CASE, validation_documents=5, **options))
     return recorder.record()
 
 
 def run(rank: int) -> dict:
     Pool.elect = in_turn
-    return fit(WLBStrategy(1, 2, 1, 2, dynamic=STRATEGIES), 4, profile=PROFILE)
+    asked = []
+    # A compiler would take longer than the test.
+    Transformer.compile_blocks = lambda model: asked.append(model)
+    found = fit(WLBStrategy(1, 2, 1, 2, dynamic=STRATEGIES), 4, profile=PROFILE)
+    return found | {"compiled": len(asked)}
 
 
 def test_runs_that_change_pipelines_train_as_one_process_does() -> None:
@@ -60,6 +66,7 @@ def test_runs_that_change_pipelines_train_as_one_process_does() -> None:
     for found in run_ranks(run, 4, timeout=150, process_group=False):
         plans = [StepPlan.from_json(text) for text in found["plans"]]
         assert [plan.strategy for plan in plans] == [*STRATEGIES, (), STRATEGIES[0]]
+        assert found["compiled"] == 3  # the mesh's stages, and those of each strategy
         np.testing.assert_allclose(found["losses"], want["losses"], rtol=1e-12)
         for got, right in zip(
             [*found["gradients"], found["parameters"]],
