@@ -22,9 +22,9 @@ On one stage, where memory is known, whole pieces are tried in about the nominal
 micro-batches and in fewer, which waste less time, and whole ones and such cut apart in more, which
 need less recomputation.
 
-Cost: 7 to 10 ways, each O(P·log P + M·stages) for P pieces. Where times do not fall and rise so, it
-finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is
-better.
+Cost: 7 to 10 ways, one more where a device is known, each O(P·log P + M·stages) for P pieces. Where
+times do not fall and rise so, it finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks
+for cases where another packing is better.
 """
 
 from __future__ import annotations

@@ -101,6 +101,14 @@ class Executor:
         # Of every rank in the last step; 0 where a rank computes none, or the same as another.
         self.losses: list[float] = []
 
+    def begin(self, reduce_dtype: torch.dtype) -> None:
+        """Begin a run, whose tensor- and context-parallel sums have this dtype.
+
+        What ranks have agreed on in an earlier one is forgotten: an exception may have ended it
+        before some of them took note.
+        """
+        self.reduce_dtype, self._agreed, self._told = reduce_dtype, None, None
+
     def measure(self) -> Stopwatch:
         """Time every action from the next step on; the timings of a step stay until the next."""
         if self.stopwatch is None:

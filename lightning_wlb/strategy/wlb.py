@@ -195,7 +195,7 @@ class WLBStrategy(ChoosingStrategy):
             self._adopt(previous)
         self.model_to_device()
         assert self.executor is not None
-        self.executor.reduce_dtype = self.reduce_dtype
+        self.executor.begin(self.reduce_dtype)
         module.executor = self._run_step
         self._guard(trainer)
         self._ran = None

@@ -3,6 +3,7 @@ import time
 
 import lightning.pytorch as L
 import pytest
+import torch
 
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
@@ -177,3 +178,12 @@ def test_ranks_are_grouped_by_digest():
         "for step 3: digest 0000000000000007 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;"
         " digest 0000000000000008 on rank 12."
     ) in str(error.value)
+
+
+def test_a_run_relies_on_nothing_that_an_earlier_one_has_agreed_on():
+    """An exception may have ended that one before all ranks had read what they agreed on."""
+    made = executor.Executor(None, None, None, None)
+    made._agreed = 7
+    made.begin(torch.bfloat16)
+    assert made._agreed is None
+    assert made.reduce_dtype == torch.bfloat16
