@@ -249,6 +249,7 @@ class ChoosingStrategy(CheckpointStrategy):
         return {
             "sizes": f"{self._asked}, schedule {schedule}, {virtual_stages} virtual stages",
             "reduce_dtype": name_of(self.reduce_dtype),
+            "dynamic": " or ".join("; ".join(map(str, each)) for each in self.dynamic) or "off",
             "a device profile": otherwise if given is None else given.provenance,
         }
 

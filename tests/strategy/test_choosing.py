@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy import choosing
 from lightning_wlb.strategy.searching import compare
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -97,3 +98,10 @@ def test_ranks_that_were_given_different_profiles_are_refused() -> None:
     for other in everyone[1:3]:
         with pytest.raises(MisconfigurationException, match="rank 0 sees a device profile of what"):
             compare([everyone[0], other])
+
+
+def test_ranks_that_were_given_different_strategies_are_refused() -> None:
+    others = [(Scheme(0, (4,), 1, 2), Scheme(2, (2, 2)))], "off"
+    everyone = [WLBStrategy(dynamic=each)._arguments(data(CASES[0])) for each in others]
+    with pytest.raises(MisconfigurationException, match=r"ranks \[1\] of off"):
+        compare(everyone)
