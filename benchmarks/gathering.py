@@ -45,7 +45,7 @@ from lightning_wlb.strategy import gathering
 from lightning_wlb.strategy.gathering import Gathering
 from lightning_wlb.strategy.wlb import WLBStrategy
 
-all_gather = gathering._all_gather
+all_gather = gathering.all_gather_into
 
 RANKS = 2
 WARM_UP = 2
@@ -103,7 +103,7 @@ class Turns(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.gathering = trainer.strategy.executor.gathering
         self.gathering.__class__ = AtOnce
-        gathering._all_gather = self.gathering.gathers
+        gathering.all_gather_into = self.gathering.gathers
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.gathering.at_once = trainer.global_step % 2 == 0
