@@ -30,7 +30,10 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
     """
     if given == "off":
         return ()
-    strategies = () if isinstance(given, str) else tuple(map(tuple, given))
+    try:
+        strategies = () if isinstance(given, str) else tuple(map(tuple, given))
+    except TypeError:  # a number, or one strategy in place of several
+        strategies = ()
     if not strategies or not all(isinstance(s, Scheme) for each in strategies for s in each):
         raise ValueError(
             f"dynamic={given!r} is neither 'off' nor strategies. Give for each a sequence of"
