@@ -66,9 +66,9 @@ class WLBDataModule(L.LightningDataModule):
         profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
             predict, the same on every rank: a shipped name (``"h100"``), the file that
             ``lightning-wlb profile`` wrote, or a :class:`~lightning_wlb.cost.profile.Profile`.
-            None: ``strategy="wlb"`` measures the devices of several ranks when a fit begins, for
-            20 seconds at most, once for a model and device. ``"none"``: nothing is measured. Where
-            no device is known, the reference kernel cost and work in FLOPs.
+            None: where times decide about plans, ``strategy="wlb"`` measures the ranks' devices
+            when a fit begins, for at most 20 seconds, once for a model and device. ``"none"``: it
+            does not. Where no device is known, the reference kernel cost and work in FLOPs.
         seed: of the order of documents and of the choice of validation documents.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens; leave the epochs open

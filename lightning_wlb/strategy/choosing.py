@@ -5,11 +5,11 @@ Sizes that are given stay. A module that an earlier Trainer has split keeps its 
 the sizes given. Else, where the sizes leave a choice, the mesh is searched for (:mod:`.searching`).
 
 A run whose mesh was searched for, and any on a GPU, also plans its steps by the device profile,
-which knows how much memory there is, unless the data module has one of its own. Where steps depend
-on times, the devices are then measured (:mod:`.automatic`), and that is what a run on several ranks
-plans by. It is agreed on when the first batch is asked for: a checkpoint is loaded by then, and has
-what the run before it was planned by. What is left, such as a run on CPUs with documents packed by
-their tokens, is planned by work alone.
+which knows how much memory there is, unless the data module has one of its own. Where that, a
+pipeline or adaptive sharding lets times decide, the devices are then measured (:mod:`.automatic`),
+and that is what a run on several ranks plans by. It is agreed on when the first batch is asked for:
+a checkpoint is loaded by then, and has what the run before it was planned by. What is left, such as
+replicas alone on CPUs, or documents packed by their tokens, is planned by work alone.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class ChoosingStrategy(CheckpointStrategy):
             or not data.measures
             or self.mesh.devices == 1
             or not (
-                packing.judges
+                (packing.judges and (self.mesh.pipeline > 1 or self.profile is not None))
                 or self.dynamic
                 or (data.sharding == ADAPTIVE and self.mesh.context > 1)
             )

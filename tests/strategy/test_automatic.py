@@ -256,7 +256,9 @@ def wants(options: dict[str, Any] | None = None, **run: Any) -> bool:
 def test_a_device_is_measured_where_plans_depend_on_times() -> None:
     fixed, context = {"packing": "best_fit", "sharding": "hybrid"}, Mesh(context=2)
     assert wants()
-    assert wants(mesh=Mesh(data=2))
+    # Replicas alone: by work, unless steps are planned by a profile anyway.
+    assert not wants(mesh=Mesh(data=2))
+    assert wants(mesh=Mesh(data=2), base=measured(1.0))
     assert wants({"packing": "best_fit", "sharding": "adaptive"}, mesh=context)
     assert not wants(fixed, mesh=context)
     dealt, strategies = fixed | {"packing": "hydraulis"}, [[Scheme(0, (2,)), Scheme(1, (2,))]]
