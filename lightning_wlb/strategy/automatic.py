@@ -24,10 +24,9 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -54,10 +53,11 @@ _KEPT = "profile.json"
 _PLANNED = "WLBStrategy: steps are planned by"
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True)
+class Asked:
     """What is to be measured.
 
-    Attributes:
+    Args:
         config: of a model of one layer.
         device: of this rank.
         dtype: that the model computes in.
@@ -144,7 +144,7 @@ def _measured(
     asked: Asked, link: Link, report: Callable[[str], None], leads: bool, until: float
 ) -> str:
     """The profile of this rank, as JSON; empty on ranks whose numbers do not count."""
-    config, device, dtype, backend = asked[:4]
+    config, device, dtype, backend = asked.config, asked.device, asked.dtype, asked.backend
     cuda = device.type == "cuda"
     with (
         torch.random.fork_rng([device] if cuda else []),
@@ -183,7 +183,7 @@ def _key(asked: Asked) -> str:
         torch.version.cuda,
         kernel_name(asked.backend, asked.device),
         torch.get_num_threads(),
-        asked._replace(device=torch.device(asked.device.type)),
+        replace(asked, device=torch.device(asked.device.type)),
     )
     return f"profile-{made_of}"
 
