@@ -10,12 +10,11 @@ sliced, the keys and values that later slices read. Its backward frees all of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,29 +33,11 @@ from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing
 from lightning_wlb.strategy.activations import ActivationCount
-from lightning_wlb.strategy.gathering import Gathering
+from lightning_wlb.strategy.gathering import Gathering, Travelling
 from lightning_wlb.strategy.messages import Messages, Pipeline
 from lightning_wlb.strategy.process_groups import MeshGroups, gather_from_all_ranks
 from lightning_wlb.strategy.signals import NOTICES
 from lightning_wlb.strategy.whereabouts import EXCHANGING, HERE, REDUCING, RUNNING
-
-
-class Travelling(Protocol):
-    """What brings a step its parameters and takes its gradients away: as :class:`.Gathering`."""
-
-    def step(
-        self, program: Sequence[Action], shared: Collection[int] = ()
-    ) -> AbstractContextManager[None]:
-        """Run a step inside."""
-
-    def action(self, action: Action) -> AbstractContextManager[None]:
-        """Run one of its actions inside."""
-
-    def wait(self) -> None:
-        """Wait for all parameters."""
-
-    def finish(self) -> None:
-        """Wait for the gradients, and set ``.grad`` of the parameters at rest."""
 
 
 @dataclass(frozen=True)

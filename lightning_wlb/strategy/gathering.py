@@ -31,10 +31,10 @@ The group belongs to this traffic alone: NCCL runs it on a stream of its own, gl
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,24 @@ from torch.distributed.tensor import DTensor
 from lightning_wlb.attention.collectives import all_gather_into, reduce_scatter_into
 from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.strategy.units import Share, Unit, parts_of, refuse_hooks
+
+
+class Travelling(Protocol):
+    """What brings a step its parameters and takes its gradients away: as :class:`.Gathering`."""
+
+    def step(
+        self, program: Sequence[Action], shared: Collection[int] = ()
+    ) -> AbstractContextManager[None]:
+        """Run a step inside."""
+
+    def action(self, action: Action) -> AbstractContextManager[None]:
+        """Run one of its actions inside."""
+
+    def wait(self) -> None:
+        """Wait for all parameters."""
+
+    def finish(self) -> None:
+        """Wait for the gradients, and set ``.grad`` of the parameters at rest."""
 
 
 class Gathering:
