@@ -15,8 +15,9 @@ from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Scheme
-from lightning_wlb.strategy.dynamic import Elsewhere, Settings
+from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
+from lightning_wlb.strategy.of_strategy import Settings
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
 Dynamic = Literal["off"] | Sequence[Sequence[Scheme]]

@@ -21,10 +21,11 @@ from lightning_wlb.plan import Piece, Scheme, StepPlan
 from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
-from lightning_wlb.strategy.dynamic import Elsewhere, Settings
+from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.gradients import Tie, add_tied_gradients, gradient_norm
 from lightning_wlb.strategy.messages import Pipeline
+from lightning_wlb.strategy.of_strategy import Settings
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.process_groups import mesh_groups
 from lightning_wlb.strategy.travel import travel_groups, weights_of

@@ -1,0 +1,130 @@
+"""A rank's place in the steps of one strategy: its pipeline, process groups, and its stage.
+
+Where a step's pipelines differ from the mesh's, a rank holds the stage of its own scheme for that
+step. This has what such steps have in common: the stage's modules, which have no values between
+steps, and what waits for which parameters.
+
+Cost: process groups for each strategy, made once, collectively over all ranks. Not run on CUDA,
+where a new strategy's groups would have to be connected before its first step
+(:mod:`~lightning_wlb.strategy.process_groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_wlb.attention.process_groups import ProcessGroups
+from lightning_wlb.links.layout import Strategy, rank_in
+from lightning_wlb.links.link import Link
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.plan import Scheme
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
+from lightning_wlb.strategy.messages import Pipeline
+from lightning_wlb.strategy.parallelize import keep_stages
+from lightning_wlb.strategy.process_groups import own_group
+
+_KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all steps of a run have in common.
+
+    Args:
+        build: makes the whole model, on the meta device.
+        hidden_size: elements per row of a boundary tensor.
+        schedule: name of the schedule.
+        dtype: of the parameters in a step.
+        wide: of the sums of gradients.
+        device: of this rank.
+        timeout: of process groups that are made; None: torch's default.
+    """
+
+    build: Callable[[], Decoder]
+    hidden_size: int
+    schedule: str
+    dtype: torch.dtype
+    wide: torch.dtype
+    device: torch.device
+    timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class _Pipeline(Pipeline):
+    """A pipeline on the ranks of its scheme."""
+
+    scheme: Scheme
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global rank at each place of the pipeline."""
+        apart = self.scheme.context * self.scheme.tensor
+        place = self.rank.context * self.scheme.tensor + self.rank.tensor
+        return tuple(self.scheme.ranks[place::apart])
+
+
+class OfStrategy:
+    """What a rank needs for steps of one strategy: process groups, and its stage without values.
+
+    Attributes:
+        parts: the modules that wait for parameters, and the slots in which these come.
+        places: name of a parameter in the whole model -> the modules that have it, its name there.
+    """
+
+    def __init__(self, link: Link, settings: Settings) -> None:
+        self.link = link
+        rank = rank_in(link.strategy, link.rank)
+        scheme = link.strategy[rank.data]
+        stages, context, tensor = (
+            [_along(link.strategy, axis) for _ in range(count)]
+            for axis, count in enumerate((2, 1, 1))
+        )
+        made = [
+            [own_group(sets, link.rank, settings.timeout) if sets else None for sets in of_axis]
+            for of_axis in (stages, context, tensor)
+        ]
+        channels = {
+            Channel(kind, False): group
+            for kind, group in zip(_KINDS, made[0], strict=True)
+            if group is not None
+        }
+        self.groups = ProcessGroups(made[1][0], made[2][0])
+        given = settings.hidden_size, settings.dtype, settings.device
+        self.pipeline = _Pipeline(rank, scheme.layers, settings.schedule, channels, *given, scheme)
+        self.model = settings.build()
+        keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
+        self.parts: dict[nn.Module, set[int]] = {}
+        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
+        slots = {
+            name: slot
+            for slot, unit in enumerate(link.units)
+            for name in link.weights.units[unit].names
+        }
+        tied = self.model.tied
+        for path, module in self.model.named_modules():
+            for attribute in [
+                name for name, each in module._parameters.items() if each is not None
+            ]:
+                name = tied.get(f"{path}.{attribute}", f"{path}.{attribute}")
+                depth = 2 if name.startswith("layers.") else 1
+                part = self.model.get_submodule(".".join(path.split(".")[:depth]))
+                self.parts.setdefault(part, set()).add(slots[name])
+                self.places.setdefault(name, []).append((module, attribute))
+
+
+def _along(strategy: Strategy, axis: int) -> list[list[int]]:
+    """Global ranks of the groups of all pipelines along stages, context or tensor; of several."""
+    found: list[list[int]] = []
+    for scheme in strategy:
+        shape = len(scheme.stages), scheme.context, scheme.tensor
+        if shape[axis] > 1:
+            ranks = np.arange(scheme.size).reshape(shape) + scheme.first
+            found += np.moveaxis(ranks, axis, -1).reshape(-1, shape[axis]).tolist()
+    return found
