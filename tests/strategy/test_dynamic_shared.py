@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -43,9 +44,7 @@ def plan_of(step: int, strategy: Strategy, dealt: Dealt, store) -> StepPlan:
     """Every document in slices."""
     pieces = {n: Piece(n, 0, LENGTHS[n], step) for own in dealt.values() for n in own}
     packs = {
-        members: slice_pieces(
-            [pieces[n] for n in own], 3, WINDOW, PassWork(2, 2), tile=4, least=4
-        )
+        members: slice_pieces([pieces[n] for n in own], 3, WINDOW, PassWork(2, 2), tile=4, least=4)
         for members, own in dealt.items()
     }
     shared = [(pack, members) for members in packs if len(members) > 1 for pack in packs[members]]
@@ -75,22 +74,14 @@ def train(number: int) -> list[tuple[float, dict[str, np.ndarray], bool]]:
         within.append(bool(running))
         post(self)
 
-    class Watched:
-        """An action during which pushes are seen."""
+    @contextmanager
+    def watched(self, each):
+        running.append(True)
+        with action(self, each):
+            yield
+        running.pop()
 
-        def __init__(self, inner) -> None:
-            self.inner = inner
-
-        def __enter__(self) -> None:
-            running.append(True)
-            self.inner.__enter__()
-
-        def __exit__(self, *error) -> None:
-            self.inner.__exit__(*error)
-            running.pop()
-
-    Push.post = posted
-    Linked.action = lambda self, each: Watched(action(self, each))
+    Push.post, Linked.action = posted, watched
     for step, (strategy, dealt) in enumerate(STEPS):
         plan = plan_of(step, strategy, dealt, store)
         batch = make_step_batch(plan, store, rank_in(strategy, number), {}, 0, False)
