@@ -132,6 +132,19 @@ class Receiver:
         return made
 
 
+def check_arranges(packer: Packer) -> None:
+    """Refuse a packing that cannot deal to pipelines that differ.
+
+    Raises:
+        ValueError: with those that can.
+    """
+    if not packer.arranges:
+        raise ValueError(
+            "pipelines that differ cannot share the micro-batches of this packing, which are made"
+            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
+        )
+
+
 class Arranged(NamedTuple):
     """A step on pipelines that differ.
 
@@ -170,11 +183,7 @@ def arrange(
         ValueError: a piece that no pipeline can hold, or a packing whose micro-batches are made for
             all pipelines at once.
     """
-    if not packer(rules).arranges:
-        raise ValueError(
-            "pipelines that differ cannot share the micro-batches of this packing, which are made"
-            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
-        )
+    check_arranges(packer(rules))
     order = longest_first(pieces)
     lengths = [piece.tokens for piece in order]
     receivers = [kinds[scheme.shape] for scheme in strategy]
