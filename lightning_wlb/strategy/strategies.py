@@ -18,6 +18,7 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.of_strategy import Settings
+from lightning_wlb.strategy.rebuilt import check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
 Dynamic = Literal["off"] | Sequence[Sequence[Scheme]]
@@ -86,7 +87,8 @@ def run_elsewhere(
         timeout: of process groups.
 
     Raises:
-        MisconfigurationException: a strategy that does not go with the mesh or the model.
+        MisconfigurationException: a strategy that does not go with the mesh or the model, or a
+            model that ``build_model`` does not make again.
     """
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
@@ -106,6 +108,7 @@ def run_elsewhere(
             model.compile_blocks()
         return model
 
+    check_rebuilt(module, build())
     settings = Settings(
         build,
         pipeline.hidden_size,
