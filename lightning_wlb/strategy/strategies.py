@@ -102,10 +102,11 @@ def run_elsewhere(
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
     def build() -> Decoder:
-        with torch.device("meta"):
+        # As Lightning lets configure_model build it, in the dtype of the run.
+        with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
             model = module.build_model()
-        if module.compiles_blocks:
-            model.compile_blocks()
+            if module.compiles_blocks:
+                model.compile_blocks()
         return model
 
     check_rebuilt(module, build())
