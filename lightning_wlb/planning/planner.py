@@ -35,7 +35,7 @@ from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement, Rules
 from lightning_wlb.planning.pool import Elected, Pool
 from lightning_wlb.planning.settings import DataSettings
-from lightning_wlb.planning.unequal import check_arranges
+from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, NAMES
@@ -130,7 +130,7 @@ class Planner:
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
         if pool is not None:
-            check_arranges(self._packer)
+            check_packing(self._packer)
         self._mixture = tuple(mixture)
         self._arrivals = arrivals_of(self._lengths, data, self._mixture)
         self._settings = self._fingerprint()

@@ -132,19 +132,6 @@ class Receiver:
         return made
 
 
-def check_arranges(packer: Packer) -> None:
-    """Refuse a packing that cannot deal to pipelines that differ.
-
-    Raises:
-        ValueError: with those that can.
-    """
-    if not packer.arranges:
-        raise ValueError(
-            "pipelines that differ cannot share the micro-batches of this packing, which are made"
-            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
-        )
-
-
 class Arranged(NamedTuple):
     """A step on pipelines that differ.
 
@@ -159,6 +146,19 @@ class Arranged(NamedTuple):
     time_ns: int
     replicas: tuple[ReplicaPlan, ...]
     cap: int
+
+
+def check_packing(packer: Packer | type[Packer]) -> None:
+    """Refuse a packing that cannot be used with pipelines that differ.
+
+    Raises:
+        ValueError: it makes micro-batches for all pipelines at once.
+    """
+    if not packer.arranges:
+        raise ValueError(
+            "pipelines that differ cannot share the micro-batches of this packing, which are made"
+            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
+        )
 
 
 def arrange(
@@ -183,7 +183,7 @@ def arrange(
         ValueError: a piece that no pipeline can hold, or a packing whose micro-batches are made for
             all pipelines at once.
     """
-    check_arranges(packer(rules))
+    check_packing(packer(rules))
     order = longest_first(pieces)
     lengths = [piece.tokens for piece in order]
     receivers = [kinds[scheme.shape] for scheme in strategy]

@@ -21,16 +21,17 @@ from lightning_wlb.strategy.of_strategy import Settings
 from lightning_wlb.strategy.rebuilt import check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
-Dynamic = Literal["off"] | Sequence[Sequence[Scheme]]
+Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
+"""``"off"``, ``"auto"``, or strategies. False is ``"off"``: so YAML reads it without quotes."""
 
 
 def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
-    """The strategies that were given; none for ``"off"``.
+    """The strategies that were given; none for ``"off"``, nor for ``"auto"``, which chooses some.
 
     Raises:
         ValueError: something else than schemes, or pipelines that leave ranks out.
     """
-    if given == "off":
+    if given is False or (isinstance(given, str) and given in ("off", "auto")):
         return ()
     try:
         strategies = () if isinstance(given, str) else tuple(map(tuple, given))
@@ -38,8 +39,8 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
         strategies = ()
     if not strategies or not all(isinstance(s, Scheme) for each in strategies for s in each):
         raise ValueError(
-            f"dynamic={given!r} is neither 'off' nor strategies. Give for each a sequence of"
-            " lightning_wlb.plan.Scheme, one for each pipeline."
+            f"dynamic={given!r} is neither 'off', 'auto' nor strategies. Give for each a sequence"
+            " of lightning_wlb.plan.Scheme, one for each pipeline."
         )
     for strategy in strategies:
         first = 0
@@ -53,24 +54,17 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
     return strategies
 
 
-def weights_for(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
-    """The parameters of a module whose model is whole, for its mesh and its strategies.
-
-    Raises:
-        ValueError: a tensor-parallel size that cannot split the model.
-    """
-    sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
-    for size in sizes:
-        check_tensor_parallel(module.model_shape, size)
-    assert module.model is not None
-    return weights_of(module.model, sorted(sizes))
+def blank_model(module: LanguageModule) -> Decoder:
+    """The whole model, without values, whatever has become of the module's own."""
+    # As Lightning lets configure_model build it, in the dtype of the run.
+    with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
+        return module.build_model()
 
 
 def run_elsewhere(
     executor: Executor,
     strategies: Sequence[Strategy],
     module: LanguageModule,
-    weights: Weights,
     per_node: int,
     wide: torch.dtype,
     timeout: timedelta,
@@ -81,7 +75,6 @@ def run_elsewhere(
         executor: on the mesh, whose parameters are at rest.
         strategies: that steps may have.
         module: builds the model.
-        weights: from :func:`weights_for`.
         per_node: ranks of a node.
         wide: of the sums of gradients.
         timeout: of process groups.
@@ -94,6 +87,7 @@ def run_elsewhere(
     assert isinstance(model, Decoder)
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
     try:
+        weights = _weights(strategies, module, mesh.tensor)
         base = strategy_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
         for strategy in strategies:
@@ -102,11 +96,9 @@ def run_elsewhere(
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
     def build() -> Decoder:
-        # As Lightning lets configure_model build it, in the dtype of the run.
-        with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
-            model = module.build_model()
-            if module.compiles_blocks:
-                model.compile_blocks()
+        model = blank_model(module)
+        if module.compiles_blocks:
+            model.compile_blocks()
         return model
 
     check_rebuilt(module, build())
@@ -121,3 +113,10 @@ def run_elsewhere(
     )
     groups = travel_groups(rank, mesh.devices, per_node, timeout)
     executor.elsewhere = Elsewhere(model, links, groups, settings)
+
+
+def _weights(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
+    sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
+    for size in sizes:
+        check_tensor_parallel(module.model_shape, size)
+    return weights_of(blank_model(module), sorted(sizes))
