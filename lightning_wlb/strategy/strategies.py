@@ -111,7 +111,7 @@ def run_elsewhere(
         pipeline.device,
         timeout,
     )
-    groups = travel_groups(rank, mesh.devices, per_node, timeout)
+    groups = travel_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
     executor.elsewhere = Elsewhere(model, links, groups, settings)
 
 
