@@ -157,6 +157,19 @@ class Arranged(NamedTuple):
     cap: int
 
 
+def check_packing(packer: Packer | type[Packer]) -> None:
+    """Refuse a packing that cannot be used with pipelines that differ.
+
+    Raises:
+        ValueError: it makes micro-batches for all pipelines at once.
+    """
+    if not packer.arranges:
+        raise ValueError(
+            "pipelines that differ cannot share the micro-batches of this packing, which are made"
+            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
+        )
+
+
 def arrange(
     pieces: Sequence[Piece],
     strategy: Sequence[Scheme],
@@ -179,11 +192,7 @@ def arrange(
         ValueError: a piece that no kind can hold, kinds of other numbers of pipelines, or a packing
             whose micro-batches are made for all pipelines at once.
     """
-    if not packer(rules).arranges:
-        raise ValueError(
-            "pipelines that differ cannot share the micro-batches of this packing, which are made"
-            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
-        )
+    check_packing(packer(rules))
     order = longest_first(pieces)
     numbers = alike(strategy)
     receivers = [kinds[shape] for shape in numbers]
