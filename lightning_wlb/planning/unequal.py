@@ -5,7 +5,8 @@ pipeline, where it fits at all, from the device profile. Algorithm 1 deals
 
 * whole pieces to pipelines, which wait P - 1 times for their longest if they have P stages,
 * the same as if there were one stage, since slices leave a pipeline little to wait for,
-* pieces to kinds, each as if its pipelines shared every piece.
+* and, where no such dealing fits and is even, pieces to kinds, each as if its pipelines shared
+  every piece.
 
 What the pipelines of a kind got is put together, and the run's packing arranges it as on a mesh of
 them alone: it deals anew, and may let several share a piece (DP-Merge). Times are simulated then:
@@ -22,7 +23,7 @@ pipeline is faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -42,6 +43,9 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE
+
+UNEVEN_PERCENT = 102
+"""The latest kind's end to the mean above which pieces are also dealt to kinds."""
 
 DEALT_AGAIN = 2
 """Times at most that pieces are dealt again, knowing what pipelines took."""
@@ -189,8 +193,8 @@ def arrange(
         trials: of Algorithm 1.
 
     Raises:
-        ValueError: a piece that no kind can hold, kinds of other numbers of pipelines, or a packing
-            whose micro-batches are made for all pipelines at once.
+        ValueError: a piece that no pipelines can hold, kinds of other numbers of pipelines, or a
+            packing whose micro-batches are made for all pipelines at once.
     """
     check_packing(packer(rules))
     order = longest_first(pieces)
@@ -229,12 +233,21 @@ def arrange(
         excess, time_ns = (max(values) for values in list(zip(*of_kinds, strict=True))[:2])
         return _Tried(excess, time_ns, receiving, dealt, of_kinds)
 
-    best = min(map(tried, _dealings(order, receivers, packers)), key=lambda each: each[:2])
-    for _ in range(DEALT_AGAIN):
-        again = tried(_corrected(best))
-        if again[:2] >= best[:2]:
-            break
-        best = again
+    def best_of(ways: Sequence[_Columns]) -> _Tried:
+        best = min(map(tried, ways), key=lambda each: each[:2])
+        for _ in range(DEALT_AGAIN if len(receivers) > 1 else 0):
+            again = tried(_corrected(best))
+            if again[:2] >= best[:2]:
+                break
+            best = again
+        return best
+
+    apart, together = _ways(order, receivers, packers)
+    found = [best_of(apart)] if apart else []
+    sizes = [each.count * each.scheme.size for each in receivers]
+    if together and not (found and _is_even(found[0], sizes)):
+        found.append(best_of(together))
+    best = min(found, key=lambda each: each[:2])
     cap = max(each.cap(of.place) for each, of in zip(packers, receivers, strict=True))
     replicas: dict[int, ReplicaPlan] = {}
     for own, of_kind in zip(numbers.values(), best.made, strict=True):
@@ -275,11 +288,20 @@ class _Tried(NamedTuple):
     made: Sequence[_Planned]
 
 
-def _dealings(
+def _ways(
     pieces: Sequence[Piece], receivers: Sequence[Receiver], packers: Sequence[Packer]
-) -> Iterator[_Columns]:
-    """What Algorithm 1 is asked, see the module."""
+) -> tuple[list[_Columns], list[_Columns]]:
+    """Pieces dealt to pipelines, and to kinds; none where one of the two cannot be, or need not."""
     tokens = [piece.tokens for piece in pieces]
+    alone = [each.longest for each in receivers]
+    shared = [each.longest_shared(own) for each, own in zip(receivers, packers, strict=True)]
+    if max(tokens) > max(shared):
+        raise ValueError(
+            f"document {pieces[0].document} has a piece of {max(tokens)} tokens, of which the"
+            f" pipelines of this strategy hold {max(shared)}:"
+            f" {'; '.join(str(each.scheme) for each in receivers)}. Give one of more context or"
+            " tensor ranks, or lower the context window."
+        )
     costs = [each.costs(tokens) for each in receivers]
 
     def column(kind: int, longest: int, parts: int) -> list[int | None]:
@@ -288,16 +310,25 @@ def _dealings(
 
     alone = [each.longest for each in receivers]
     shared = [each.longest_shared(own) for each, own in zip(receivers, packers, strict=True)]
-    if not max(alone) < max(tokens) <= max(shared):
-        kinds = [kind for kind, each in enumerate(receivers) for _ in range(each.count)]
+    every = range(len(receivers))
+    apart, together = [], []
+    if len(every) > 1 and max(tokens) <= max(alone):
+        kinds = [kind for kind in every for _ in range(receivers[kind].count)]
         table = list(zip(*(column(kind, alone[kind], 1) for kind in kinds), strict=True))
-        yield _Columns(table, kinds, [len(receivers[kind].scheme.stages) for kind in kinds])
-        yield _Columns(table, kinds, [1] * len(kinds))
-    if any(each.count > 1 for each in receivers):
-        kinds = list(range(len(receivers)))
+        for stages in ([len(receivers[kind].scheme.stages) for kind in kinds], [1] * len(kinds)):
+            apart.append(_Columns(table, kinds, stages))
+    if not apart or any(each.count > 1 for each in receivers):
         parts = [each.count for each in receivers]
-        table = list(zip(*map(column, kinds, shared, parts), strict=True))
-        yield _Columns(table, kinds, [1] * len(kinds))
+        table = list(zip(*map(column, every, shared, parts), strict=True))
+        together.append(_Columns(table, every, [1] * len(every)))
+    return apart, together
+
+
+def _is_even(tried: _Tried, ranks: Sequence[int]) -> bool:
+    """Whether kinds of so many ranks end hardly later than they would with their work in common."""
+    ends = [each.end_ns for each in tried.made]
+    work = sum(end * size for end, size in zip(ends, ranks, strict=True))
+    return not tried.excess and 100 * max(ends) * sum(ranks) <= UNEVEN_PERCENT * work
 
 
 def _corrected(tried: _Tried) -> _Columns:
