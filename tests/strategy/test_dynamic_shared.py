@@ -43,9 +43,7 @@ def plan_of(step: int, strategy: Strategy, dealt: Dealt, store) -> StepPlan:
     """Every document in slices."""
     pieces = {n: Piece(n, 0, LENGTHS[n], step) for own in dealt.values() for n in own}
     packs = {
-        members: slice_pieces(
-            [pieces[n] for n in own], 3, WINDOW, PassWork(2, 2), tile=4, least=4
-        )
+        members: slice_pieces([pieces[n] for n in own], 3, WINDOW, PassWork(2, 2), tile=4, least=4)
         for members, own in dealt.items()
     }
     shared = [(pack, members) for members in packs if len(members) > 1 for pack in packs[members]]
