@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
-import pytest
-
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.strategy import choosing, pooling
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.strategy import pooling
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, trainer
