@@ -130,6 +130,17 @@ def test_pipelines_that_are_all_alike_are_arranged_as_a_mesh_of_them() -> None:
     assert made.time_ns < receiver(FLAT).judge(receiver(FLAT).plan(own[:1], packer)).time
 
 
+def test_a_piece_of_more_work_than_any_pipelines_share_goes_where_most_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = Scheme(0, (2, 2)), *(Scheme(2 + place, (4,)) for place in range(4))
+    own = pieces(24000, *[2000] * 10)
+    made = arranged(own, *strategy, data=AUTO)
+    assert (1, 2, 3, 4) in sharers(made)
+    monkeypatch.setattr(unequal, "UNEVEN_PERCENT", 1000)  # as if it were whole on a pipeline
+    assert arranged(own, *strategy, data=AUTO).time_ns > 1.1 * made.time_ns
+
+
 def test_what_no_pipeline_holds_is_shared_by_some_that_are_alike() -> None:
     """They need not be neighbours; the numbers are the strategy's."""
     strategy = Scheme(0, (4,)), Scheme(1, (2, 2)), Scheme(3, (4,)), Scheme(4, (4,))

@@ -3,7 +3,7 @@
 A :class:`Run` is drawn from a number alone, so that every rank and the reference make the same one:
 a model, a mesh with stages of any lengths, nodes, and steps, each of any pieces on pipelines that
 split the ranks in any way (the mesh's own too), with any legal plan on each: sliced, asymmetric, of
-any shardings, recomputing, with nothing to do.
+any shardings, recomputing, with nothing to do, or shared by some that are alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from lightning_wlb.links.link import Links
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, StepPlan
+from lightning_wlb.plan import (
+    MicroBatch,
+    Piece,
+    Recompute,
+    ReplicaPlan,
+    Scheme,
+    Slice,
+    StepPlan,
+    alike,
+)
+from lightning_wlb.planning.replicas import Shared, replica_plan
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS, NAMES, layout
@@ -134,14 +144,72 @@ def _plan(draw: Random, step: int, strategy: Strategy, lengths: Sequence[int]) -
     dealt: list[list[int]] = [[] for _ in strategy]
     for document in chosen:
         draw.choice(dealt).append(document)
+    shared = _shared(draw, strategy, dealt, lengths)
+    mode, names = draw.choice(MODES), {}  # of what is shared, the same on all that share it
     replicas = [
-        _replica(draw, number, scheme, own, lengths)
+        _sharing(draw, number, scheme, own, lengths, shared, mode, names)
+        if any(number in members for _, members in shared)
+        else _replica(draw, number, scheme, own, lengths)
         for number, (scheme, own) in enumerate(zip(strategy, dealt, strict=True))
     ]
     pieces = tuple(Piece(document, 0, lengths[document], step) for document in chosen)
     targets = sum(documents(lengths).targets(each.document, 0, each.stop) for each in pieces)
     cap = sum(lengths)
     return StepPlan(step, 0, tuple(replicas), pieces, targets, cap, 1, cap)
+
+
+def _shared(
+    draw: Random, strategy: Strategy, dealt: list[list[int]], lengths: Sequence[int]
+) -> list[Shared]:
+    """Some of the documents of pipelines that are alike, taken from them to be shared by them."""
+    shared: list[Shared] = []
+    for numbers in alike(strategy).values():
+        sizes = [size for size in (2, 4, 8) if size <= len(numbers)]
+        if not sizes or draw.random() < 0.3:
+            continue
+        size = draw.choice(sizes)
+        first = draw.randrange(len(numbers) // size) * size
+        members = tuple(numbers[first : first + size])
+        own = [document for number in members for document in dealt[number]]
+        taken = draw.sample(own, draw.randint(0, len(own)))
+        for number in members:
+            dealt[number] = [document for document in dealt[number] if document not in taken]
+        shared += [(pack, members) for pack in _packs(draw, taken, lengths)]
+    return shared
+
+
+def _packs(draw: Random, own: Sequence[int], lengths: Sequence[int]) -> list[tuple[Slice, ...]]:
+    """Documents in slices, in micro-batches."""
+    if not own:
+        return []
+    made = random_replica(draw, [lengths[document] for document in own], "symmetric")
+    return [
+        tuple(part._replace(document=own[part.document]) for part in made.slices_of(each))
+        for each in made.forward
+    ]
+
+
+def _sharing(
+    draw: Random,
+    number: int,
+    scheme: Scheme,
+    own: Sequence[int],
+    lengths: Sequence[int],
+    shared: Sequence[Shared],
+    mode: Recompute,
+    names: dict[tuple[Slice, ...], str],
+) -> ReplicaPlan:
+    """A pipeline that shares micro-batches with others."""
+
+    def shard(slices: Sequence[Slice], members: int) -> tuple[str, int]:
+        drawn = draw.choice([name for name in NAMES if name != HEADS])
+        name = names.setdefault(tuple(slices), drawn)
+        tokens = [each.tokens for each in slices]
+        return name, layout(name, tokens, scheme.context * members, scheme.tensor).rows
+
+    plan = replica_plan(_packs(draw, own, lengths), number, shard, shared)
+    (recomputed,) = recomputing([plan], mode)
+    return recomputed
 
 
 def _replica(
