@@ -27,7 +27,7 @@ from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import Scheme
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
 from lightning_wlb.strategy.messages import Pipeline
-from lightning_wlb.strategy.parallelize import keep_stages
+from lightning_wlb.strategy.parallelize import convert_tensors, keep_stages
 from lightning_wlb.strategy.process_groups import own_group
 
 _KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
@@ -100,6 +100,8 @@ class OfStrategy:
         self.pipeline = _Pipeline(rank, scheme.layers, settings.schedule, channels, *given, scheme)
         self.model = settings.build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
+        # Parameters have no values yet, buffers do.
+        convert_tensors(self.model, lambda each: each if each.is_meta else each.to(settings.device))
         self.parts: dict[nn.Module, set[int]] = {}
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         slots = {

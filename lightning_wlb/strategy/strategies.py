@@ -18,6 +18,7 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.of_strategy import Settings
+from lightning_wlb.strategy.rebuilt import check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
@@ -55,7 +56,8 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
 
 def blank_model(module: LanguageModule) -> Decoder:
     """The whole model, without values, whatever has become of the module's own."""
-    with torch.device("meta"):
+    # As Lightning lets configure_model build it, in the dtype of the run.
+    with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
         return module.build_model()
 
 
@@ -78,7 +80,8 @@ def run_elsewhere(
         timeout: of process groups.
 
     Raises:
-        MisconfigurationException: a strategy that does not go with the mesh or the model.
+        MisconfigurationException: a strategy that does not go with the mesh or the model, or a
+            model that ``build_model`` does not make again.
     """
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
@@ -98,6 +101,7 @@ def run_elsewhere(
             model.compile_blocks()
         return model
 
+    check_rebuilt(module, build())
     settings = Settings(
         build,
         pipeline.hidden_size,
