@@ -134,6 +134,14 @@ class Stray(LanguageModule):
         return model
 
 
+class Frozen(LanguageModule):
+    """A model that is changed after it was built."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.head.requires_grad_(False)
+
+
 CPU = Profile.load("cpu")
 
 
@@ -144,14 +152,17 @@ CPU = Profile.load("cpu")
         (Mesh(2, 2, virtual_stages=2), "slim", CPU, LanguageModule, 'Give schedule="1f1b".'),
         (Mesh(2), "wlb", CPU, LanguageModule, "Use packing='auto', 'slim' or 'hydraulis'."),
         (Mesh(2), "slim", None, LanguageModule, "Give WLBDataModule(profile=...), a file of"),
-        (Mesh(2), "slim", CPU, Stray, "stray is in none of embed, layers and head"),
+        (Mesh(2), "slim", CPU, Stray, "mesh: stray is in none of embed, layers and head"),
+        (Mesh(2), "slim", CPU, Frozen, "mesh: embed.weight of the model is not as Frozen.bu"),
     ],
 )
 def test_what_keeps_all_steps_on_the_mesh_is_said(mesh, packing, profile, kind, said) -> None:
     asked = Asked((2, 1, 1, 1), "1f1b", None, 2, 2, "float32", "float32")
-    given, own = data(CASE, packing=packing), kind(module(CASE).config)
+    given, own, runner = data(CASE, packing=packing), kind(module(CASE).config), trainer("auto", 1)
+    own.trainer = runner
+    own.configure_model()
     with mock.patch.object(pooling, "rank_zero_info") as tell:
-        assert pooling.agreed_pool(asked, mesh, trainer("auto", 1), given, own, profile) == ()
+        assert pooling.agreed_pool(asked, mesh, runner, given, own, profile) == ()
     (line,) = tell.call_args.args
     assert line.startswith('WLBStrategy: dynamic="auto" leaves all steps on the mesh: ')
     assert said in line
