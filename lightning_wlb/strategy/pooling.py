@@ -31,6 +31,7 @@ from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.strategy.launch import RENDEZVOUS
+from lightning_wlb.strategy.rebuilt import check_buffers
 from lightning_wlb.strategy.searching import Asked, recalled, request_of, waiting
 from lightning_wlb.strategy.strategies import blank_model
 from lightning_wlb.strategy.travel import weights_of
@@ -99,7 +100,9 @@ def _obstacle(
         )
     try:
         check_packing(data.settings.packer)
-        weights_of(blank_model(module), [])
+        rebuilt = blank_model(module)
+        check_buffers(rebuilt)
+        weights_of(rebuilt, [])
     except ValueError as error:
         return str(error)
     return None

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.links.layout import Strategy, Weights, strategy_of
 from lightning_wlb.links.link import Links
 from lightning_wlb.models.config import check_tensor_parallel
@@ -18,7 +19,7 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.of_strategy import Settings
-from lightning_wlb.strategy.rebuilt import check_rebuilt
+from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
@@ -87,13 +88,16 @@ def run_elsewhere(
     assert isinstance(model, Decoder)
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
     try:
-        weights = _weights(strategies, module, mesh.tensor)
+        rebuilt = blank_model(module)
+        check_buffers(rebuilt)
+        weights = _weights(strategies, module, rebuilt, mesh.tensor)
         base = strategy_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
         for strategy in strategies:
             links.to(strategy)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
+    Ranks().each(lambda: check_rebuilt(module, rebuilt))
 
     def build() -> Decoder:
         model = blank_model(module)
@@ -101,7 +105,6 @@ def run_elsewhere(
             model.compile_blocks()
         return model
 
-    check_rebuilt(module, build())
     settings = Settings(
         build,
         pipeline.hidden_size,
@@ -115,8 +118,10 @@ def run_elsewhere(
     executor.elsewhere = Elsewhere(model, links, groups, settings)
 
 
-def _weights(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
+def _weights(
+    strategies: Sequence[Strategy], module: LanguageModule, rebuilt: Decoder, tensor: int
+) -> Weights:
     sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
     for size in sizes:
         check_tensor_parallel(module.model_shape, size)
-    return weights_of(blank_model(module), sorted(sizes))
+    return weights_of(rebuilt, sorted(sizes))
