@@ -129,6 +129,10 @@ def train(number: int) -> dict:
         optimizer.step()
     with pytest.raises(ValueError, match="step 4 has the strategy of the mesh"):
         runner.elsewhere(replace(plan, strategy=OF_MESH))
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=r"has a hook \(register_hook or .* would never run"):
+        runner.run(batch, 1)
+    handle.remove()
     runner.elsewhere = None
     with pytest.raises(ValueError, match="step 4 is planned for pipelines of its own"):
         runner.run(batch, 1)
