@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.strategy import board, signals, watchdog
+from lightning_wlb.strategy import board, signals, watchdog, whereabouts
 from lightning_wlb.strategy.faults import Faults
 from tests.ranks import run_ranks
 from tests.strategy.test_failures import outcomes
@@ -65,6 +65,28 @@ def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause,
         assert results[1] == (True, None), "who comes out by itself is left to do so"
     last = (tmp_path / "0.err").read_text().splitlines()[-1]
     assert last.startswith(f"[rank 0] WLBStrategy: this process ends, since {cause}")
+
+
+def failing_beside(rank: int, folder: Path) -> None:
+    """Each rank waits for the other; a thread of rank 1 has failed, of which its main thread may
+    never hear."""
+    watchdog.GRACE = board.PATIENCE = 0.5
+    os.environ.update(RANK=str(rank))
+    dist.init_process_group("gloo")
+    faults = Faults()
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    sys.stderr = open(folder / f"{rank}.err", "w")  # noqa: SIM115
+    if rank == 1:
+        whereabouts.HERE.failed = "MemoryError: no room"
+    dist.recv(torch.zeros(1), 1 - rank)
+
+
+def test_a_rank_whose_other_thread_fails_ends_all(tmp_path):
+    results, _ = outcomes(failing_beside, 2, tmp_path)
+    assert results[1] is None, "it ended while it waited"
+    said = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(2))
+    assert "this process ends, since rank 1 failed, before the first step" in said
+    assert "MemoryError: no room" in said
 
 
 def locked(rank: int, folder: Path) -> None:
