@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.cost.flops import (
-    Work,
     causal_pairs,
     head_flops,
     layer_attention_flops,
@@ -196,29 +195,13 @@ class Predictor:
         if plan.strategy:
             raise ValueError(
                 f"step {plan.step} has a strategy of its own, but is to be predicted on the mesh"
-                f" {mesh}. Predict each of its pipelines on a mesh of its scheme."
+                f" {mesh}. Use lightning_wlb.prediction.elsewhere.predict_elsewhere."
             )
         if len(plan.replicas) != mesh.data:
             raise ValueError(
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
             )
-        step = self.simulate(plan.replicas)
-        most = max(map(len, step.costs), default=0)
-        work = np.zeros((len(step.costs), most), dtype=np.int64)
-        for number, durations in enumerate(step.durations):
-            for action, duration in durations.items():
-                work[number, action.micro_batch] += duration
-        total = Work.of(self.latency.shape).total
-        return StepPrediction(
-            plan=plan,
-            simulations=tuple(step.simulations),
-            costs=tuple(map(tuple, step.costs)),
-            work_ns=work,
-            peak_bytes=step.peak_bytes,
-            flops=sum(total(piece.tokens) for piece in plan.pieces),
-            devices=self.latency.mesh.devices,
-            peak_flops=self.latency.profile.peak_flops,
-        )
+        return StepPrediction.of(plan, self.simulate(plan.replicas), self.latency)
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
         """The step of replicas that share micro-batches with each other only."""

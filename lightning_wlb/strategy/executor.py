@@ -94,9 +94,6 @@ class Executor:
         """Time every action from the next step on; the timings of a step stay until the next."""
         if self.stopwatch is None:
             self.stopwatch = make_stopwatch(self.pipeline.device)
-            kernel = getattr(self.model, "attention_kernel", None)
-            if kernel is not None:
-                kernel.timer = self.stopwatch
         return self.stopwatch
 
     def timings(self) -> list[Timing]:
@@ -156,6 +153,9 @@ class Executor:
             self.activations,
         )
         if self.stopwatch is not None:
+            kernel = getattr(here.model, "attention_kernel", None)
+            if kernel is not None:  # each strategy's model has its own
+                kernel.timer = self.stopwatch
             self.stopwatch.begin_step()
         if self.activations is not None:
             self.activations.begin_step()

@@ -5,6 +5,10 @@ the mesh's. All parameters are posted before the first action, and a module wait
 it is called. Gradients of micro-batches add up beside the parameters, in the wide dtype; in the
 last backward a slot is posted as soon as the gradients of its unit are complete and the slots after
 it have been posted. No rank posts a push before it has posted every pull, so the two cannot cross.
+Where that backward is of a micro-batch that pipelines share, all slots are posted after it: another
+of these may have micro-batches of its own left, and would join the push only behind them, while
+this one's attention stood behind the push on a device that runs one after the other.
+
 What comes to rest are sums over all pipelines, over context ranks and, of what tensor-parallel
 ranks hold alike, over these; and each copy of a tied weight gets the whole sum.
 
@@ -43,11 +47,17 @@ class Linked:
         ]
         self._live: _Live | None = None
         self._last: Action | None = None
+        self._shared: Collection[int] = ()
         self._push: Push | None = None
 
     @contextmanager
     def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
-        """Post the step's parameters, and at its end what is left of its gradients."""
+        """Post the step's parameters, and at its end what is left of its gradients.
+
+        Args:
+            program: the actions of this rank; without backward where gradients are disabled.
+            shared: numbers of the micro-batches that other pipelines share.
+        """
         settings = self._settings
         at_rest = dict(self._at_rest())
         self._check_frozen(at_rest)
@@ -55,7 +65,7 @@ class Linked:
         with torch.no_grad():
             pull = Pull(self._own.link, self._groups, shards, settings.dtype, settings.device)
         backwards = [action for action in program if action.kind == BACKWARD]
-        self._last = backwards[-1] if backwards else None
+        self._last, self._shared = backwards[-1] if backwards else None, shared
         self._live = live = _Live(self._own, pull, self._groups, settings)
         try:
             yield
@@ -69,7 +79,7 @@ class Linked:
         """Run one action inside."""
         assert self._live is not None
         if action == self._last:
-            self._live.awaits_last()
+            self._live.awaits_last(held=action.micro_batch in self._shared)
         yield
 
     def wait(self) -> None:
@@ -179,8 +189,11 @@ class _Live:
             self._awaited[slot].discard(name)
             self._post_complete()
 
-    def awaits_last(self) -> None:
+    def awaits_last(self, *, held: bool) -> None:
         """The last backward of the step is next: each parameter's gradient is added once more.
+
+        Args:
+            held: whether gradients may be posted only when it is over.
 
         Raises:
             ValueError: if no forward has waited for some parameters.
@@ -193,7 +206,8 @@ class _Live:
                 f" for and would not be trained: {', '.join(n for u in units for n in u.names)}."
                 " Call embed, head and every layer in the model's forward, as modules."
             )
-        self._begin_push()
+        if not held:
+            self._begin_push()
 
     def finish(self) -> Push | None:
         """Post what is left: all slots, of zeros, where the rank had no micro-batch."""
