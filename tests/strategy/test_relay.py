@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from lightning_wlb.strategy.relay import Relay
 from lightning_wlb.strategy.travel import Groups, Pull, weights_of
 from lightning_wlb.strategy.whereabouts import HERE
 from tests.ranks import run_ranks
+from tests.strategy.harness import relative_error, whole
 from tests.strategy.test_dynamic import (
     OF_MESH,
     PER_NODE,
@@ -32,8 +32,10 @@ from tests.strategy.test_dynamic import (
     documents,
     executor,
     plan_of,
+    reference,
 )
 
+FROZEN = ("layers.1.", "layers.2.attention.")
 STRATEGY, OWN = STRATEGIES[0]  # neighbours of a pipeline share a node; ranks use other numbers
 
 
@@ -53,7 +55,6 @@ def test_calls_are_made_in_order_in_a_thread_that_ends_with_the_relay() -> None:
     relay.settle()
     assert made == [each.result() for each in results] == [0, 1, 2]
     del relay
-    gc.collect()
     for _ in range(100):
         if threading.active_count() < before:
             break
@@ -75,9 +76,9 @@ def test_no_call_is_made_after_one_that_failed() -> None:
     assert HERE.failed == ""
 
 
-def recorded(rank: int) -> dict[bool, list]:
-    """What a rank posts in a step, in its own thread and (True) beside it; then a late rail."""
-    runner, _ = executor(rank)
+def recorded(rank: int) -> tuple[dict[bool, list], dict]:
+    """What a rank posts in a step, in its own thread and (True) beside it; gradients."""
+    runner, _ = executor(rank, FROZEN)
     plan = plan_of(0, STRATEGY, OWN, store := documents())
     batch = make_step_batch(plan, store, rank_in(STRATEGY, rank), {}, 0, False)
     channels = runner.elsewhere(plan).pipeline.groups.items()
@@ -110,8 +111,14 @@ def recorded(rank: int) -> dict[bool, list]:
         patch.setattr(dist, "irecv", noting(receive))
         runner.run(batch, plan.target_tokens)
         runner.finish()
+    parameters = dict(runner.model.named_parameters())
+    gradients = {n: whole(p.grad) for n, p in parameters.items() if p.grad is not None}
     check_late(rank, runner)
-    return posts
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    with pytest.raises(ValueError, match="frozen or unfrozen since the run began: layers"):
+        runner.run(batch, plan.target_tokens)
+    return posts, gradients
 
 
 def check_late(rank: int, runner) -> None:
@@ -158,13 +165,20 @@ def test_a_step_posts_what_the_proof_is_about_and_waits_for_no_rail_at_first() -
         action = post.name.action
         return action.kind, action.micro_batch * stages[rank] + action.stage
 
-    found = run_ranks(recorded, 4, timeout=120)
+    found, right = run_ranks(recorded, 4, timeout=120), reference()["gradients"][0]
     for thread in threads:
+        recorded_posts, gradients = found[thread.rank]
         posts = [each for each in thread.steps if isinstance(each, Post)]
         own = [each for each in posts if each.queue not in ("tensor", "loss")]
         beside = not isinstance(thread.steps[0], Post)
-        assert found[thread.rank][beside] == [said(each, thread.rank) for each in own]
-    assert all(found[rank][True] for rank in range(4))
+        assert recorded_posts[beside] == [said(each, thread.rank) for each in own]
+        assert recorded_posts[True]
+        assert not any(name.startswith(FROZEN) for name in gradients)
+        for name, value in gradients.items():
+            tied = "embed.weight" if name == "head.weight" else name
+            assert relative_error(value, right[tied]) <= 1e-10, name
+    trained = {name for name in right if not name.startswith(FROZEN)}
+    assert {name for _, own in found for name in own} == {*trained, "head.weight"}
 
 
 def test_what_fails_beside_a_step_fails_where_it_is_waited_for(monkeypatch) -> None:

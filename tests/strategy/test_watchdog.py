@@ -67,26 +67,29 @@ def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause,
     assert last.startswith(f"[rank 0] WLBStrategy: this process ends, since {cause}")
 
 
-def failing_beside(rank: int, folder: Path) -> None:
-    """Each rank waits for the other; a thread of rank 1 has failed, of which its main thread may
-    never hear."""
-    watchdog.GRACE = board.PATIENCE = 0.5
-    os.environ.update(RANK=str(rank))
-    dist.init_process_group("gloo")
-    faults = Faults()
-    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
-    sys.stderr = open(folder / f"{rank}.err", "w")  # noqa: SIM115
-    if rank == 1:
-        whereabouts.HERE.failed = "MemoryError: no room"
-    dist.recv(torch.zeros(1), 1 - rank)
-
-
-def test_a_rank_whose_other_thread_fails_ends_all(tmp_path):
-    results, _ = outcomes(failing_beside, 2, tmp_path)
-    assert results[1] is None, "it ended while it waited"
-    said = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(2))
-    assert "this process ends, since rank 1 failed, before the first step" in said
-    assert "MemoryError: no room" in said
+def test_what_another_thread_fails_with_is_told_to_all() -> None:
+    """The main thread may wait for ever for a rank that waits for that thread."""
+    ours, theirs = socket.socketpair()
+    watched = watchdog.Watchdog(1, 2, board.Connection(ours), "token", 60.0)
+    watched.start()
+    whereabouts.HERE.failed = "MemoryError: no room"
+    messages, told = board.Connection(theirs), []
+    try:
+        for _ in range(100):
+            time.sleep(0.05)
+            told += [each for each in messages.receive() or () if "place" in each]
+            if told:
+                break
+    finally:
+        whereabouts.HERE.begin()
+        watched.stop()
+        theirs.close()
+    assert told == [
+        {
+            "place": "a thread of rank 1",
+            "text": "before the first step, setting up: MemoryError: no room",
+        }
+    ]
 
 
 def locked(rank: int, folder: Path) -> None:
