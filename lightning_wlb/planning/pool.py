@@ -94,7 +94,7 @@ class Pool:
                     scheme,
                     replace(
                         base,
-                        latency=replace(base.latency, mesh=_alike(scheme, base)),
+                        latency=replace(base.latency, mesh=mesh_like(scheme, base.latency.mesh)),
                         stages=scheme.layers,
                         linked=traffic[scheme.shape],
                     ),
@@ -190,7 +190,7 @@ def _check(strategy: Strategy, base: Predictor) -> None:
             )
 
 
-def _alike(scheme: Scheme, base: Predictor) -> Mesh:
+def mesh_like(scheme: Scheme, base: Mesh) -> Mesh:
     """The mesh of pipelines that are all like this one, as many as there are ranks for."""
-    count = max(base.latency.mesh.devices // scheme.size, 1)
+    count = max(base.devices // scheme.size, 1)
     return Mesh(count, len(scheme.stages), scheme.context, scheme.tensor)
