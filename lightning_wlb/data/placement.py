@@ -14,7 +14,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import ActivationCheckpointing, Scheme
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.pool import Pool
+from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE
 
@@ -73,21 +75,27 @@ def predictor_of(
 
 
 def pool_of(
-    trainer: L.Trainer, predictor: Predictor | None, sharding: str = ADAPTIVE
+    trainer: L.Trainer | None,
+    predictor: Predictor | None,
+    data: DataSettings,
+    sharding: str = ADAPTIVE,
 ) -> Pool | None:
     """The strategies that a step may take in place of the mesh's pipelines; None: none.
 
     Args:
         trainer: whose strategy may have some, as ``WLBStrategy(dynamic=...)``.
         predictor: of the mesh.
+        data: the data settings.
         sharding: of every micro-batch.
 
     Raises:
-        MisconfigurationException: there is no device profile to choose by, or a strategy is the
-            mesh's own or does not go with it.
+        MisconfigurationException: there is no device profile to choose by, the packing deals to
+            equal pipelines only, or a strategy is the mesh's own or does not go with it.
     """
-    strategies: tuple[tuple[Scheme, ...], ...] = getattr(trainer.strategy, "dynamic", ())
-    if not strategies:
+    strategies: tuple[tuple[Scheme, ...], ...] = (
+        () if trainer is None else getattr(trainer.strategy, "dynamic", ())
+    )
+    if trainer is None or not strategies:
         return None
     if predictor is None:
         raise MisconfigurationException(
@@ -95,6 +103,7 @@ def pool_of(
             " WLBDataModule(profile=...), a file of `lightning-wlb profile` or a shipped name."
         )
     try:
+        check_packing(data.packer)
         return Pool.of(strategies, predictor, checkpointing_of(trainer), sharding)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None

@@ -19,8 +19,9 @@ pipeline for each.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from lightning_wlb.meshes.choice import name_of
 from lightning_wlb.meshes.proposal import proposed_strategies
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress
+from lightning_wlb.plan import Scheme
 from lightning_wlb.planning.judge import PredictedJudge, Verdict
 from lightning_wlb.planning.planner import Planner, plan_steps
 from lightning_wlb.planning.pool import Pool, best_of
@@ -69,6 +71,28 @@ class PoolChoice:
     pool_ns: int
     chosen: tuple[int, ...]
     steps: int
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> PoolChoice:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: text that it did not write.
+        """
+        try:
+            made = json.loads(text)
+            pools = {
+                name: tuple(tuple(Scheme(**each) for each in one) for one in made[name])
+                for name in ("strategies", "tried")
+            }
+            given = {"mesh": Mesh(**made["mesh"]), "chosen": tuple(made["chosen"])}
+            return PoolChoice(**made | pools | given)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the choice of a pool: {error!r}.") from error
 
     @property
     def gain(self) -> float:

@@ -27,7 +27,7 @@ from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.unequal import Arranged, Receiver, Shape, arrange
 from lightning_wlb.prediction.linking import linked_traffic
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.sharding import ADAPTIVE
+from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
 WORTH_PER_MILLE = 5
 """Simulated gain for which a step leaves the mesh."""
@@ -80,12 +80,15 @@ class Pool:
             sharding: of every micro-batch.
 
         Raises:
-            ValueError: there is no strategy, or one is the mesh's, is for other ranks or layers, or
-                lies across nodes as no mesh does.
+            ValueError: there is no strategy, or one is the mesh's, is for other ranks or layers,
+                lies across nodes as no mesh does, or has context ranks over which the sharding
+                cannot spread the model's heads.
         """
         made: dict[Strategy, Kinds] = {}
         for strategy in strategies:
             _check(strategy, base)
+            if sharding == HEADS:
+                _check_heads(strategy, base)
             traffic = {
                 scheme.shape: each for scheme, each in linked_traffic(base, strategy).items()
             }
@@ -188,6 +191,12 @@ def _check(strategy: Strategy, base: Predictor) -> None:
                 f"the pipeline on {scheme} lies across nodes of {per_node} devices. Put"
                 " larger pipelines first."
             )
+
+
+def _check_heads(strategy: Strategy, base: Predictor) -> None:
+    for scheme in strategy:
+        for layer in base.latency.shape.kinds if scheme.context > 1 else ():
+            check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)
 
 
 def mesh_like(scheme: Scheme, base: Mesh) -> Mesh:

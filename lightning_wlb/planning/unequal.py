@@ -148,6 +148,19 @@ class Arranged(NamedTuple):
     cap: int
 
 
+def check_packing(packer: Packer | type[Packer]) -> None:
+    """Refuse a packing that cannot be used with pipelines that differ.
+
+    Raises:
+        ValueError: it makes micro-batches for all pipelines at once.
+    """
+    if not packer.arranges:
+        raise ValueError(
+            "pipelines that differ cannot share the micro-batches of this packing, which are made"
+            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
+        )
+
+
 def arrange(
     pieces: Sequence[Piece],
     strategy: Sequence[Scheme],
@@ -170,11 +183,7 @@ def arrange(
         ValueError: a piece that no pipeline can hold, or a packing whose micro-batches are made for
             all pipelines at once.
     """
-    if not packer(rules).arranges:
-        raise ValueError(
-            "pipelines that differ cannot share the micro-batches of this packing, which are made"
-            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
-        )
+    check_packing(packer(rules))
     order = longest_first(pieces)
     lengths = [piece.tokens for piece in order]
     receivers = [kinds[scheme.shape] for scheme in strategy]

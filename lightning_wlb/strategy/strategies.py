@@ -20,18 +20,20 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.of_strategy import Settings
+from lightning_wlb.strategy.rebuilt import check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
-Dynamic = Literal["off"] | Sequence[Sequence[Scheme]]
+Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
+"""``"off"``, ``"auto"``, or strategies. False is ``"off"``: so YAML reads it without quotes."""
 
 
 def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
-    """The strategies that were given; none for ``"off"``.
+    """The strategies that were given; none for ``"off"``, nor for ``"auto"``, which chooses some.
 
     Raises:
         ValueError: something else than schemes, or pipelines that leave ranks out.
     """
-    if given == "off":
+    if given is False or (isinstance(given, str) and given in ("off", "auto")):
         return ()
     try:
         strategies = () if isinstance(given, str) else tuple(map(tuple, given))
@@ -39,8 +41,8 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
         strategies = ()
     if not strategies or not all(isinstance(s, Scheme) for each in strategies for s in each):
         raise ValueError(
-            f"dynamic={given!r} is neither 'off' nor strategies. Give for each a sequence of"
-            " lightning_wlb.plan.Scheme, one for each pipeline."
+            f"dynamic={given!r} is neither 'off', 'auto' nor strategies. Give for each a sequence"
+            " of lightning_wlb.plan.Scheme, one for each pipeline."
         )
     for strategy in strategies:
         first = 0
@@ -54,24 +56,17 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
     return strategies
 
 
-def weights_for(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
-    """The parameters of a module whose model is whole, for its mesh and its strategies.
-
-    Raises:
-        ValueError: a tensor-parallel size that cannot split the model.
-    """
-    sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
-    for size in sizes:
-        check_tensor_parallel(module.model_shape, size)
-    assert module.model is not None
-    return weights_of(module.model, sorted(sizes))
+def blank_model(module: LanguageModule) -> Decoder:
+    """The whole model, without values, whatever has become of the module's own."""
+    # As Lightning lets configure_model build it, in the dtype of the run.
+    with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
+        return module.build_model()
 
 
 def run_elsewhere(
     executor: Executor,
     strategies: Sequence[Strategy],
     module: LanguageModule,
-    weights: Weights,
     per_node: int,
     wide: torch.dtype,
     timeout: timedelta,
@@ -82,18 +77,19 @@ def run_elsewhere(
         executor: on the mesh, whose parameters are at rest.
         strategies: that steps may have.
         module: builds the model.
-        weights: from :func:`weights_for`.
         per_node: ranks of a node.
         wide: of the sums of gradients.
         timeout: of process groups.
 
     Raises:
-        MisconfigurationException: a strategy that does not go with the mesh or the model.
+        MisconfigurationException: a strategy that does not go with the mesh or the model, or a
+            model that ``build_model`` does not make again.
     """
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
     try:
+        weights = _weights(strategies, module, mesh.tensor)
         base = strategy_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
         for strategy in strategies:
@@ -102,12 +98,12 @@ def run_elsewhere(
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
     def build() -> Decoder:
-        with torch.device("meta"):
-            model = module.build_model()
+        model = blank_model(module)
         if module.compiles_blocks:
             model.compile_blocks()
         return model
 
+    check_rebuilt(module, build())
     settings = Settings(
         build,
         pipeline.hidden_size,
@@ -122,5 +118,12 @@ def run_elsewhere(
             f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
             f" {described(strategy)}."
         )
-    groups = travel_groups(rank, mesh.devices, per_node, timeout)
+    groups = travel_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
     executor.elsewhere = Elsewhere(model, links, groups, settings)
+
+
+def _weights(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
+    sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
+    for size in sizes:
+        check_tensor_parallel(module.model_shape, size)
+    return weights_of(blank_model(module), sorted(sizes))

@@ -39,7 +39,12 @@ class Position(NamedTuple):
 
 
 class Whereabouts:
-    """What the main thread does, and how far it is."""
+    """What the main thread does, and how far it is.
+
+    Attributes:
+        failed: the error of another thread on which the step depends; the main thread may never
+            come to where it is raised.
+    """
 
     def __init__(self) -> None:
         # Replaced as a whole: another thread must not see the batch of one step and the action of
@@ -58,6 +63,7 @@ class Whereabouts:
 
     def begin(self) -> None:
         """A run begins or has ended; its batch may be freed."""
+        self.failed = ""
         self._now = Position(0, None, BETWEEN, "setting up", time.monotonic())
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.callbacks import ImbalanceMonitor
@@ -54,9 +55,9 @@ def run(rank: int) -> dict:
     Pool.elect = in_turn
     asked = []
     # A compiler would take longer than the test.
-    Transformer.compile_blocks = lambda model: asked.append(model)
+    Transformer.compile_blocks = lambda model: asked.append(str(torch.get_default_dtype()))
     found = fit(WLBStrategy(1, 2, 1, 2, dynamic=STRATEGIES), 4, profile=PROFILE)
-    return found | {"compiled": len(asked)}
+    return found | {"compiled": asked}
 
 
 def test_runs_that_change_pipelines_train_as_one_process_does() -> None:
@@ -66,7 +67,8 @@ def test_runs_that_change_pipelines_train_as_one_process_does() -> None:
     for found in run_ranks(run, 4, timeout=150, process_group=False):
         plans = [StepPlan.from_json(text) for text in found["plans"]]
         assert [plan.strategy for plan in plans] == [*STRATEGIES, (), STRATEGIES[0]]
-        assert found["compiled"] == 3  # the mesh's stages, and those of each strategy
+        # The mesh's stages, what is compared with them, and those of each strategy.
+        assert found["compiled"] == ["torch.float64"] * 4
         np.testing.assert_allclose(found["losses"], want["losses"], rtol=1e-12)
         for got, right in zip(
             [*found["gradients"], found["parameters"]],

@@ -15,7 +15,7 @@ from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.mesh import data_context, device_mesh
 from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.travel import Pull, Push, travel_groups, weights_of
+from lightning_wlb.strategy.travel import Groups, Pull, Push, travel_groups, weights_of
 from tests.ranks import run_ranks
 
 LAYERS = 3
@@ -134,4 +134,4 @@ def test_a_link_for_other_shards_is_refused() -> None:
     link = Link(weights_of(model, (1,)), one, one, 0, 1)
     rest = {name: each[1:] for name, each in model.named_parameters()}
     with pytest.raises(ValueError, match=r"embed.weight: rank 0 has a tensor of shape \(31, 16\)"):
-        Pull(link, dict.get, rest, torch.float32, torch.device("cpu"))
+        Pull(link, Groups({}), rest, torch.float32, torch.device("cpu"))

@@ -1,0 +1,105 @@
+"""The strategies that ``WLBStrategy(dynamic="auto")`` takes: what :mod:`.meshes.dynamic` answers.
+
+They are chosen when the first batch is asked for, by the profile that the run's steps are planned
+by: what is promised is then what is planned, and a run that is resumed, whose checkpoint has
+brought that profile, makes the same choice on the same mesh.
+
+1. Where something keeps all steps on the mesh, such as a packing that deals to equal pipelines
+   only, a line says what, and what to do about it.
+2. Else rank 0 takes the answer from the user's cache folder, or simulates; the others wait for it
+   as long as for a rank that starts late, and end with rank 0's error where it has one.
+3. The log has the figure, whether or not it is worth leaving the mesh for.
+
+Cost: that of :func:`~lightning_wlb.meshes.dynamic.choose_pool` on rank 0, once for a mesh, its
+documents, settings and profile; and the whole model is built once more, without memory. Not for an
+evaluation, which runs on the mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.links.layout import Strategy
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.meshes.dynamic import PoolChoice, choose_pool
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.planning.unequal import check_packing
+from lightning_wlb.strategy.launch import RENDEZVOUS
+from lightning_wlb.strategy.searching import Asked, recalled, request_of, waiting
+from lightning_wlb.strategy.strategies import blank_model
+from lightning_wlb.strategy.travel import weights_of
+
+SAMPLE = 8
+"""Steps that are simulated: half to choose the strategies by, and half to judge them."""
+
+
+def agreed_pool(
+    asked: Asked,
+    mesh: Mesh,
+    trainer: pl.Trainer,
+    data: WLBDataModule,
+    module: LanguageModule,
+    profile: Profile | None,
+) -> tuple[Strategy, ...]:
+    """The strategies that steps may take in place of the mesh's pipelines; collective.
+
+    Args:
+        asked: of the run; ``sizes`` and ``virtual_stages`` are not looked at.
+        mesh: of the run.
+        trainer: that is to run.
+        data: its data module.
+        module: its model.
+        profile: by which the run's steps are planned; None: by work.
+    """
+    reason = _obstacle(mesh, data, module, profile)
+    if reason is not None or profile is None:
+        rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
+        return ()
+    open_sizes = asked._replace(sizes=["auto"] * len(mesh.shape), virtual_stages=None)
+    with waiting(RENDEZVOUS) as ranks:
+        choice = ranks.lead(
+            lambda: _recalled(request_of(open_sizes, trainer, data, module, profile), mesh)
+        )
+    by = "measured" if profile.measured else "analytic"
+    rank_zero_info(f'WLBStrategy: dynamic="auto", by the {by} profile {profile.name}:')
+    rank_zero_info("\n".join(choice.lines))
+    return choice.strategies
+
+
+def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
+    request = replace(request, steps=SAMPLE)
+    return recalled(
+        f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}",
+        lambda tell: choose_pool(request, mesh, progress=tell),
+        PoolChoice.from_json,
+    )
+
+
+def _obstacle(
+    mesh: Mesh, data: WLBDataModule, module: LanguageModule, profile: Profile | None
+) -> str | None:
+    """Why no step can leave the mesh, and the remedy; None: some may."""
+    if mesh.devices == 1:
+        return "there is only one rank."
+    if mesh.virtual_stages > 1:
+        return (
+            f"it has {mesh.virtual_stages} stages on each rank, pipelines that differ have one."
+            ' Give schedule="1f1b".'
+        )
+    if profile is None:
+        return (
+            "no device profile is known to choose by. Give WLBDataModule(profile=...), a file of"
+            " `lightning-wlb profile` or a shipped name."
+        )
+    try:
+        check_packing(data.settings.packer)
+        weights_of(blank_model(module), [])
+    except ValueError as error:
+        return str(error)
+    return None
