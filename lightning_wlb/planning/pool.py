@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme
+from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, StepPlan
 from lightning_wlb.planning.judge import Verdict
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.unequal import Arranged, Receiver, Shape, arrange
+from lightning_wlb.prediction.elsewhere import predict_elsewhere
 from lightning_wlb.prediction.linking import linked_traffic
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
 WORTH_PER_MILLE = 5
@@ -125,6 +127,12 @@ class Pool:
             for strategy, kinds in self.kinds.items()
             if max(kinds[scheme.shape].longest for scheme in strategy) >= longest
         }
+
+    def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
+        """The simulated step of a plan with one of the strategies; ``base`` is of the mesh."""
+        kinds = self.kinds[plan.strategy].items()
+        predictors = {shape: receiver.predictor for shape, receiver in kinds}
+        return predict_elsewhere(plan, predictors, base.latency)
 
     def elect(
         self,

@@ -178,7 +178,7 @@ def test_strategies_have_their_steps_times_and_pipelines(runs) -> None:
     at = names.index("strategy 1")
     assert rows[at][1] == "2"
     assert names[at + 1 : at + 3] == ["ranks 0-1: context 2", "rank 2"]
-    assert names[at + 4 : at + 6] == ["ranks 0-1: pipeline 2", "rank 2"]
+    assert names[at + 4 : at + 7] == ["strategy 2", "ranks 0-1: pipeline 2", "rank 2"]
     computed = strategies[1]["pipelines"][1]["compute_seconds"]
     assert rows[at + 2][1] == f"{computed:.3f}"
     assert imread(folder / "map.png")[..., :3].std() > 0.05
