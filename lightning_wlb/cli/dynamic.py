@@ -94,14 +94,14 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Simulation]:
         return {}
     one, other = max(left, key=lambda pair: pair[0].total_ns / pair[1].total_ns)
     said = f"step {one.plan.step}, which gains most by leaving the mesh"
-    found = {f"{said}: there": latest(one.simulations)}
+    found = {f"{said}: on the mesh": latest(one.simulations)}
     alike: dict[Strategy, list[Simulation]] = {}
     for scheme, simulation in zip(other.plan.strategy, other.simulations, strict=True):
         kind = tuple(each for each in other.plan.strategy if each.shape == scheme.shape)
         alike.setdefault(kind, []).append(simulation)
     for kind, simulations in alike.items():
         last = ", the latest" if len(kind) > 1 else ""
-        found[f"step {one.plan.step}: {described(kind)}{last}"] = latest(simulations)
+        found[f"step {one.plan.step} on {described(kind)}{last}"] = latest(simulations)
     return found
 
 

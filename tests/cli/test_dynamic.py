@@ -50,8 +50,8 @@ def check_best_step(events: list[dict]) -> None:
     names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
     there, elsewhere = list(names)[-2:]
     step = names[there].split()[1].rstrip(",")
-    assert names[there] == f"step {step}, which gains most by leaving the mesh: there"
-    assert names[elsewhere] == f"step {step}: 4 × (pipeline 1, context 1, tensor 1), the latest"
+    assert names[there] == f"step {step}, which gains most by leaving the mesh: on the mesh"
+    assert names[elsewhere] == f"step {step} on 4 × (pipeline 1, context 1, tensor 1), the latest"
     bars = [each for each in events if each["ph"] == "X"]
     ends = {
         pid: max(each["ts"] + each["dur"] for each in bars if each["pid"] == pid)
