@@ -58,8 +58,7 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
 
 def blank_model(module: LanguageModule) -> Decoder:
     """The whole model, without values, whatever has become of the module's own."""
-    # As Lightning lets configure_model build it, in the dtype of the run.
-    with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
+    with torch.device("meta"):
         return module.build_model()
 
 
@@ -98,9 +97,11 @@ def run_elsewhere(
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
     def build() -> Decoder:
-        model = blank_model(module)
-        if module.compiles_blocks:
-            model.compile_blocks()
+        # As Lightning lets configure_model build it, in the dtype of the run.
+        with module.trainer.precision_plugin.module_init_context():
+            model = blank_model(module)
+            if module.compiles_blocks:
+                model.compile_blocks()
         return model
 
     check_rebuilt(module, build())
