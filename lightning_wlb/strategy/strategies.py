@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
@@ -57,9 +58,13 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
 
 
 def blank_model(module: LanguageModule) -> Decoder:
-    """The whole model, without values, whatever has become of the module's own."""
-    with torch.device("meta"):
-        return module.build_model()
+    """The whole model, without values, as the module's own was before it was split."""
+    # As Lightning lets configure_model build it, in the dtype of the run.
+    with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
+        model = module.build_model()
+        if module.compiles_blocks:
+            model.compile_blocks()
+    return model
 
 
 def run_elsewhere(
@@ -87,26 +92,18 @@ def run_elsewhere(
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
+    whole = blank_model(module)
     try:
-        weights = _weights(strategies, module, mesh.tensor)
+        weights = _weights(whole, strategies, module, mesh.tensor)
         base = strategy_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
         for strategy in strategies:
             links.to(strategy)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
-
-    def build() -> Decoder:
-        # As Lightning lets configure_model build it, in the dtype of the run.
-        with module.trainer.precision_plugin.module_init_context():
-            model = blank_model(module)
-            if module.compiles_blocks:
-                model.compile_blocks()
-        return model
-
-    check_rebuilt(module, build())
+    check_rebuilt(module, whole)
     settings = Settings(
-        build,
+        partial(blank_model, module),
         pipeline.hidden_size,
         pipeline.schedule,
         pipeline.dtype,
@@ -123,8 +120,10 @@ def run_elsewhere(
     executor.elsewhere = Elsewhere(model, links, groups, settings)
 
 
-def _weights(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
+def _weights(
+    whole: Decoder, strategies: Sequence[Strategy], module: LanguageModule, tensor: int
+) -> Weights:
     sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
     for size in sizes:
         check_tensor_parallel(module.model_shape, size)
-    return weights_of(blank_model(module), sorted(sizes))
+    return weights_of(whole, sorted(sizes))

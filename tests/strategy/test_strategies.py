@@ -86,6 +86,7 @@ def refused(rank: int) -> list[str]:
         ((1, 2, 1, 1), (one,), {}),
         ((1, 2, 1, 1), ((Scheme(0, (2,)),),), {"profile": "cpu"}),
         ((1, 2, 1, 1), ((Scheme(0, (1, 2)),),), {"profile": "cpu"}),
+        ((1, 2, 1, 1), (one,), {"profile": "cpu", "packing": "wlb"}),
     ):
         runner = trainer(WLBStrategy(*sizes, dynamic=dynamic), 2)
         with pytest.raises(MisconfigurationException) as error:
@@ -99,6 +100,7 @@ def test_what_cannot_run_is_refused_on_every_rank() -> None:
         "chooses each step's pipelines by simulated times. Give WLBDataModule",
         "rest on 2 ranks, 2 of a node, and the strategy has 1",
         "has 3 layers, the model 2",
+        "Use packing='auto', 'slim' or 'hydraulis'",
     )
     for found in run_ranks(refused, 2, timeout=100, process_group=False):
         for message, part in zip(found, wanted, strict=True):
