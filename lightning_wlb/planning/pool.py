@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, Shape, alike
+from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, Shape, StepPlan, alike
 from lightning_wlb.planning.judge import Verdict
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
+from lightning_wlb.prediction.elsewhere import predict_elsewhere
 from lightning_wlb.prediction.linking import linked_traffic
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
 WORTH_PER_MILLE = 5
@@ -97,7 +99,7 @@ class Pool:
                     scheme,
                     replace(
                         base,
-                        latency=replace(base.latency, mesh=_alike(scheme, base)),
+                        latency=replace(base.latency, mesh=mesh_like(scheme, base.latency.mesh)),
                         stages=scheme.layers,
                         linked=traffic[shape],
                     ),
@@ -127,6 +129,12 @@ class Pool:
             for strategy, kinds in self.kinds.items()
             if max(each.longest_shared(packing) for each in kinds.values()) >= longest
         }
+
+    def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
+        """The simulated step of a plan with one of the strategies; ``base`` is of the mesh."""
+        kinds = self.kinds[plan.strategy].items()
+        predictors = {shape: receiver.predictor for shape, receiver in kinds}
+        return predict_elsewhere(plan, predictors, base.latency)
 
     def elect(
         self,
@@ -201,7 +209,7 @@ def _check_heads(strategy: Strategy, base: Predictor) -> None:
             check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)
 
 
-def _alike(scheme: Scheme, base: Predictor) -> Mesh:
+def mesh_like(scheme: Scheme, base: Mesh) -> Mesh:
     """The mesh of pipelines that are all like this one, as many as there are ranks for."""
-    count = max(base.latency.mesh.devices // scheme.size, 1)
+    count = max(base.devices // scheme.size, 1)
     return Mesh(count, len(scheme.stages), scheme.context, scheme.tensor)
