@@ -17,6 +17,7 @@ from lightning_wlb.plan import Piece, ReplicaPlan, Scheme, StepPlan, alike
 from lightning_wlb.planning import DataSettings, unequal
 from lightning_wlb.planning.longest_first import longest_first
 from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
+from lightning_wlb.prediction.elsewhere import predict_elsewhere
 from lightning_wlb.prediction.predictor import Predictor
 
 SHAPE = ModelShape(dim=2048, layers=4, heads=16, kv_heads=16, head_dim=128, ffn_dim=5504,
@@ -49,6 +50,9 @@ def arranged(
         0, 0, made.replicas, tuple(own), 0, made.cap, 4, 4 * WINDOW, strategy=strategy
     ).validate()
     assert StepPlan.from_json(plan.to_json()) == plan
+    predictors = {shape: each.predictor for shape, each in kinds.items()}
+    predicted = predict_elsewhere(plan, predictors, kinds[strategy[0].shape].predictor.latency)
+    assert (predicted.total_ns, predicted.peak_bytes > 0) == (made.time_ns, True)
     return made
 
 
