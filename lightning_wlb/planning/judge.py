@@ -267,9 +267,11 @@ class PredictedJudge:
             return StepTotals(simulated.simulations[0].total_ns, simulated.peak_bytes, ends)
         executed, costs = predictor.executed(replicas)
         orders = orders_of(executed)
-        if decides and peak_bytes(predictor, costs, orders, self.limit) > self.limit:
+        peak = peak_bytes(predictor, costs, orders, self.limit)
+        if decides and peak > self.limit:
             costs = least_recomputation(predictor, replicas, executed, costs, orders)
-        return step_totals(predictor, executed, costs, orders, self.limit)
+            peak = peak_bytes(predictor, costs, orders, self.limit)
+        return step_totals(predictor, executed, costs, orders, peak)
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""

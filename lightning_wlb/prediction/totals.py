@@ -63,7 +63,7 @@ def step_totals(
     replicas: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[Order] | None = None,
-    ample: int = 0,
+    peak: int | None = None,
 ) -> StepTotals:
     """The totals of the step of replicas that share micro-batches with each other only.
 
@@ -71,8 +71,8 @@ def step_totals(
         predictor: see :func:`has_totals`.
         replicas: as they are executed; shared micro-batches come first on all that share them.
         costs: of each replica's micro-batches.
-        orders: those of the replicas, where they are known.
-        ample: see :func:`peak_bytes`.
+        orders: of each replica, where they are known.
+        peak: what :func:`peak_bytes` says of them, likewise.
     """
     orders = orders or orders_of(replicas)
     traffic = predictor.traffic
@@ -100,7 +100,8 @@ def step_totals(
                 last.setdefault(rank, []).append((end, took))
     of_replicas = tuple(map(max, ends))
     end = max(max(of_replicas, default=0), traffic.ends(last))
-    peak = peak_bytes(predictor, costs, orders, ample)
+    if peak is None:
+        peak = peak_bytes(predictor, costs, orders)
     return StepTotals(end + traffic.optimise, peak, of_replicas)
 
 
