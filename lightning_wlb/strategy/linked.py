@@ -9,8 +9,9 @@ Where that backward is of a micro-batch that pipelines share, all slots are post
 of these may have micro-batches of its own left, and would join the push only behind them, while
 this one's attention stood behind the push on a device that runs one after the other.
 
-What comes to rest are sums over all pipelines, over context ranks and, of what tensor-parallel
-ranks hold alike, over these; and each copy of a tied weight gets the whole sum.
+Frozen parameters come, and nothing of them goes back. What comes to rest are sums over all
+pipelines, over context ranks and, of what tensor-parallel ranks hold alike, over these; and each
+copy of a tied weight gets the whole sum.
 
 Cost: a step holds its stage whole in both dtypes.
 """

@@ -9,10 +9,12 @@ from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.links.layout import Strategy, Weights, strategy_of
 from lightning_wlb.links.link import Links
+from lightning_wlb.meshes.dynamic import described
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
@@ -112,6 +114,11 @@ def run_elsewhere(
         pipeline.device,
         timeout,
     )
+    for number, strategy in enumerate(strategies, 1):
+        rank_zero_info(
+            f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
+            f" {described(strategy)}."
+        )
     groups = travel_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
     executor.elsewhere = Elsewhere(model, links, groups, settings)
 
