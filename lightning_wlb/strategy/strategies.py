@@ -9,9 +9,12 @@ from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.links.layout import Strategy, Weights, strategy_of
 from lightning_wlb.links.link import Links
+from lightning_wlb.meshes.dynamic import described
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
@@ -19,7 +22,7 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.of_strategy import Settings
-from lightning_wlb.strategy.rebuilt import check_rebuilt
+from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
@@ -92,6 +95,7 @@ def run_elsewhere(
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
     whole = blank_model(module)
     try:
+        check_buffers(whole)
         weights = _weights(whole, strategies, module, mesh.tensor)
         base = strategy_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
@@ -99,7 +103,7 @@ def run_elsewhere(
             links.to(strategy)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
-    check_rebuilt(module, whole)
+    Ranks().each(lambda: check_rebuilt(module, whole))
     settings = Settings(
         partial(blank_model, module),
         pipeline.hidden_size,
@@ -109,6 +113,11 @@ def run_elsewhere(
         pipeline.device,
         timeout,
     )
+    for number, strategy in enumerate(strategies, 1):
+        rank_zero_info(
+            f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
+            f" {described(strategy)}."
+        )
     groups = travel_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
     executor.elsewhere = Elsewhere(model, links, groups, settings)
 
