@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_wlb.cli.request import Request
-from lightning_wlb.links.layout import Strategy
 from lightning_wlb.meshes.dynamic import WORTH, PoolChoice, choose_pool, described
 from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.plan import alike
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.planner import plan_steps
@@ -95,13 +95,12 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Simulation]:
     one, other = max(left, key=lambda pair: pair[0].total_ns / pair[1].total_ns)
     said = f"step {one.plan.step}, which gains most by leaving the mesh"
     found = {f"{said}: on the mesh": latest(one.simulations)}
-    alike: dict[Strategy, list[Simulation]] = {}
-    for scheme, simulation in zip(other.plan.strategy, other.simulations, strict=True):
-        kind = tuple(each for each in other.plan.strategy if each.shape == scheme.shape)
-        alike.setdefault(kind, []).append(simulation)
-    for kind, simulations in alike.items():
-        last = ", the latest" if len(kind) > 1 else ""
-        found[f"step {one.plan.step} on {described(kind)}{last}"] = latest(simulations)
+    strategy = other.plan.strategy
+    for numbers in alike(strategy).values():
+        kind = described(tuple(strategy[number] for number in numbers))
+        last = ", the latest" if len(numbers) > 1 else ""
+        simulations = [other.simulations[number] for number in numbers]
+        found[f"step {one.plan.step} on {kind}{last}"] = latest(simulations)
     return found
 
 
