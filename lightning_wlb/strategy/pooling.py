@@ -33,7 +33,7 @@ from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.strategy.launch import RENDEZVOUS
-from lightning_wlb.strategy.rebuilt import check_rebuilt
+from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
 from lightning_wlb.strategy.searching import Asked, recalled, request_of, waiting
 from lightning_wlb.strategy.strategies import blank_model
 from lightning_wlb.strategy.travel import weights_of
@@ -111,6 +111,7 @@ def _obstacle_of(module: LanguageModule) -> str | None:
     """Why this rank's model cannot run elsewhere; None: it can."""
     whole = blank_model(module)
     try:
+        check_buffers(whole)
         weights_of(whole, [])
         check_rebuilt(module, whole)
     except (ValueError, MisconfigurationException) as error:

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.links.layout import Strategy, Weights, strategy_of
 from lightning_wlb.links.link import Links
 from lightning_wlb.meshes.dynamic import described
@@ -21,7 +22,7 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.of_strategy import Settings
-from lightning_wlb.strategy.rebuilt import check_rebuilt
+from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
@@ -94,6 +95,7 @@ def run_elsewhere(
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
     whole = blank_model(module)
     try:
+        check_buffers(whole)
         weights = _weights(whole, strategies, module, mesh.tensor)
         base = strategy_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
@@ -101,7 +103,7 @@ def run_elsewhere(
             links.to(strategy)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
-    check_rebuilt(module, whole)
+    Ranks().each(lambda: check_rebuilt(module, whole))
     settings = Settings(
         partial(blank_model, module),
         pipeline.hidden_size,
