@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from benchmarks.hydraulis_runs import Sample, in_papers_space, paper_strategies
+from benchmarks.hydraulis_runs import Sample, in_papers_space, paper_strategies, released
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.links.layout import Strategy
@@ -44,33 +43,20 @@ def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
     return sum(os.times()[:4]) - begin, made
 
 
-def sampled(
-    setting: Setting, profile: Profile, steps: int, mesh: Mesh, mode: ActivationCheckpointing
-) -> tuple[Sample, list[tuple[Strategy, Kinds]]]:
-    """Steps on a mesh of the paper's space, its own pipelines, and mixtures that hold the window.
-
-    Args:
-        setting: model, cluster and documents.
-        profile: of the device.
-        steps: how many.
-        mesh: without virtual stages and context parallel.
-        mode: checkpointing of all micro-batches.
-    """
-    request = in_papers_space(setting.request("hydraulis", profile, steps), mode)
-    sample = Sample.of(request, mesh)
-    own = sample.own
+def held(sample: Sample) -> list[tuple[Strategy, Kinds]]:
+    """Mixtures of the mesh's own pipelines with others that can hold some documents."""
+    own = sample.own[0].shape
     mixed = [
         each
-        for each in dict.fromkeys(paper_strategies(request, sample))
-        if len({scheme.shape for scheme in each}) > 1 and own[0].shape == each[0].shape
+        for each in dict.fromkeys(paper_strategies(sample))
+        if len({scheme.shape for scheme in each}) > 1 and each[0].shape == own
     ]
-    pool = Pool.of(mixed, sample.judge.predictor, request.activation_checkpointing)
-    held = [
+    pool = Pool.of(mixed, sample.base, sample.request.activation_checkpointing)
+    return [
         (strategy, kinds)
         for strategy, kinds in pool.kinds.items()
         if min(kind.longest for kind in kinds.values()) > 0
     ]
-    return sample, [(own, {own[0].shape: sample.receiver()}), *held]
 
 
 class Dealt:
@@ -115,18 +101,23 @@ def figure_17(
     nodes: int,
 ) -> dict[str, Any]:
     """Greedy over ideal dealing, on a mesh and on the mixture with the least bound."""
-    sample, (own, *mixed) = sampled(setting, profile, steps, mesh, mode)
-    packer = HydraulisPacker(sample.rules)
+    request = in_papers_space(setting.request("hydraulis", profile, steps), mode)
+    sample = Sample(request, mesh)
+    pieces, rules = released(request)
+    packer = HydraulisPacker(rules)
 
     def promised(each: tuple[Strategy, Kinds]) -> int:
-        dealt = Dealt(sample.plans[0].pieces, *each)
+        dealt = Dealt(pieces[0], *each)
         return dealt.bound(deal_greedily(dealt.costs, dealt.depths))
 
     found = {}
-    for strategy, kinds in (own, *sorted(mixed, key=promised)[:1]):
+    for strategy, kinds in (
+        (sample.own, sample.kinds),
+        *sorted(held(sample), key=promised)[:1],
+    ):
         bounds, times, proven = [], [], 0
-        for plan in sample.plans:
-            dealt = Dealt(plan.pieces, strategy, kinds)
+        for step in pieces:
+            dealt = Dealt(step, strategy, kinds)
             greedy = deal_greedily(dealt.costs, dealt.depths)
             ideal, best = deal_exactly(dealt.costs, dealt.depths, nodes)
             proven += best
@@ -140,26 +131,26 @@ def table_2(
     setting: Setting, profile: Profile, mesh: Mesh, mode: ActivationCheckpointing, nodes: int
 ) -> dict[str, Any]:
     """Planning time of a step on a mesh, in seconds of a core."""
-    sample, ((own, kinds), *_) = sampled(setting, profile, 1, mesh, mode)
-    packer = HydraulisPacker(sample.rules)
-    (plan,) = sample.plans
-    dealt = Dealt(plan.pieces, own, kinds)
-    free = replace(sample.request, fixed={})
-    proposal, proposed = seconds(lambda: proposed_strategies(free))
+    request = in_papers_space(setting.request("hydraulis", profile, 1), mode)
+    sample = Sample(request, mesh)
+    (pieces,), rules = released(request)
+    packer = HydraulisPacker(rules)
+    dealt = Dealt(pieces, sample.own, sample.kinds)
+    proposal, proposed = seconds(lambda: proposed_strategies(request))
     greedy, homes = seconds(lambda: deal_greedily(dealt.costs, dealt.depths))
     packing, _ = seconds(lambda: dealt.time(homes, packer))
     row: dict[str, Any] = {
         "devices": setting.devices,
         "mesh": name_of(mesh),
-        "tokens": plan.tokens,
-        "documents": len(plan.pieces),
+        "tokens": sum(piece.tokens for piece in pieces),
+        "documents": len(pieces),
         "proposed": len(proposed),
         "proposal": round(proposal, 2),
         "ideal": None,
         "greedy": round(greedy, 2),
         "packing": round(packing, 2),
     }
-    if len(plan.pieces) * len(own) <= MOST_VARIABLES:
+    if len(pieces) * len(sample.own) <= MOST_VARIABLES:
         ideal, (_, proven) = seconds(lambda: deal_exactly(dealt.costs, dealt.depths, nodes))
         row |= {"ideal": round(ideal, 2), "proven": proven}
     return row

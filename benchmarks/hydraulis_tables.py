@@ -235,7 +235,9 @@ def _strategies_table(made: Mapping[str, Row]) -> tuple[str, list[str], list[lis
             if other is not None
         ]
         uneven = [
-            "{} to {}".format(*(min(found), max(found))) if (found := static[way]["uneven"]) else ""
+            "{} to {}".format(*(min(found), max(found)))
+            if static[way] and (found := static[way]["uneven"])
+            else ""
             for way in UNEVEN
         ]
         picked = ", ".join(f"{count} {what}" for what, count in chosen(steps).most_common())
