@@ -189,12 +189,17 @@ def _colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> Col
 
 
 def _ticks(axes: Axes, labels: list[str], name: str) -> None:
-    """Label each row and column if there are few, else leave matplotlib's own spacing."""
+    """Label each row and column if there are few, else leave matplotlib's own spacing.
+
+    Rows that have no labels have no numbers either.
+    """
     axes.tick_params(labelsize=8)
     if 0 < len(labels) <= MOST_LABELS:
         axes.set_yticks(range(len(labels)), labels)
     else:
         axes.set_ylabel(name, fontsize=9)
+    if not labels:
+        axes.set_yticks([])
     columns = round(axes.get_xlim()[1] + 0.5)
     if columns <= MOST_LABELS:
         axes.set_xticks(range(columns))

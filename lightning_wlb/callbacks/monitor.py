@@ -45,7 +45,6 @@ from lightning_wlb.mesh import ONE_DEVICE
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.pool import Pool
-from lightning_wlb.prediction.elsewhere import predict_elsewhere
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
@@ -123,22 +122,24 @@ class ImbalanceMonitor(L.Callback):
         self._drawing = HeatMap(self._mesh) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
         self._predictor, self._pool, self._by_strategy = None, None, None
-        pipeline = _executor(trainer).pipeline
-        strategies = trainer.strategy.dynamic  # type: ignore[attr-defined]
-        if strategies:
-            own = strategy_of(self._mesh, pipeline.stages)
-            self._by_strategy = ByStrategy((own, *strategies))
         if self.profile is not None:
             assert isinstance(pl_module, LanguageModule)
+            pipeline = _executor(trainer).pipeline
             reduced = trainer.strategy.reduce_dtype  # type: ignore[attr-defined]
             self._predictor = run_predictor(self.profile, pl_module, self._mesh, pipeline, reduced)
-            if strategies:
-                self._pool = Pool.of(strategies, self._predictor)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start the step's clock."""
+        assert self._records is not None
+        # With dynamic="auto" the strategies are known when the first batch is there.
+        strategies = trainer.strategy.dynamic  # type: ignore[attr-defined]
+        if strategies and not len(self._records):
+            own = strategy_of(self._mesh, _executor(trainer).pipeline.stages)
+            self._by_strategy = ByStrategy((own, *strategies))
+            if self._predictor is not None:
+                self._pool = Pool.of(strategies, self._predictor)
         self._begin = time.perf_counter()
 
     def on_train_batch_end(
@@ -194,9 +195,7 @@ class ImbalanceMonitor(L.Callback):
         if not plan.strategy:
             return self._predictor.predict(plan)
         assert self._pool is not None
-        kinds = self._pool.kinds[plan.strategy].items()
-        predictors = {shape: receiver.predictor for shape, receiver in kinds}
-        return predict_elsewhere(plan, predictors, self._predictor.latency)
+        return self._pool.predict(plan, self._predictor)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table and write the heat map, on rank 0."""

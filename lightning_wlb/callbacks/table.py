@@ -23,37 +23,29 @@ def ranks_in_words(sizes: Mapping[str, int]) -> str:
 def strategies_table(strategies: Sequence[Mapping[str, Any]]) -> Table:
     """A run's :meth:`.ImbalanceMonitor.strategies` as a table: a row for each and each pipeline."""
     table = Table(
-        title="Steps by strategy, and what a rank of each pipeline computes in one",
-        caption="Times are means; warm-up left out on each strategy. Predicted: by the profile.",
+        title="Steps by strategy",
+        caption=(
+            "Time: of a strategy mean of its steps, of a pipeline what a rank computes in one;"
+            " warm-up left out on each strategy. Predicted: by the profile."
+        ),
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("")
-    for heading in (
-        "steps",
-        "step (s)",
-        "predicted",
-        "imbalance\ndata",
-        "compute (s)",
-        "predicted",
-    ):
+    table.add_column("", no_wrap=True)
+    for heading in ("steps", "time (s)", "predicted", "imbalance, data"):
         table.add_column(heading, justify="right")
     for each in strategies:
         table.add_section()
         name = f"strategy {each['strategy']}" if each["strategy"] else "mesh"
-        figures = (
-            each["seconds_per_step"],
-            each["seconds_per_step_predicted"],
-            each["imbalance_data_aggregate"],
-        )
-        table.add_row(name, str(each["steps"]), *map(_shown, figures))
+        times = each["seconds_per_step"], each["seconds_per_step_predicted"]
+        balance = each["imbalance_data_aggregate"]
+        table.add_row(name, str(each["steps"]), *map(_shown, (*times, balance)))
         pipelines = each["pipelines"]
         for own in pipelines[:_SHOWN]:
             first, last = own["ranks"]
-            ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
-            named = f"  {ranks}" + (f": {ranks_in_words(own)}" if last > first else "")
-            seconds = own["compute_seconds"], own["compute_seconds_predicted"]
-            table.add_row(named, "", "", "", "", *map(_shown, seconds))
+            name = f"  ranks {first}-{last}: {ranks_in_words(own)}"
+            times = own["compute_seconds"], own["compute_seconds_predicted"]
+            table.add_row(name if last > first else f"  rank {first}", "", *map(_shown, times))
         if len(pipelines) > _SHOWN:
             table.add_row(f"  and {len(pipelines) - _SHOWN} more pipelines")
     return table

@@ -44,7 +44,7 @@ def strategy_of(mesh: Mesh, stages: Sequence[range]) -> Strategy:
     if mesh.virtual_stages > 1:
         raise ValueError(
             f"virtual_stages={mesh.virtual_stages}, but pipelines that differ have one stage on"
-            " each rank. Use virtual_stages=1."
+            " each rank. Use schedule='1f1b'."
         )
     layers = tuple(map(len, stages))
     size = mesh.pipeline * mesh.context * mesh.tensor

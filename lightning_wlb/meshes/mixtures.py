@@ -35,8 +35,7 @@ from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
 from lightning_wlb.meshes.proposal import proposed_strategies
 from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.plan import Piece, Recompute, Scheme
-from lightning_wlb.planning.unequal import Shape
+from lightning_wlb.plan import Piece, Recompute, Scheme, Shape
 from lightning_wlb.prediction.document import documents_ns
 from lightning_wlb.prediction.predictor import Predictor
 

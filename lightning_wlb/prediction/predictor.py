@@ -99,6 +99,7 @@ class Predictor:
         rest_dtype: of parameters and optimizer state at rest.
         linked: when parameters are there and gradients gone, where they rest on another mesh; None:
             they are gathered and reduced over data × context.
+        groups: process groups of a rank, which take memory; None: those of its mesh.
 
     Raises:
         ValueError: another number of stages than the mesh has, or a schedule that cannot run so
@@ -110,6 +111,7 @@ class Predictor:
     schedule: str = "1f1b"
     rest_dtype: str = "float32"
     linked: Traffic | None = None
+    groups: int | None = None
 
     def __post_init__(self) -> None:
         mesh = self.latency.mesh
@@ -143,7 +145,7 @@ class Predictor:
     @property
     def usable_bytes(self) -> int:
         """Bytes of the device that may be filled."""
-        return usable_bytes(self.latency.profile, self.latency.mesh)
+        return usable_bytes(self.latency.profile, self.latency.mesh, self.groups)
 
     def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
         """L_max: tokens of a micro-batch of which a replica can run ``micro_batches``; 0 if none.

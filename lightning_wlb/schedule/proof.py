@@ -67,17 +67,18 @@ def check_replicas(
         ranks = len(of_replica)
         stages = ranks * virtual_stages
         first = len(threads)
+        chain = range(first, first + ranks)
         for rank, program in enumerate(of_replica):
             own_stages = range(rank, stages, ranks)
             _check_complete(first + rank, program, own_stages, stages, micro_batches[replica])
             own: list[Post | Wait] = []
             for action in program:
-                own += _messages(True, action, first, ranks, stages)
+                own += messages_of(True, action, chain, stages)
                 name = None if shared is None else shared(replica, action)
                 if name is not None:
                     run_together[first + rank, name] = action
                     own.append(Wait(name))
-                own += _messages(False, action, first, ranks, stages)
+                own += messages_of(False, action, chain, stages)
             threads.append(Thread(first + rank, own))
     counts = Counter(name for _, name in run_together)
     stuck = run_to_the_end([_joining(thread, counts) for thread in threads])
@@ -128,15 +129,23 @@ class _Message(NamedTuple):
     sender: int
 
 
-def _messages(
-    receives: bool, action: Action, first: int, ranks: int, stages: int
+def messages_of(
+    receives: bool, action: Action, chain: Sequence[int], stages: int
 ) -> list[Post | Wait]:
-    """What a rank does before or after an action; ``first``: number of the replica's rank 0."""
+    """What a rank does before an action, if it ``receives``, or after it.
+
+    Args:
+        receives: the message that the action needs; else the one that needs it is sent to.
+        action: of one of the ranks.
+        chain: number of the rank at each place of the pipeline.
+        stages: of the pipeline.
+    """
+    ranks = len(chain)
     other = source_of(action, stages) if receives else target_of(action, stages)
     if other is None or (other.stage - action.stage) % ranks == 0:
         return []
     receiver, sender = (action, other) if receives else (other, action)
-    name = _Message(first, receiver, first + sender.stage % ranks)
+    name = _Message(chain[0], receiver, chain[sender.stage % ranks])
     post = Post(channel_of(receiver, ranks), name, 2)
     return [post, Wait(name)] if receives else [post]
 

@@ -10,6 +10,10 @@ pipeline or adaptive sharding lets times decide, the devices are then measured (
 and that is what a run on several ranks plans by. It is agreed on when the first batch is asked for:
 a checkpoint is loaded by then, and has what the run before it was planned by. What is left, such as
 replicas alone on CPUs, or documents packed by their tokens, is planned by work alone.
+
+Strategies that steps may take in place of the mesh's pipelines are prepared at set-up of a fit.
+With ``dynamic="auto"`` they are chosen behind the measurement (:mod:`.pooling`), and prepared then;
+where none is worth it, the run is planned as without.
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ class ChoosingStrategy(CheckpointStrategy):
         dynamic: see :class:`.WLBStrategy`.
 
     Attributes:
-        dynamic: strategies that a step may take in place of the mesh's pipelines.
+        dynamic: strategies that a step may take in place of the mesh's pipelines; with ``"auto"``
+            none before the first batch of a fit is asked for.
+        executor: of this rank, once its model is split.
         schedule: of the run.
         profile: by which the run's steps are planned; None: by the data module's, if it has one.
 
@@ -192,6 +198,8 @@ class ChoosingStrategy(CheckpointStrategy):
                 self.profile or data.profile,
             )
             self._prepare_strategies()
+            if not (self.dynamic or self._depends_on_times(data)):
+                self.profile = self._base
 
     def _prepare_strategies(self) -> None:
         """Let the executor run the strategies, if there are any; collective over all ranks."""
@@ -240,17 +248,15 @@ class ChoosingStrategy(CheckpointStrategy):
     def _to_measure(self, data: WLBDataModule) -> Asked | None:
         """What is to be measured for a run; None where nothing depends on times, or is known."""
         module, precision, device = self.lightning_module, self.precision_plugin, self.root_device
-        packing = data.settings.packer
         if (
             not isinstance(module, LanguageModule)
             or module.trainer.state.fn != TrainerFn.FITTING
             or not data.measures
             or self.mesh.devices == 1
             or not (
-                (packing.judges and (self.mesh.pipeline > 1 or self.profile is not None))
+                self._depends_on_times(data)
                 or self.dynamic
-                or self._chooses_pool
-                or (data.sharding == ADAPTIVE and self.mesh.context > 1)
+                or (self._chooses_pool and data.settings.packer.arranges)
             )
             or (
                 self.num_nodes > 1 and (self.profile is None or "network" not in self.profile.links)
@@ -277,6 +283,13 @@ class ChoosingStrategy(CheckpointStrategy):
             base.links["node"] if base and several else None,
             base.links["network"] if base and several else None,
             None if base is None else base.memory_bytes,
+        )
+
+    def _depends_on_times(self, data: WLBDataModule) -> bool:
+        """Whether plans of steps on the mesh do."""
+        judges, mesh = data.settings.packer.judges, self.mesh
+        return (judges and (mesh.pipeline > 1 or self._base is not None)) or (
+            data.sharding == ADAPTIVE and mesh.context > 1
         )
 
     @property

@@ -9,8 +9,9 @@ Where that backward is of a micro-batch that pipelines share, all slots are post
 of these may have micro-batches of its own left, and would join the push only behind them, while
 this one's attention stood behind the push on a device that runs one after the other.
 
-What comes to rest are sums over all pipelines, over context ranks and, of what tensor-parallel
-ranks hold alike, over these; and each copy of a tied weight gets the whole sum.
+Frozen parameters come, and nothing of them goes back. What comes to rest are sums over all
+pipelines, over context ranks and, of what tensor-parallel ranks hold alike, over these; and each
+copy of a tied weight gets the whole sum.
 
 Cost: a step holds its stage whole in both dtypes.
 """
@@ -31,6 +32,7 @@ from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.strategy.gathering import cast_floats
 from lightning_wlb.strategy.of_strategy import OfStrategy, Settings
 from lightning_wlb.strategy.travel import Groups, Pull, Push
+from lightning_wlb.strategy.units import refuse_hooks
 
 
 class Linked:
@@ -60,7 +62,7 @@ class Linked:
         """
         settings = self._settings
         at_rest = dict(self._at_rest())
-        self._check_frozen(at_rest)
+        self._check(at_rest)
         shards = {name: parameter.to_local().detach() for name, parameter in at_rest.items()}
         with torch.no_grad():
             pull = Pull(self._own.link, self._groups, shards, settings.dtype, settings.device)
@@ -106,8 +108,8 @@ class Linked:
                     stride=rest.stride(),
                 )
 
-    def _check_frozen(self, at_rest: Mapping[str, DTensor]) -> None:
-        """Refuse parameters that were frozen or unfrozen since the run began."""
+    def _check(self, at_rest: Mapping[str, DTensor]) -> None:
+        """Refuse parameters that were frozen or unfrozen since the run began, or have hooks."""
         frozen = self._own.link.weights.frozen
         changed = [n for n, each in at_rest.items() if each.requires_grad == (n in frozen)]
         if changed:
@@ -116,6 +118,9 @@ class Linked:
                 " steps on pipelines of their own was fixed then. Freeze before the run, or use"
                 " dynamic='off'."
             )
+        for name, each in at_rest.items():
+            if name not in frozen:
+                refuse_hooks(name, each)
 
     def _at_rest(self) -> Iterator[tuple[str, DTensor]]:
         for module, attribute, name in self._rest:

@@ -7,9 +7,8 @@ steps, and what waits for which parameters.
 Pipelines that are alike may share micro-batches (DP-Merge): the context ranks at the same stage and
 tensor place of all of them then exchange keys as one group.
 
-Cost: process groups for each strategy, made once, collectively over all ranks. Not run on CUDA,
-where a new strategy's groups would have to be connected before its first step
-(:mod:`~lightning_wlb.strategy.process_groups`).
+Cost: process groups for each strategy, made and connected once, collectively over all ranks. Not
+run on CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lightning_wlb.plan import Scheme, StepPlan, alike
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import convert_tensors, keep_stages
-from lightning_wlb.strategy.process_groups import MergedGroups, own_group
+from lightning_wlb.strategy.process_groups import MergedGroups, connect_channels, own_group
 
 _KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
 
@@ -104,6 +103,9 @@ class OfStrategy:
         )
         given = settings.hidden_size, settings.dtype, settings.device
         self.pipeline = _Pipeline(rank, scheme.layers, settings.schedule, channels, *given, scheme)
+        # Messages between neighbours that cross must not be what connects them. In a collective
+        # all ranks wait for each other anyway.
+        connect_channels(self.pipeline.ranks, link.rank, settings.device, channels)
         self.model = settings.build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
         # Parameters have no values yet, buffers do.

@@ -20,8 +20,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.links.layout import Strategy
@@ -31,6 +33,7 @@ from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.strategy.launch import RENDEZVOUS
+from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
 from lightning_wlb.strategy.searching import Asked, recalled, request_of, waiting
 from lightning_wlb.strategy.strategies import blank_model
 from lightning_wlb.strategy.travel import weights_of
@@ -57,7 +60,9 @@ def agreed_pool(
         module: its model.
         profile: by which the run's steps are planned; None: by work.
     """
-    reason = _obstacle(mesh, data, module, profile)
+    reason = _obstacle(mesh, data, profile)
+    if reason is None:  # a rank knows its own stages of the model
+        reason = next(filter(None, Ranks().every(lambda: _obstacle_of(module))), None)
     if reason is not None or profile is None:
         rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
         return ()
@@ -81,9 +86,7 @@ def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
     )
 
 
-def _obstacle(
-    mesh: Mesh, data: WLBDataModule, module: LanguageModule, profile: Profile | None
-) -> str | None:
+def _obstacle(mesh: Mesh, data: WLBDataModule, profile: Profile | None) -> str | None:
     """Why no step can leave the mesh, and the remedy; None: some may."""
     if mesh.devices == 1:
         return "there is only one rank."
@@ -99,7 +102,18 @@ def _obstacle(
         )
     try:
         check_packing(data.settings.packer)
-        weights_of(blank_model(module), [])
     except ValueError as error:
         return str(error)
+    return None
+
+
+def _obstacle_of(module: LanguageModule) -> str | None:
+    """Why this rank's model cannot run elsewhere; None: it can."""
+    whole = blank_model(module)
+    try:
+        check_buffers(whole)
+        weights_of(whole, [])
+        check_rebuilt(module, whole)
+    except (ValueError, MisconfigurationException) as error:
+        return str(error).removeprefix("WLBStrategy(dynamic=...): ")
     return None

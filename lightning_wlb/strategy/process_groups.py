@@ -131,17 +131,45 @@ def _connect(
     if rank.mesh.pipeline == 1:
         return
     dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
-    ranks = rank.group("pipeline")
+    connect_channels(rank.group("pipeline"), rank.index, device, channels)
+
+
+def connect_channels(
+    ranks: Sequence[int],
+    global_rank: int,
+    device: torch.device,
+    channels: Mapping[Channel, dist.ProcessGroup],
+) -> None:
+    """Let neighbours in a pipeline connect; collective over its ranks.
+
+    Args:
+        ranks: the global rank at each place of the pipeline.
+        global_rank: this rank.
+        device: of this rank.
+        channels: the process group of each channel.
+    """
     for channel, group in channels.items():
         hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
         if channel.kind != FORWARD:
             hops = [(end, begin) for begin, end in reversed(hops)]
         token = torch.zeros(1, device=message_device(device, group))
         for sender, receiver in hops:
-            if rank.index == sender:
+            if global_rank == sender:
                 dist.send(token, receiver, group)
-            elif rank.index == receiver:
+            elif global_rank == receiver:
                 dist.recv(token, sender, group)
+
+
+def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group connect with each other; collective over them.
+
+    An uneven all-to-all connects two ranks under NCCL when something first travels between them,
+    and holds each up in that call until the other has come to it too: it may be one that the step
+    waits for.
+    """
+    count = group.size()
+    sent, each = torch.zeros(count, device=device), [1] * count
+    dist.all_to_all_single(torch.empty_like(sent), sent, each, each, group=group)
 
 
 def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, dist.ProcessGroup]:
@@ -226,8 +254,8 @@ def own_group(
 
     Every rank makes one group, however many sets there are. ``dist.new_group`` for each set would
     take every rank through all of them: hundreds on a thousand ranks. Where the group of all ranks
-    is bound to a device (NCCL), all are split off it in one call; else the members of a set make
-    theirs among themselves.
+    is bound to a device (NCCL), all are split off it in one call, which ranks that no set holds
+    have to make too (read in torch 2.13); else the members of a set make theirs among themselves.
 
     Args:
         sets: global ranks, the same on every rank; collective over all ranks.

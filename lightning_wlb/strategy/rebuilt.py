@@ -31,11 +31,9 @@ def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
         rebuilt: what ``build_model`` makes, whole, on the meta device.
 
     Raises:
-        MisconfigurationException: naming the module, parameter or buffer.
-        ValueError: a buffer without values.
+        MisconfigurationException: naming the module or parameter. Another rank may have no such.
     """
     assert module.model is not None
-    refuse_empty_buffers(rebuilt)
     built = dict(_contents(rebuilt))
     changed = [name for name, each in _contents(module.model) if built.get(name) != each]
     if changed:
@@ -45,6 +43,15 @@ def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
             " stages that are built anew. Change the model in build_model: replace modules, and"
             " freeze parameters, there; or use dynamic='off'."
         )
+
+
+def check_buffers(rebuilt: Decoder) -> None:
+    """Refuse a model whose buffers have no values, or other ones, once it is built anew.
+
+    Raises:
+        ValueError: naming a buffer, the same on all ranks.
+    """
+    refuse_empty_buffers(rebuilt)
     kept = [
         f"{path}.{name}"
         for path, each in rebuilt.named_modules()
@@ -52,10 +59,10 @@ def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
         if name not in each._non_persistent_buffers_set
     ]
     if kept:
-        raise MisconfigurationException(
-            f"WLBStrategy(dynamic=...): {kept[0]} is a buffer that belongs to the model's weights,"
-            " and a rank has those of its mesh's stage only. Make it a parameter, or register it"
-            " with persistent=False where build_model computes it; else use dynamic='off'."
+        raise ValueError(
+            f"{kept[0]} is a buffer that belongs to the model's weights, and a rank has those of"
+            " its mesh's stage only. Make it a parameter, or register it with persistent=False"
+            " where build_model computes it; else use dynamic='off'."
         )
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.links.layout import Strategy, Weights, strategy_of
 from lightning_wlb.links.link import Links
+from lightning_wlb.meshes.dynamic import described
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
@@ -18,7 +22,7 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.dynamic import Elsewhere
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.of_strategy import Settings
-from lightning_wlb.strategy.rebuilt import check_rebuilt
+from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
 from lightning_wlb.strategy.travel import travel_groups, weights_of
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
@@ -55,9 +59,13 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
 
 
 def blank_model(module: LanguageModule) -> Decoder:
-    """The whole model, without values, whatever has become of the module's own."""
-    with torch.device("meta"):
-        return module.build_model()
+    """The whole model, without values, as the module's own was before it was split."""
+    # As Lightning lets configure_model build it, in the dtype of the run.
+    with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
+        model = module.build_model()
+        if module.compiles_blocks:
+            model.compile_blocks()
+    return model
 
 
 def run_elsewhere(
@@ -85,26 +93,19 @@ def run_elsewhere(
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
+    whole = blank_model(module)
     try:
-        weights = _weights(strategies, module, mesh.tensor)
+        check_buffers(whole)
+        weights = _weights(whole, strategies, module, mesh.tensor)
         base = strategy_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
         for strategy in strategies:
             links.to(strategy)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
-
-    def build() -> Decoder:
-        # As Lightning lets configure_model build it, in the dtype of the run.
-        with module.trainer.precision_plugin.module_init_context():
-            model = blank_model(module)
-            if module.compiles_blocks:
-                model.compile_blocks()
-        return model
-
-    check_rebuilt(module, build())
+    Ranks().each(lambda: check_rebuilt(module, whole))
     settings = Settings(
-        build,
+        partial(blank_model, module),
         pipeline.hidden_size,
         pipeline.schedule,
         pipeline.dtype,
@@ -112,12 +113,19 @@ def run_elsewhere(
         pipeline.device,
         timeout,
     )
+    for number, strategy in enumerate(strategies, 1):
+        rank_zero_info(
+            f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
+            f" {described(strategy)}."
+        )
     groups = travel_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
     executor.elsewhere = Elsewhere(model, links, groups, settings)
 
 
-def _weights(strategies: Sequence[Strategy], module: LanguageModule, tensor: int) -> Weights:
+def _weights(
+    whole: Decoder, strategies: Sequence[Strategy], module: LanguageModule, tensor: int
+) -> Weights:
     sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
     for size in sizes:
         check_tensor_parallel(module.model_shape, size)
-    return weights_of(blank_model(module), sorted(sizes))
+    return weights_of(whole, sorted(sizes))

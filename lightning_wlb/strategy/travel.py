@@ -41,7 +41,7 @@ from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import placement_of
 from lightning_wlb.strategy.mesh import is_cuda_over_gloo
 from lightning_wlb.strategy.posts import Held, Middle, Post, Views
-from lightning_wlb.strategy.process_groups import own_group
+from lightning_wlb.strategy.process_groups import connect_all, own_group
 from lightning_wlb.strategy.relay import Relay, done
 
 
@@ -110,9 +110,11 @@ def travel_groups(
         group = own_group(each, rank, timeout)
         assert group is not None, "every rank is in one of the sets"
         made |= {own: group for own in each if rank in own}
+    device = torch.device(device)
+    for group in made.values():
+        connect_all(group, device)
     if not two_hops:
         return Groups(made)
-    device = torch.device(device)
     by_gloo = any(is_cuda_over_gloo(device, group) for group in made.values())
     waits_on_device = device.type == "cuda" and not by_gloo
     return Groups(made, Relay(device if waits_on_device else None))

@@ -94,7 +94,12 @@ class Whereabouts:
 
     def __str__(self) -> str:
         _, batch, _, doing, _ = self._now
-        step = "before the first step" if batch is None else f"step {batch.plan.step}"
+        step = "before the first step"
+        if batch is not None:
+            plan = batch.plan
+            step = f"step {plan.step}"
+            if plan.strategy:
+                step += f" on the pipeline of {plan.strategy[batch.replica]}"
         if WAIT.since is not None:
             return f"{step}, then waiting for the loader"
         if batch is None or not isinstance(doing, Action):

@@ -23,8 +23,7 @@ def test_a_step_takes_what_the_pool_has_chosen_it_by() -> None:
     pieces = own.next_step().pieces
     for strategy, made in pool.arranged(pieces, own.rules, DATA.packer).items():
         plan = replace(own.next_step(), strategy=strategy, replicas=made.replicas, pieces=pieces)
-        predictors = {shape: each.predictor for shape, each in pool.kinds[strategy].items()}
-        step = predict_elsewhere(plan, predictors, base().latency)
+        step = pool.predict(plan, base())
         assert step.total_ns == made.time_ns
         assert step.devices == 4
         assert len(step.simulations) == len(strategy)

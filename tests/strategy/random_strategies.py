@@ -3,13 +3,14 @@
 A :class:`Run` is drawn from a number alone, so that every rank and the reference make the same one:
 a model, a mesh with stages of any lengths, nodes, and steps, each of any pieces on pipelines that
 split the ranks in any way (the mesh's own too), with any legal plan on each: sliced, asymmetric, of
-any shardings, recomputing, with nothing to do.
+any shardings, recomputing, with nothing to do, or sharing micro-batches with others that are alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,7 +25,8 @@ from lightning_wlb.links.link import Links
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, StepPlan
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan, alike
+from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS, NAMES, layout
@@ -131,13 +133,23 @@ def _scheme(
 def _plan(draw: Random, step: int, strategy: Strategy, lengths: Sequence[int]) -> StepPlan:
     """Any plan for some documents, the first among them; pipelines may be left without any."""
     chosen = [0, *(n for n in range(1, len(lengths)) if draw.random() < 0.6)]
+    members = draw.choice([(), *_sets(strategy)])
+    both = [document for document in chosen if members and draw.random() < 0.4]
+    shared = [(pack, members) for pack in _packs(draw, both, lengths)]
     dealt: list[list[int]] = [[] for _ in strategy]
     for document in chosen:
-        draw.choice(dealt).append(document)
-    replicas = [
-        _replica(draw, number, scheme, own, lengths)
-        for number, (scheme, own) in enumerate(zip(strategy, dealt, strict=True))
-    ]
+        if document not in both:
+            draw.choice(dealt).append(document)
+    seed = draw.random()  # what is shared is laid out alike on all that share it
+    replicas = []
+    for number, (scheme, own) in enumerate(zip(strategy, dealt, strict=True)):
+        if shared and number in members:
+            packs = _packs(draw, own, lengths)
+            shard = partial(_laid_out, Random(seed), scheme)
+            (made,) = recomputing([replica_plan(packs, number, shard, shared)], "selective")
+            replicas.append(made)
+        else:
+            replicas.append(_replica(draw, number, scheme, own, lengths))
     pieces = tuple(Piece(document, 0, lengths[document], step) for document in chosen)
     targets = sum(documents(lengths).targets(each.document, 0, each.stop) for each in pieces)
     cap = sum(lengths)
@@ -154,14 +166,44 @@ def _replica(
     slices = tuple(part._replace(document=own[part.document]) for part in made.slices)
 
     def laid_out(each: MicroBatch) -> MicroBatch:
-        name = draw.choice([name for name in NAMES if name != HEADS])
-        tokens = [slices[index].tokens for index in each.slices]
-        rows = layout(name, tokens, scheme.context, scheme.tensor).rows
+        name, rows = _laid_out(draw, scheme, [slices[index] for index in each.slices], 1)
         return replace(each, sharding=name, rows=rows, replicas=(number,))
 
     forward, backward = (tuple(map(laid_out, each)) for _, each in made.passes)
     (recomputed,) = recomputing([ReplicaPlan(slices, forward, backward)], draw.choice(MODES))
     return recomputed
+
+
+def _laid_out(
+    draw: Random, scheme: Scheme, slices: Sequence[Slice], pipelines: int
+) -> tuple[str, int]:
+    """Any sharding of a micro-batch, and its rows."""
+    name = draw.choice([name for name in NAMES if name != HEADS])
+    lengths = [each.tokens for each in slices]
+    return name, layout(name, lengths, scheme.context * pipelines, scheme.tensor).rows
+
+
+def _sets(strategy: Strategy) -> list[tuple[int, ...]]:
+    """Pipelines that may share micro-batches: aligned ranges of those that are alike."""
+    return [
+        tuple(numbers[first : first + size])
+        for numbers in alike(strategy).values()
+        for size in (2, 4)
+        for first in range(0, len(numbers) - size + 1, size)
+    ]
+
+
+def _packs(draw: Random, own: Sequence[int], lengths: Sequence[int]) -> list[list[Slice]]:
+    """Documents cut anywhere, in at most three micro-batches."""
+    packs: list[list[Slice]] = [[], [], []]
+    for document in own:
+        tokens = lengths[document]
+        cuts = sorted(draw.sample(range(1, tokens), draw.randint(0, min(tokens - 1, 2))))
+        places = sorted(draw.randrange(3) for _ in range(len(cuts) + 1))
+        ends = zip([0, *cuts], [*cuts, tokens], strict=True)
+        for (start, stop), place in zip(ends, places, strict=True):
+            packs[place].append(Slice(document, 0, start, stop))
+    return [pack for pack in packs if pack]
 
 
 def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, list[Tie]]:

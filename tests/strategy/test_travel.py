@@ -20,7 +20,8 @@ from tests.ranks import run_ranks
 
 LAYERS = 3
 STAGES = {1: [range(3)], 2: [range(1), range(1, 3)]}
-BASES = ((Mesh(4), False), (Mesh(1, 2, 1, 2), True))
+BASES = ((Mesh(4), False), (Mesh(1, 2, 1, 2), True))  # tied: without a layer's and some gradients
+FROZEN = ("layers.1.", "layers.2.attention")
 STRATEGIES: tuple[tuple[Strategy, int], ...] = (  # and the ranks of a node
     ((Scheme(0, (3,), tensor=2), Scheme(2, (2, 1))), 2),
     ((Scheme(0, (3,), tensor=4),), 4),  # key and value heads are whole on every rank
@@ -70,6 +71,8 @@ def travel(rank: int) -> int:
         values = {name: each.detach() for name, each in reference.named_parameters()}
         with torch.device("meta"):
             model = Transformer(config(tied))
+        for name, each in model.named_parameters():
+            each.requires_grad_(not (tied and name.startswith(FROZEN)))
         weights = weights_of(model, (1, 2, 4))
         axes = device_mesh(mesh, "cpu")
         stages = STAGES[mesh.pipeline]
@@ -109,12 +112,15 @@ def check_push(reference, link, groups, at_rest: dict[str, DTensor], values) -> 
         for name, view in expected(reference, link.strategy, sums, other).items():
             view += mine[name]
         if other == link.rank:
-            own = mine
+            own = {name: each for name, each in mine.items() if name not in link.weights.frozen}
     push = Push(link, groups, own, torch.float64, torch.device("cpu"))
     while push.next >= 0:
         push.post()
     totals = push.finish()
+    assert not link.weights.frozen & totals.keys()
     for name, rest in at_rest.items():
+        if name in link.weights.frozen:
+            continue
         local = totals.get(name, torch.zeros_like(rest.to_local()))
         found = DTensor.from_local(
             local, rest.device_mesh, rest.placements, shape=rest.shape, stride=rest.stride()
