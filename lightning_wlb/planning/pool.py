@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, Shape, StepPlan, alike
 from lightning_wlb.planning.judge import Verdict
 from lightning_wlb.planning.packing.base import Packer, Rules
-from lightning_wlb.planning.unequal import Arranged, Receiver, Shape, arrange
+from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
 from lightning_wlb.prediction.elsewhere import predict_elsewhere
 from lightning_wlb.prediction.linking import linked_traffic
 from lightning_wlb.prediction.predictor import Predictor
@@ -35,7 +35,7 @@ WORTH_PER_MILLE = 5
 """Simulated gain for which a step leaves the mesh."""
 
 Kinds = Mapping[Shape, Receiver]
-"""What a pipeline of each shape can do."""
+"""What the pipelines of each shape can do."""
 
 
 class Elected(NamedTuple):
@@ -95,18 +95,20 @@ class Pool:
                 scheme.shape: each for scheme, each in linked_traffic(base, strategy).items()
             }
             made[strategy] = {
-                scheme.shape: Receiver(
+                shape: Receiver(
                     scheme,
                     replace(
                         base,
                         latency=replace(base.latency, mesh=mesh_like(scheme, base.latency.mesh)),
                         stages=scheme.layers,
-                        linked=traffic[scheme.shape],
+                        linked=traffic[shape],
                     ),
                     activation_checkpointing,
                     sharding,
+                    len(numbers),
                 )
-                for scheme in strategy
+                for shape, numbers in alike(strategy).items()
+                for scheme in [strategy[numbers[0]]]
             }
         return Pool(made)
 
@@ -121,11 +123,11 @@ class Pool:
         packer: Callable[[Rules], Packer],
     ) -> dict[Strategy, Arranged]:
         """A step on each strategy that can hold its longest piece."""
-        longest = max(piece.tokens for piece in pieces)
+        longest, packing = max(piece.tokens for piece in pieces), packer(rules)
         return {
             strategy: arrange(pieces, strategy, kinds, rules, packer)
             for strategy, kinds in self.kinds.items()
-            if max(kinds[scheme.shape].longest for scheme in strategy) >= longest
+            if max(each.longest_shared(packing) for each in kinds.values()) >= longest
         }
 
     def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:

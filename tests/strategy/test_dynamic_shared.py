@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -73,22 +74,14 @@ def train(number: int) -> list[tuple[float, dict[str, np.ndarray], bool]]:
         within.append(bool(running))
         post(self)
 
-    class Watched:
-        """An action during which pushes are seen."""
+    @contextmanager
+    def watched(self, each):
+        running.append(True)
+        with action(self, each):
+            yield
+        running.pop()
 
-        def __init__(self, inner) -> None:
-            self.inner = inner
-
-        def __enter__(self) -> None:
-            running.append(True)
-            self.inner.__enter__()
-
-        def __exit__(self, *error) -> None:
-            self.inner.__exit__(*error)
-            running.pop()
-
-    Push.post = posted
-    Linked.action = lambda self, each: Watched(action(self, each))
+    Push.post, Linked.action = posted, watched
     for step, (strategy, dealt) in enumerate(STEPS):
         plan = plan_of(step, strategy, dealt, store)
         batch = make_step_batch(plan, store, rank_in(strategy, number), {}, 0, False)
