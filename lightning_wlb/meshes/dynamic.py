@@ -47,6 +47,9 @@ WORTH_ADDING = 0.005
 PROPOSED = 12
 """Strategies that are simulated."""
 
+SAMPLE = 8
+"""Steps that are simulated: half to choose the strategies by, and half to judge them."""
+
 MOST = 4
 """Strategies of a pool. Each costs every step its planning, and a rank its process groups."""
 
