@@ -36,7 +36,7 @@ def predict_elsewhere(
     found: dict[int, tuple[Any, ...]] = {}
     for group in _together(plan.replicas):
         predictor = predictors[plan.strategy[group[0]].shape]
-        step = predictor.simulate([_among(plan.replicas[number], group) for number in group])
+        step = predictor.simulate([among(plan.replicas[number], group) for number in group])
         found |= dict(zip(group, zip(*step[:-1], strict=True), strict=True))
         peak = max(peak, step.peak_bytes)
     every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
@@ -57,8 +57,8 @@ def _together(replicas: Sequence[ReplicaPlan]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _among(replica: ReplicaPlan, group: Sequence[int]) -> ReplicaPlan:
-    """A replica's plan with the others numbered as in its group."""
+def among(replica: ReplicaPlan, group: Sequence[int]) -> ReplicaPlan:
+    """The plan of one of a group of pipelines, in which they are numbered as in the group."""
     forward, backward = (
         tuple(
             replace(each, replicas=tuple(map(group.index, each.replicas))) for each in micro_batches
