@@ -133,9 +133,9 @@ def train(
     *,
     counted: bool = False,
     schedule: str = "1f1b",
-    dynamic: Dynamic = "off",
     activation_checkpointing: ActivationCheckpointing = "auto",
     callbacks: Sequence[L.Callback] = (),
+    dynamic: Dynamic = "off",
     **options: Any,
 ) -> list[RankStep]:
     """Train a fresh module as one of the mesh's ranks; what its steps did.
@@ -146,9 +146,9 @@ def train(
         data: without loader workers, which the ranks cannot have.
         counted: see :class:`Recorder`.
         schedule: of the pipeline.
-        dynamic: strategies that steps may have, see :class:`.WLBStrategy`.
         activation_checkpointing: of the module.
         callbacks: beside the recorder, and after it.
+        dynamic: strategies that steps may take in place of the mesh's pipelines.
         options: of :func:`quiet_trainer`.
     """
     recorder = Recorder(counted)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_wlb.cli.request import Request
-from lightning_wlb.links.layout import Strategy
 from lightning_wlb.meshes.dynamic import WORTH, PoolChoice, choose_pool, described
 from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.plan import alike
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.planner import plan_steps
@@ -72,10 +72,9 @@ def chosen_pool(request: Request) -> PoolChoice:
         return choose_pool(asked, request.mesh, progress=tell)
 
 
-def best_step(request: Request, choice: PoolChoice) -> dict[str, Simulation]:
-    """Timelines of the step that gains most by leaving the mesh: there, and on its pipelines.
-
-    Of pipelines that are alike it is the one that ends last. Empty where no step leaves the mesh.
+def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simulation]]:
+    """The step that gains most by leaving the mesh: its replicas there, and pipelines that are
+    alike, by what they are called. Empty where no step leaves the mesh.
     """
     if not choice.tried:
         return {}
@@ -94,24 +93,13 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Simulation]:
         return {}
     one, other = max(left, key=lambda pair: pair[0].total_ns / pair[1].total_ns)
     said = f"step {one.plan.step}, which gains most by leaving the mesh"
-    found = {f"{said}: on the mesh": latest(one.simulations)}
-    alike: dict[Strategy, list[Simulation]] = {}
-    for scheme, simulation in zip(other.plan.strategy, other.simulations, strict=True):
-        kind = tuple(each for each in other.plan.strategy if each.shape == scheme.shape)
-        alike.setdefault(kind, []).append(simulation)
-    for kind, simulations in alike.items():
-        last = ", the latest" if len(kind) > 1 else ""
-        found[f"step {one.plan.step} on {described(kind)}{last}"] = latest(simulations)
+    found: dict[str, Sequence[Simulation]] = {f"{said}: on the mesh": one.simulations}
+    strategy = other.plan.strategy
+    for numbers in alike(strategy).values():
+        latest = f", the latest of {len(numbers)} alike" if len(numbers) > 1 else ""
+        simulations = [other.simulations[number] for number in numbers]
+        found[f"step {one.plan.step} on {strategy[numbers[0]]}{latest}"] = simulations
     return found
-
-
-def latest(simulations: Sequence[Simulation]) -> Simulation:
-    """The pipeline whose last action ends last."""
-
-    def end(simulation: Simulation) -> int:
-        return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
-
-    return max(simulations, key=end)
 
 
 def pool_report(choice: PoolChoice) -> dict[str, Any]:

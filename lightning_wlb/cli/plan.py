@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -33,7 +33,6 @@ from lightning_wlb.cli.dynamic import (
     SAMPLE,
     best_step,
     chosen_pool,
-    latest,
     pool_report,
     pool_request,
 )
@@ -249,7 +248,8 @@ def run(arguments: argparse.Namespace) -> None:
         console.print(line, highlight=False)
     shown: dict[str, Simulation] = {}
     if arguments.picture is not None or arguments.trace is not None:
-        shown = _typical_steps(comparison) | (best_step(request, pool) if pool else {})
+        steps = _typical_steps(comparison) | (best_step(request, pool) if pool else {})
+        shown = {name: _latest(each) for name, each in steps.items()}
     if arguments.picture is not None:
         draw_gantt(
             arguments.picture,
@@ -266,14 +266,22 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(report | ({"dynamic": pool_report(pool)} if pool else {})))
 
 
-def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
-    """A typical step of each row, on the replica whose last action ends last."""
-    found = {}
-    for row in comparison.forecasts:
-        step = row.typical_step
-        name = f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens"
-        found[name] = latest(step.simulations)
-    return found
+def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
+    """The replicas of a typical step of each row."""
+    steps = [(row, row.typical_step) for row in comparison.forecasts]
+    return {
+        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": step.simulations
+        for row, step in steps
+    }
+
+
+def _latest(simulations: Sequence[Simulation]) -> Simulation:
+    """The pipeline whose last action ends last."""
+
+    def end(simulation: Simulation) -> int:
+        return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
+
+    return max(simulations, key=end)
 
 
 def _table(comparison: Comparison) -> Table:

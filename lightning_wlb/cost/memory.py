@@ -30,14 +30,20 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
 
 from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES, communicators
 from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.rates import Integers
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
+
+Sizes = TypeVar("Sizes", int, Integers)  # of one micro-batch, or of many
 
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill at most."""
@@ -198,41 +204,43 @@ class MemoryModel:
         recompute: Recompute = "none",
         segments: int = 1,
     ) -> int:
-        """Most that lives only inside one pass of such a micro-batch.
+        """Most that lives only inside one pass of such a micro-batch on a stage.
 
         Args:
             parts: of the stage.
-            rows: of the micro-batch on the rank, padding included.
+            rows: of the rank, padding included.
             keys: that the rank's attention reads.
             recompute: of the micro-batch.
             segments: of the rank's attention.
         """
-        kinds = zip(self.shape.kinds, parts.layers, strict=True)
-        inside = [
-            self._transient_bytes(layer, rows, keys, recompute, segments)
-            for layer, count in kinds
-            if count
-        ]
-        return max([*inside, self._head_transient_bytes(rows) if parts.head else 0])
+        return int(self.transient_bytes_of_all(parts, rows, keys, recompute, segments))
 
-    def _head_transient_bytes(self, rows: int) -> int:
+    def transient_bytes_of_all(
+        self, parts: StageParts, rows: Sizes, keys: Sizes, recompute: Recompute, segments: Sizes
+    ) -> Sizes:
+        """:meth:`transient_bytes` of many micro-batches that recompute the same, as int64."""
+        most: Sizes = parts.head * self._head_transient_bytes(rows)
+        for layer, count in zip(self.shape.kinds, parts.layers, strict=True):
+            if count:
+                inside = self._transient_bytes(layer, rows, keys, recompute, segments)
+                most = np.maximum(most, inside)
+        return most
+
+    def _head_transient_bytes(self, rows: Sizes) -> Sizes:
         """Of one chunk the logits; their gradient, for half types; that of the matrix (loss.py)."""
         words = self.shape.vocab_size // self.mesh.tensor
-        logits = min(rows, chunk_rows(words, self.accelerator)) * words
+        logits: Sizes = np.minimum(rows, chunk_rows(words, self.accelerator)) * words
         narrow = self._width if self._width < self._wide else 0
         return (self._wide + narrow) * (logits + words * self.shape.dim)
 
     def _transient_bytes(
-        self, layer: LayerShape, rows: int, keys: int, recompute: Recompute, segments: int
-    ) -> int:
+        self, layer: LayerShape, rows: Sizes, keys: Sizes, recompute: Recompute, segments: Sizes
+    ) -> Sizes:
         width, size = self._width, self.mesh.tensor
-        recomputed = {
-            "none": 0,
-            "selective": self._feed_forward_half(layer, rows),
-            "full": self._attention_half(layer, rows) + self._feed_forward_half(layer, rows),
-        }[recompute]
+        result = (recompute != "none") * self._feed_forward_half(layer, rows)
+        result += (recompute == "full") * self._attention_half(layer, rows)
         feed_forward = 3 * rows * layer.gated_width(self.shape.dim) // size * width
-        fetched = keys if self.mesh.context > 1 or keys > rows else 0
+        fetched = keys if self.mesh.context > 1 else keys * (keys > rows)
         queries = 2 * (layer.heads // size) * rows * layer.head_width * width
         attention = queries + self._key_bytes(layer, keys + fetched, width)
         attention += self._kernel_bytes(layer, rows, keys, segments)
@@ -241,9 +249,10 @@ class MemoryModel:
             reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
             widths = self._wide + (reduced if reduced < self._wide else 0)
             attention += self._key_bytes(layer, self.mesh.context * rows, widths)
-        return recomputed + max(feed_forward, attention) + 2 * rows * self.shape.dim * width
+        most: Sizes = np.maximum(feed_forward, attention)
+        return result + most + 2 * rows * self.shape.dim * width
 
-    def _kernel_bytes(self, layer: LayerShape, rows: int, keys: int, segments: int) -> int:
+    def _kernel_bytes(self, layer: LayerShape, rows: Sizes, keys: Sizes, segments: Sizes) -> Sizes:
         """What the kernel's backward adds gradients up in, beside the gradients themselves.
 
         Every FlashAttention has a float32 gradient of the queries, each segment with a tile of rows
@@ -251,7 +260,7 @@ class MemoryModel:
         for each query head; 3.x and 4.x add them up in float32. Heads are as wide as a tile.
         """
         if self.kernel in ("cpu", "exact"):
-            return 0
+            return 0 * rows
         size, wide = self.mesh.tensor, layer.head_width
         heads, kv_heads = layer.heads // size, max(layer.kv_heads // size, 1)
         step = 32 if wide <= 128 else 64
@@ -264,7 +273,7 @@ class MemoryModel:
             return result + 2 * 4 * kv_heads * padded * (keys + beyond)
         return result + 2 * self._width * heads * wide * keys
 
-    def _attention_half(self, layer: LayerShape, rows: int) -> int:
+    def _attention_half(self, layer: LayerShape, rows: Sizes) -> Sizes:
         heads = layer.heads // self.mesh.tensor
         queries = rows * heads * layer.head_width * self._width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
@@ -277,16 +286,16 @@ class MemoryModel:
             + rows * heads * 4  # log-sum-exp
         )
 
-    def _feed_forward_half(self, layer: LayerShape, rows: int) -> int:
+    def _feed_forward_half(self, layer: LayerShape, rows: Sizes) -> Sizes:
         gate = 4 * rows * layer.gated_width(self.shape.dim) // self.mesh.tensor * self._width
         return self._norm(rows) + rows * self.shape.dim * self._width + gate
 
-    def _key_bytes(self, layer: LayerShape, rows: int, width: int) -> int:
+    def _key_bytes(self, layer: LayerShape, rows: Sizes, width: int) -> Sizes:
         """Keys and values of one layer, ``width`` bytes per element."""
         kv_heads = max(layer.kv_heads // self.mesh.tensor, 1)
         return 2 * rows * kv_heads * layer.head_width * width
 
-    def _norm(self, rows: int) -> int:
+    def _norm(self, rows: Sizes) -> Sizes:
         """An RMSNorm's input, and one number per row."""
         copies = 1 if self.accelerator else 2
         return rows // self.mesh.tensor * (copies * self.shape.dim * self._width + 4)

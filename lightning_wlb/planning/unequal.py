@@ -5,8 +5,8 @@ pipeline, where it fits at all, from the device profile. Algorithm 1 deals
 
 * whole pieces to pipelines, which wait P - 1 times for their longest if they have P stages,
 * the same as if there were one stage, since slices leave a pipeline little to wait for,
-* and, where no such dealing fits and is even, pieces to kinds, each as if its pipelines shared
-  every piece.
+* or, where a piece fits on no pipeline, or has so much work that they would be uneven, pieces to
+  kinds, each as if its pipelines shared every piece: the packing ``auto`` lets them share it.
 
 What the pipelines of a kind got is put together, and the run's packing arranges it as on a mesh of
 them alone: it deals anew, and may let several share a piece (DP-Merge). Times are simulated then:
@@ -16,7 +16,7 @@ predicted costs corrects these for another dealing, while that helps.
 When parameters are there, and gradients where they rest, the receivers' predictors say
 (:mod:`~lightning_wlb.prediction.linking`).
 
-Cost: two to five times that of a packing's plan of each kind, and of Algorithm 1; a kind that gets
+Cost: two to four times that of a packing's plan of each kind, and of Algorithm 1; a kind that gets
 the same pieces again is planned once. Not without a device profile: exact work does not know which
 pipeline is faster.
 """
@@ -24,7 +24,7 @@ pipeline is faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -44,8 +44,8 @@ from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE
 
-UNEVEN_PERCENT = 102
-"""The latest kind's end to the mean above which pieces are also dealt to kinds."""
+UNEVEN_PERCENT = 110
+"""Predicted end of the latest pipeline, to that of kinds, above which pieces are dealt to kinds."""
 
 DEALT_AGAIN = 2
 """Times at most that pieces are dealt again, knowing what pipelines took."""
@@ -197,61 +197,23 @@ def arrange(
             packing whose micro-batches are made for all pipelines at once.
     """
     check_packing(packer(rules))
-    order = longest_first(pieces)
     numbers = alike(strategy)
     receivers = [kinds[shape] for shape in numbers]
+    ranks = sum(scheme.size for scheme in strategy)
+    packers = []
     for each, own in zip(receivers, numbers.values(), strict=True):
         if each.count != len(own):
             raise ValueError(
                 f"a receiver of {each.count} pipelines like that on {each.scheme}, of which the"
                 f" strategy has {len(own)}. Give it count={len(own)}."
             )
-    ranks = sum(scheme.size for scheme in strategy)
-    packers = []
-    for each in receivers:
         share = rules.micro_batches * each.count * each.scheme.size // ranks
         packers.append(packer(replace(rules, micro_batches=max(share, 1))))
-    planned: dict[tuple[int, tuple[int, ...]], _Planned] = {}
-
-    def made(kind: int, own: Sequence[int]) -> _Planned:
-        each, key = receivers[kind], (kind, tuple(own))
-        if not own:
-            return _Planned(0, 0, 0, [ReplicaPlan((), (), ())] * each.count)
-        if key not in planned:
-            plans = each.plan([order[index] for index in own], packers[kind])
-            verdict = each.judge(plans)
-            excess, end = max(verdict.peak - each.judge.limit, 0), max(each.judge.ends(plans))
-            planned[key] = _Planned(excess, verdict.time, end, plans)
-        return planned[key]
-
-    def tried(receiving: _Columns) -> _Tried:
-        homes = deal_greedily(receiving.costs, receiving.stages, trials)
-        dealt: list[list[int]] = [[] for _ in receivers]
-        for kind, own in zip(receiving.kinds, homes, strict=True):
-            dealt[kind] = sorted(dealt[kind] + own)
-        of_kinds = [made(kind, own) for kind, own in enumerate(dealt)]
-        excess, time_ns = (max(values) for values in list(zip(*of_kinds, strict=True))[:2])
-        return _Tried(excess, time_ns, receiving, dealt, of_kinds)
-
-    def best_of(ways: Sequence[_Columns]) -> _Tried:
-        best = min(map(tried, ways), key=lambda each: each[:2])
-        for _ in range(DEALT_AGAIN if len(receivers) > 1 else 0):
-            again = tried(_corrected(best))
-            if again[:2] >= best[:2]:
-                break
-            best = again
-        return best
-
-    apart, together = _ways(order, receivers, packers)
-    found = [best_of(apart)] if apart else []
-    sizes = [each.count * each.scheme.size for each in receivers]
-    if together and not (found and _is_even(found[0], sizes)):
-        found.append(best_of(together))
-    best = min(found, key=lambda each: each[:2])
+    best = _Step(longest_first(pieces), receivers, packers, trials).best()
     cap = max(each.cap(of.place) for each, of in zip(packers, receivers, strict=True))
     replicas: dict[int, ReplicaPlan] = {}
-    for own, of_kind in zip(numbers.values(), best.made, strict=True):
-        replicas |= zip(own, (_numbered(plan, own) for plan in of_kind.plans), strict=True)
+    for own, made in zip(numbers.values(), best.made, strict=True):
+        replicas |= zip(own, (_numbered(plan, own) for plan in made.plans), strict=True)
     return Arranged(best.excess, best.time_ns, tuple(replicas[n] for n in sorted(replicas)), cap)
 
 
@@ -278,66 +240,125 @@ class _Planned(NamedTuple):
     plans: Sequence[ReplicaPlan]
 
 
+class _Dealt(NamedTuple):
+    """A dealing.
+
+    Attributes:
+        columns: to what.
+        latest: the largest sum of costs in a column.
+        own: of each kind the indices of its pieces.
+    """
+
+    columns: _Columns
+    latest: int
+    own: Sequence[Sequence[int]]
+
+
 class _Tried(NamedTuple):
-    """A dealing, and what each kind makes of it."""
+    """What each kind makes of a dealing."""
 
     excess: int
     time_ns: int
-    columns: _Columns
-    dealt: Sequence[Sequence[int]]
+    dealing: _Dealt
     made: Sequence[_Planned]
 
 
-def _ways(
-    pieces: Sequence[Piece], receivers: Sequence[Receiver], packers: Sequence[Packer]
-) -> tuple[list[_Columns], list[_Columns]]:
-    """Pieces dealt to pipelines, and to kinds; none where one of the two cannot be, or need not."""
-    tokens = [piece.tokens for piece in pieces]
-    alone = [each.longest for each in receivers]
-    shared = [each.longest_shared(own) for each, own in zip(receivers, packers, strict=True)]
-    if max(tokens) > max(shared):
-        raise ValueError(
-            f"document {pieces[0].document} has a piece of {max(tokens)} tokens, of which the"
-            f" pipelines of this strategy hold {max(shared)}:"
-            f" {'; '.join(str(each.scheme) for each in receivers)}. Give one of more context or"
-            " tensor ranks, or lower the context window."
-        )
-    costs = [each.costs(tokens) for each in receivers]
+@dataclass(frozen=True)
+class _Step:
+    """The pieces of a step, the longest first, and the kinds that they are dealt to."""
 
-    def column(kind: int, longest: int, parts: int) -> list[int | None]:
-        priced = zip(tokens, costs[kind], strict=True)
-        return [cost // parts if length <= longest else None for length, cost in priced]
+    pieces: Sequence[Piece]
+    receivers: Sequence[Receiver]
+    packers: Sequence[Packer]
+    trials: int
+    _planned: dict[tuple[int, tuple[int, ...]], _Planned] = field(default_factory=dict)
 
-    alone = [each.longest for each in receivers]
-    shared = [each.longest_shared(own) for each, own in zip(receivers, packers, strict=True)]
-    every = range(len(receivers))
-    apart, together = [], []
-    if len(every) > 1 and max(tokens) <= max(alone):
-        kinds = [kind for kind in every for _ in range(receivers[kind].count)]
-        table = list(zip(*(column(kind, alone[kind], 1) for kind in kinds), strict=True))
-        for stages in ([len(receivers[kind].scheme.stages) for kind in kinds], [1] * len(kinds)):
-            apart.append(_Columns(table, kinds, stages))
-    if not apart or any(each.count > 1 for each in receivers):
-        parts = [each.count for each in receivers]
-        table = list(zip(*map(column, every, shared, parts), strict=True))
-        together.append(_Columns(table, every, [1] * len(every)))
-    return apart, together
+    def best(self) -> _Tried:
+        """The best of what the module tries."""
+        apart, together = self._columns()
+        dealings = [self._dealt(columns) for columns in apart]
+        if together is not None:
+            shared = self._dealt(together)
+            if not dealings or 100 * dealings[-1].latest > UNEVEN_PERCENT * shared.latest:
+                dealings = [shared]
+        best = min(map(self._tried, dealings), key=lambda each: each[:2])
+        for _ in range(DEALT_AGAIN if len(self.receivers) > 1 else 0):
+            again = self._tried(self._dealt(_corrected(best)))
+            if again[:2] >= best[:2]:
+                break
+            best = again
+        return best
 
+    def _columns(self) -> tuple[list[_Columns], _Columns | None]:
+        """The pipelines, the last time as if of one stage; and the kinds.
 
-def _is_even(tried: _Tried, ranks: Sequence[int]) -> bool:
-    """Whether kinds of so many ranks end hardly later than they would with their work in common."""
-    ends = [each.end_ns for each in tried.made]
-    work = sum(end * size for end, size in zip(ends, ranks, strict=True))
-    return not tried.excess and 100 * max(ends) * sum(ranks) <= UNEVEN_PERCENT * work
+        None of the one where a piece fits in no pipeline, or there is one kind, and None for the
+        other where nothing would be shared.
+        """
+        tokens, receivers = [piece.tokens for piece in self.pieces], self.receivers
+        alone = [each.longest for each in receivers]
+        longest = [e.longest_shared(own) for e, own in zip(receivers, self.packers, strict=True)]
+        if max(tokens) > max(longest):
+            raise ValueError(
+                f"document {self.pieces[0].document} has a piece of {max(tokens)} tokens, of which"
+                f" the pipelines of this strategy hold {max(longest)}:"
+                f" {'; '.join(str(each.scheme) for each in receivers)}. Give one of more context or"
+                " tensor ranks, or lower the context window."
+            )
+        costs = [each.costs(tokens) for each in receivers]
+
+        def column(kind: int, longest: int, parts: int) -> list[int | None]:
+            priced = zip(tokens, costs[kind], strict=True)
+            return [cost // parts if length <= longest else None for length, cost in priced]
+
+        every, apart = range(len(receivers)), []
+        if len(every) > 1 and max(tokens) <= max(alone):
+            kinds = [kind for kind in every for _ in range(receivers[kind].count)]
+            table = list(zip(*(column(kind, alone[kind], 1) for kind in kinds), strict=True))
+            depths = [len(receivers[kind].scheme.stages) for kind in kinds]
+            apart = [_Columns(table, kinds, stages) for stages in (depths, [1] * len(kinds))]
+        counts = [each.count for each in receivers]
+        if apart and not (self.packers[0].judges and max(counts) > 1):
+            return apart, None
+        table = list(zip(*map(column, every, longest, counts), strict=True))
+        return apart, _Columns(table, every, [1] * len(every))
+
+    def _dealt(self, columns: _Columns) -> _Dealt:
+        costs, kinds, stages = columns
+        homes = deal_greedily(costs, stages, self.trials)
+        loads = [
+            sum(costs[index][column] or 0 for index in own) for column, own in enumerate(homes)
+        ]
+        dealt: list[list[int]] = [[] for _ in self.receivers]
+        for kind, own in zip(kinds, homes, strict=True):
+            dealt[kind] = sorted(dealt[kind] + own)
+        return _Dealt(columns, max(loads), dealt)
+
+    def _tried(self, dealing: _Dealt) -> _Tried:
+        made = [self._made(kind, own) for kind, own in enumerate(dealing.own)]
+        excess, time_ns = max(each.excess for each in made), max(each.time_ns for each in made)
+        return _Tried(excess, time_ns, dealing, made)
+
+    def _made(self, kind: int, own: Sequence[int]) -> _Planned:
+        receiver, key = self.receivers[kind], (kind, tuple(own))
+        if not own:
+            return _Planned(0, 0, 0, [ReplicaPlan((), (), ())] * receiver.count)
+        if key not in self._planned:
+            plans = receiver.plan([self.pieces[index] for index in own], self.packers[kind])
+            judge = receiver.judge
+            time_ns, peak = judge(plans)
+            excess, end_ns = max(peak - judge.limit, 0), max(judge.ends(plans))
+            self._planned[key] = _Planned(excess, time_ns, end_ns, plans)
+        return self._planned[key]
 
 
 def _corrected(tried: _Tried) -> _Columns:
     """Costs on each kind so that those of its pieces add up to what it took; for one stage."""
-    costs, kinds, _ = tried.columns
+    costs, kinds, _ = tried.dealing.columns
     factors = []
-    for kind, (own, made) in enumerate(zip(tried.dealt, tried.made, strict=True)):
+    for kind, (own, made) in enumerate(zip(tried.dealing.own, tried.made, strict=True)):
         columns = [column for column, of in enumerate(kinds) if of == kind]
-        # As many columns as pipelines have the whole cost each, one has its part for each.
+        # A column for each pipeline, or one with each one's part.
         predicted = sum(costs[index][columns[0]] or 0 for index in own) // len(columns)
         factors.append(made.end_ns / predicted if predicted else 1.0)
     scaled = [

@@ -1,7 +1,7 @@
 """The prediction of a step on pipelines of its own: each as on a mesh of pipelines like it.
 
-Pipelines wait for each other only where they share a micro-batch, so those that do are simulated
-together, and all others alone. What parameters and gradients take to travel is in their predictors
+Pipelines that are alike may share micro-batches, and are simulated together; those that differ do
+not wait for each other. What parameters and gradients take to travel is in their predictors
 (:mod:`~lightning_wlb.prediction.linking`). The step takes as long as its latest pipeline, the time
 by which :mod:`~lightning_wlb.planning.pool` has chosen its strategy.
 
@@ -15,14 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import ReplicaPlan, StepPlan
+from lightning_wlb.plan import ReplicaPlan, Shape, StepPlan, alike
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 
 
 def predict_elsewhere(
     plan: StepPlan,
-    predictors: Mapping[tuple[tuple[int, ...], int, int], Predictor],
+    predictors: Mapping[Shape, Predictor],
     latency: LatencyModel,
 ) -> StepPrediction:
     """The simulated step of a plan that has a strategy.
@@ -34,27 +34,14 @@ def predict_elsewhere(
     """
     peak = 0
     found: dict[int, tuple[Any, ...]] = {}
-    for group in _together(plan.replicas):
-        predictor = predictors[plan.strategy[group[0]].shape]
-        step = predictor.simulate([among(plan.replicas[number], group) for number in group])
+    for shape, group in alike(plan.strategy).items():
+        step = predictors[shape].simulate([among(plan.replicas[number], group) for number in group])
         found |= dict(zip(group, zip(*step[:-1], strict=True), strict=True))
         peak = max(peak, step.peak_bytes)
     every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
     costs, durations, programs, simulations = map(list, every)
     step = SimulatedReplicas(costs, durations, programs, simulations, peak)
     return StepPrediction.of(plan, step, latency)
-
-
-def _together(replicas: Sequence[ReplicaPlan]) -> list[list[int]]:
-    """The pipelines in groups that share micro-batches."""
-    groups = [{number} for number in range(len(replicas))]
-    for replica in replicas:
-        for micro_batch in replica.forward:
-            sharers = [group for group in groups if not group.isdisjoint(micro_batch.replicas)]
-            if len(sharers) > 1:
-                groups = [group for group in groups if group not in sharers]
-                groups.append(set().union(*sharers))
-    return [sorted(group) for group in groups]
 
 
 def among(replica: ReplicaPlan, group: Sequence[int]) -> ReplicaPlan:

@@ -34,7 +34,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
-from lightning_wlb.prediction.estimate import estimated_costs
+from lightning_wlb.prediction.estimate import Estimates
 from lightning_wlb.prediction.executed import layout_of, units
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost, most_keys
@@ -340,7 +340,7 @@ class Predictor:
             for at, micro_batch in enumerate(replica.forward)
         ]
         if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
-            return estimated_costs(self.latency, replica, kept)
+            return self._estimates.of(replica, kept)
         return [
             self.micro_batch(
                 replica.slices_of(micro_batch),
@@ -350,6 +350,10 @@ class Predictor:
             )._replace(recompute=micro_batch.recompute)
             for micro_batch, keeps in zip(replica.forward, kept, strict=True)
         ]
+
+    @cached_property
+    def _estimates(self) -> Estimates:
+        return Estimates(self.latency)
 
     def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
         """:meth:`costs` of a replica that is laid out, with its sizes, but estimated times."""

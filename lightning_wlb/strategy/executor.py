@@ -312,7 +312,8 @@ class Step:
         else:
             gradient = self._receive(action, action.stage + 1, micro_batch)
         with self._timed(action):
-            torch.autograd.backward(output, gradient)
+            if output.requires_grad:  # not of a first stage whose parameters are all frozen
+                torch.autograd.backward(output, gradient)
         self.cache.drop(action.micro_batch, self.pipeline.stages[action.stage])
         if hidden is not None:
             assert hidden.grad is not None

@@ -53,7 +53,7 @@ def agreed_pool(
     """The strategies that steps may take in place of the mesh's pipelines; collective.
 
     Args:
-        asked: of the run; ``sizes`` and ``virtual_stages`` are not looked at.
+        asked: of the run; sizes, virtual stages and nodes are not looked at.
         mesh: of the run.
         trainer: that is to run.
         data: its data module.
@@ -66,10 +66,15 @@ def agreed_pool(
     if reason is not None or profile is None:
         rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
         return ()
-    open_sizes = asked._replace(sizes=["auto"] * len(mesh.shape), virtual_stages=None)
+    # Nodes as steps are planned for, or strategies could be refused that are chosen.
+    asked = asked._replace(
+        sizes=["auto"] * len(mesh.shape),
+        virtual_stages=None,
+        devices_per_node=profile.devices_per_node,
+    )
     with waiting(RENDEZVOUS) as ranks:
         choice = ranks.lead(
-            lambda: _recalled(request_of(open_sizes, trainer, data, module, profile), mesh)
+            lambda: _recalled(request_of(asked, trainer, data, module, profile), mesh)
         )
     by = "measured" if profile.measured else "analytic"
     rank_zero_info(f'WLBStrategy: dynamic="auto", by the {by} profile {profile.name}:')

@@ -69,11 +69,12 @@ class Held:
                 )
             self._tensors[key] = given[name]
 
-    def make(self, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
-        """New tensors in place of given ones, of zeros or to be overwritten."""
+    def make(self, unit: int, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
+        """New tensors of a unit in place of given ones, of zeros or to be overwritten."""
         new = torch.zeros if zeros else torch.empty
         for key in self._boxes:
-            self._tensors[key] = new(self._shape(*key), dtype=dtype, device=device)
+            if key[0] == unit:
+                self._tensors[key] = new(self._shape(*key), dtype=dtype, device=device)
 
     def of_unit(self, number: int) -> dict[str, Tensor]:
         """The tensors of a unit, by name in the whole model."""

@@ -55,8 +55,8 @@ def check_buffers(rebuilt: Decoder) -> None:
     kept = [
         f"{path}.{name}"
         for path, each in rebuilt.named_modules()
-        for name in each._buffers
-        if name not in each._non_persistent_buffers_set
+        for name, buffer in each._buffers.items()
+        if buffer is not None and name not in each._non_persistent_buffers_set
     ]
     if kept:
         raise ValueError(

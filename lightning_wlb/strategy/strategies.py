@@ -41,7 +41,8 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
         strategies = () if isinstance(given, str) else tuple(map(tuple, given))
     except TypeError:  # a number, or one strategy in place of several
         strategies = ()
-    if not strategies or not all(isinstance(s, Scheme) for each in strategies for s in each):
+    schemes = [scheme for strategy in strategies for scheme in strategy]
+    if not (strategies and all(strategies) and all(isinstance(s, Scheme) for s in schemes)):
         raise ValueError(
             f"dynamic={given!r} is neither 'off', 'auto' nor strategies. Give for each a sequence"
             " of lightning_wlb.plan.Scheme, one for each pipeline."

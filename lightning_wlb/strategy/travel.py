@@ -139,9 +139,8 @@ class Pull:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._link = link
+        self._link, self._dtype, self._device = link, dtype, device
         self._values = Held(link, link.units, rest=False)
-        self._values.make(dtype, device, zeros=False)
         source = Held(link, range(len(link.weights.units)), rest=True, given=rest)
         groups.settle()
         posts = [
@@ -163,8 +162,10 @@ class Pull:
 
     def arrive(self, slot: int) -> dict[str, Tensor]:
         """Wait for a slot of this rank; its parameters by name in the whole model."""
-        self._posts[slot].result().arrive(self._values)
-        return self._values.of_unit(self._link.units[slot])
+        post, unit = self._posts[slot].result(), self._link.units[slot]
+        self._values.make(unit, self._dtype, self._device, zeros=False)
+        post.arrive(self._values)
+        return self._values.of_unit(unit)
 
     def finish(self) -> None:
         """Wait for the slots in which this rank only sends."""
@@ -215,7 +216,8 @@ class Push:
         """Wait for the sums of all ranks: of each trained shard that rests here, by name."""
         units = range(len(self._link.weights.units))
         totals = Held(self._link, units, rest=True, trained=True)
-        totals.make(self._dtype, self._device, zeros=True)
+        for unit in units:
+            totals.make(unit, self._dtype, self._device, zeros=True)
         for post in self._posts:
             post.result().arrive(totals, add=True)
         return {name: total for unit in units for name, total in totals.of_unit(unit).items()}

@@ -51,7 +51,9 @@ def check_best_step(events: list[dict]) -> None:
     there, elsewhere = list(names)[-2:]
     step = names[there].split()[1].rstrip(",")
     assert names[there] == f"step {step}, which gains most by leaving the mesh: on the mesh"
-    assert names[elsewhere] == f"step {step} on 4 × (pipeline 1, context 1, tensor 1), the latest"
+    assert names[elsewhere] == (
+        f"step {step} on ranks [0, 1): context 1 × tensor 1, layers 4, the latest of 4 alike"
+    )
     bars = [each for each in events if each["ph"] == "X"]
     ends = {
         pid: max(each["ts"] + each["dur"] for each in bars if each["pid"] == pid)

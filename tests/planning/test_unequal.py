@@ -17,6 +17,7 @@ from lightning_wlb.plan import Piece, ReplicaPlan, Scheme, StepPlan, alike
 from lightning_wlb.planning import DataSettings, unequal
 from lightning_wlb.planning.longest_first import longest_first
 from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
+from lightning_wlb.prediction.elsewhere import predict_elsewhere
 from lightning_wlb.prediction.predictor import Predictor
 
 SHAPE = ModelShape(dim=2048, layers=4, heads=16, kv_heads=16, head_dim=128, ffn_dim=5504,
@@ -49,6 +50,9 @@ def arranged(
         0, 0, made.replicas, tuple(own), 0, made.cap, 4, 4 * WINDOW, strategy=strategy
     ).validate()
     assert StepPlan.from_json(plan.to_json()) == plan
+    predictors = {shape: each.predictor for shape, each in kinds.items()}
+    predicted = predict_elsewhere(plan, predictors, kinds[strategy[0].shape].predictor.latency)
+    assert (predicted.total_ns, predicted.peak_bytes > 0) == (made.time_ns, True)
     return made
 
 
@@ -128,6 +132,17 @@ def test_pipelines_that_are_all_alike_are_arranged_as_a_mesh_of_them() -> None:
     # The longest piece has more work than a pipeline's share.
     assert (0, 1) in sharers(made)
     assert made.time_ns < receiver(FLAT).judge(receiver(FLAT).plan(own[:1], packer)).time
+
+
+def test_a_piece_of_more_work_than_any_pipelines_share_goes_where_most_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = Scheme(0, (2, 2)), *(Scheme(2 + place, (4,)) for place in range(4))
+    own = pieces(24000, *[2000] * 10)
+    made = arranged(own, *strategy, data=AUTO)
+    assert (1, 2, 3, 4) in sharers(made)
+    monkeypatch.setattr(unequal, "UNEVEN_PERCENT", 1000)  # as if it were whole on a pipeline
+    assert arranged(own, *strategy, data=AUTO).time_ns > 1.1 * made.time_ns
 
 
 def test_what_no_pipeline_holds_is_shared_by_some_that_are_alike() -> None:

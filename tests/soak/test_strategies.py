@@ -54,7 +54,7 @@ def test_random_strategies_train_as_one_process_does(ranks: int, count: int) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_gives_the_same_bits_again(dtype: torch.dtype) -> None:
-    for seed in range(6):
+    for seed in range(4):
         run = random_run(seed, 4)
         first, second = (run_ranks(train, 4, run, dtype, timeout=200) for _ in range(2))
         assert pickle.dumps(first) == pickle.dumps(second), seed

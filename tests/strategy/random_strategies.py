@@ -57,6 +57,7 @@ class Run:
         per_node: ranks of a node.
         lengths: of all documents.
         plans: of the steps.
+        frozen: of how many layers, with the embedding, no parameter is trained; -1: all are.
     """
 
     config: TransformerConfig
@@ -65,6 +66,15 @@ class Run:
     per_node: int
     lengths: tuple[int, ...]
     plans: tuple[StepPlan, ...]
+    frozen: int
+
+    def model(self) -> Transformer:
+        """Whole, without memory under the meta device."""
+        model = Transformer(self.config)
+        frozen = ("embed.", *(f"layers.{number}." for number in range(self.frozen)))
+        for name, parameter in model.named_parameters() if self.frozen >= 0 else ():
+            parameter.requires_grad_(not name.startswith(frozen))
+        return model
 
     @property
     def of_mesh(self) -> Strategy:
@@ -113,7 +123,8 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
         made = own if on_mesh else tuple(strategy)
         plan = _plan(draw, step, made, lengths)
         plans.append(replace(plan, strategy=() if on_mesh else made).validate())
-    return Run(config, mesh, of_mesh.layers, per_node, lengths, tuple(plans))
+    frozen = draw.randrange(config.layers) if seed % 3 == 0 else -1
+    return Run(config, mesh, of_mesh.layers, per_node, lengths, tuple(plans), frozen)
 
 
 def _scheme(
@@ -211,7 +222,7 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, li
 
     def build() -> Transformer:
         with torch.device("meta"):
-            return Transformer(run.config)
+            return run.model()
 
     model, rank = build(), run.mesh.coordinate(number)
     tensors = {s.tensor for plan in run.plans for s in (*run.of_mesh, *plan.strategy)}
@@ -256,7 +267,8 @@ def train(number: int, run: Run, dtype: torch.dtype = torch.float64) -> dict[str
             peer = ends[-1] if rank.first_stage else ends[0] if rank.last_stage else None
             add_tied_gradients(model, ties, peer, runner.groups.pipeline)
         runner.read()
-        gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
+        trained = {n: each for n, each in model.named_parameters() if each.requires_grad}
+        gradients.append({name: whole(each.grad) for name, each in trained.items()})
         norm = gradient_norm(model.parameters(), CPU, copies)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
@@ -266,7 +278,9 @@ def train(number: int, run: Run, dtype: torch.dtype = torch.float64) -> dict[str
 
 def reference(run: Run) -> dict[str, Any]:
     """The same in one process, of documents by themselves."""
-    model, store = Transformer(run.config).double(), run.store
+    model, store = run.model().double(), run.store
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.requires_grad_(True)  # which the oracle asks for
     model.initialise(7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     texts = [store.read(n, 0, length) for n, length in enumerate(run.lengths)]
@@ -278,7 +292,7 @@ def reference(run: Run) -> dict[str, Any]:
         targets = plan.target_tokens
         losses.append(total / targets)
         for name, parameter in model.named_parameters():
-            parameter.grad = found[name] / targets
+            parameter.grad = found[name] / targets if name in trained else None
         gradients.append({name: (each / targets).numpy() for name, each in found.items()})
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

@@ -44,6 +44,7 @@ def test_what_was_changed_afterwards_is_named(change: Callable[..., Any], name: 
 
 def buffers(persistent: bool, device: str) -> None:
     model = Transformer(module(SMALL_TIED).config).to("meta")
+    model.layers["0"].register_buffer("absent", None)
     model.layers["0"].register_buffer("bias", torch.ones(2, device=device), persistent)
     check_buffers(model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,29 @@ def test_calls_are_made_in_order_in_a_thread_that_ends_with_the_relay() -> None:
             break
         time.sleep(0.01)
     assert threading.active_count() == before - 1
+
+
+def test_where_a_device_waits_calls_are_made_at_once_on_a_stream_of_its_own(monkeypatch) -> None:
+    """As under NCCL, where a wait holds up no thread."""
+    streams, now = [], []
+
+    @contextmanager
+    def on(stream):
+        now.append(stream)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or device)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    before, device = threading.active_count(), torch.device("cuda", 1)
+    relay = Relay(device)
+    made = relay.submit(lambda: (list(now), torch.is_grad_enabled()))
+    assert made.done()
+    assert made.result() == ([device], False)
+    assert (streams, now, threading.active_count()) == ([device], [], before)
+    with pytest.raises(ZeroDivisionError):
+        relay.submit(lambda: 1 // 0)
+    relay.settle()
 
 
 def test_no_call_is_made_after_one_that_failed() -> None:

@@ -130,6 +130,7 @@ def test_what_cannot_run_is_refused_on_every_rank() -> None:
     [
         ("on", "dynamic='on' is neither 'off', 'auto' nor strategies"),
         (True, "dynamic=True is neither"),
+        ([[]], "is neither 'off', 'auto' nor strategies"),
         ([[1]], "is neither 'off', 'auto' nor strategies"),
         ([Scheme(0, (2,))], "is neither 'off', 'auto' nor strategies"),
         ([[Scheme(1, (2,))]], "begins at rank 1, but the next free rank is 0"),
