@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def best_of(steps: Row, *, alike_only: bool = False) -> list[float]:
     """Each step on the fastest of the mesh and the strategies, in ms."""
     own = [each["ms"] for each in steps["strategies"] if each["alike"] or not alike_only]
     return [
-        min(time, *(other for each in own if (other := each[at]) is not None), time)
+        min([time, *(other for each in own if (other := each[at]) is not None)])
         for at, time in enumerate(steps["on_mesh_ms"])
     ]
 
@@ -99,7 +100,7 @@ def our_factors(made: Row) -> dict[str, float]:
     times.append(min(times[-1], mean(best_of(made["dynamic"])) / flops))
     return {
         name: before / after
-        for name, before, after in zip(OUR_PARTS, times, times[1:], strict=True)
+        for name, (before, after) in zip(OUR_PARTS, pairwise(times), strict=True)
     }
 
 
