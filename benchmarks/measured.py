@@ -26,6 +26,7 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.strategy.strategies import Dynamic
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 
@@ -133,6 +134,7 @@ def train(
     schedule: str = "1f1b",
     activation_checkpointing: ActivationCheckpointing = "auto",
     callbacks: Sequence[L.Callback] = (),
+    dynamic: Dynamic = "off",
     **options: Any,
 ) -> list[RankStep]:
     """Train a fresh module as one of the mesh's ranks; what its steps did.
@@ -145,11 +147,12 @@ def train(
         schedule: of the pipeline.
         activation_checkpointing: of the module.
         callbacks: beside the recorder, and after it.
+        dynamic: strategies that steps may take in place of the mesh's pipelines.
         options: of :func:`quiet_trainer`.
     """
     recorder = Recorder(counted)
     trainer = quiet_trainer(
-        strategy=WLBStrategy(*mesh.shape, schedule=schedule),
+        strategy=WLBStrategy(*mesh.shape, schedule=schedule, dynamic=dynamic),
         devices=mesh.devices,
         callbacks=[recorder, *callbacks],
         **options,

@@ -37,7 +37,7 @@ import numpy as np
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
 from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
-from lightning_wlb.cost.rates import Integers, inverse_rate, inverse_rate_of_rows
+from lightning_wlb.cost.rates import Integers, inverse_rate_of_rows, inverse_rates
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
@@ -127,31 +127,30 @@ class LatencyModel:
         """
         if len(queries) == 0:
             return 0
-        segments = self.segments_ps(queries, keys, backward=backward)
+        segments = self.segments_ps(queries, keys)[int(backward)]
         return int(segments.sum()) // (1000 * head_split) + self.call_ns(backward=backward)
 
     def call_ns(self, *, backward: bool) -> int:
         """What a call of the attention kernel takes besides its segments."""
         return round(self._table.call_ns[backward])
 
-    def segments_ps(self, queries: Integers, keys: Integers, *, backward: bool) -> Integers:
+    def segments_ps(self, queries: Integers, keys: Integers) -> Integers:
         """Picoseconds of each segment, from FLOPs with the queries padded to the tile.
 
-        Arguments as for :meth:`attention_ns`; int64 [segments].
+        Arguments as for :meth:`attention_ns`; int64 [2, segments], of forward and of backward.
         """
-        table = self._table
+        table, layer = self._table, self._layer
         padded = -(-queries // table.tile) * table.tile
         before = keys - queries
         pairs = _pairs(padded + before) - _pairs(before)
-        window = self._layer.sliding_window
+        window = layer.sliding_window
         if window is not None:
             pairs += _pairs(np.maximum(before - window, 0))
             pairs -= _pairs(np.maximum(padded + before - window, 0))
             before = np.minimum(before, window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
-        flops = pairs * ((10 if backward else 4) * self._layer.head_width)
-        flops *= self._layer.heads // self.mesh.tensor
-        time = flops * inverse_rate(table, padded, padded + before, backward=backward)
+        flops = np.outer((4, 10), pairs) * (layer.head_width * (layer.heads // self.mesh.tensor))
+        time = flops * inverse_rates(table, padded, padded + before)
         result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
         return result
 
@@ -172,8 +171,7 @@ class LatencyModel:
         return sum(costs, np.zeros_like(queries))
 
     def _segment_cost(self, queries: Integers, keys: Integers) -> Integers:
-        forward = self.segments_ps(queries, keys, backward=False)
-        result = forward + self.segments_ps(queries, keys, backward=True)
+        result: Integers = self.segments_ps(queries, keys).sum(axis=0)
         # Backward gathers the keys anew.
         copies = 2 * self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
         if self.mesh.context > 1:

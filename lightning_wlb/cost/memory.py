@@ -30,21 +30,23 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+import numpy as np
+
+from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES, communicators
 from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.rates import Integers
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
 
+Sizes = TypeVar("Sizes", int, Integers)  # of one micro-batch, or of many
+
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill at most."""
-
-COMMUNICATOR_BYTES = 24 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
-"""What a process group takes of a GPU under NCCL once it has reduced or gathered: a ring receives
-into buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30), of which
-eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not measured."""
 
 _SPARE_PERCENT = 3
 """Percent of a GPU that is left for CUDA's context and for fragmentation, at least."""
@@ -53,30 +55,17 @@ _TILE = 128
 """Rows that a kernel's accumulator has for each segment beyond its own, at most."""
 
 
-def usable_bytes(profile: Profile, mesh: Mesh) -> int:
+def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int:
     """Bytes of a device that a plan may fill on a mesh.
 
     :data:`USABLE_PERCENT` of it; on a small GPU less, where that would leave no room for process
-    groups.
+    groups: so many of each rank, or those of the mesh.
     """
     memory = profile.memory_bytes
-    taken = communicators(mesh) * COMMUNICATOR_BYTES if profile.device_type == "cuda" else 0
+    groups = communicators(mesh) if groups is None else groups
+    taken = groups * COMMUNICATOR_BYTES if profile.device_type == "cuda" else 0
     room = memory * (100 - _SPARE_PERCENT) // 100 - taken
     return max(min(memory * USABLE_PERCENT // 100, room), 0)
-
-
-def communicators(mesh: Mesh) -> int:
-    """Process groups over which a rank communicates, with all that sharing of replicas may add."""
-    channels = 4 if mesh.virtual_stages > 1 else 2
-    return (
-        (mesh.devices > 1)
-        + (mesh.tensor > 1)
-        + (mesh.context > 1)
-        + (mesh.data * mesh.context > 1)
-        + (1 + channels) * (mesh.pipeline > 1)
-        + mesh.data.bit_length()
-        - 1
-    )
 
 
 @dataclass(frozen=True)
@@ -215,41 +204,43 @@ class MemoryModel:
         recompute: Recompute = "none",
         segments: int = 1,
     ) -> int:
-        """Most that lives only inside one pass of such a micro-batch.
+        """Most that lives only inside one pass of such a micro-batch on a stage.
 
         Args:
             parts: of the stage.
-            rows: of the micro-batch on the rank, padding included.
+            rows: of the rank, padding included.
             keys: that the rank's attention reads.
             recompute: of the micro-batch.
             segments: of the rank's attention.
         """
-        kinds = zip(self.shape.kinds, parts.layers, strict=True)
-        inside = [
-            self._transient_bytes(layer, rows, keys, recompute, segments)
-            for layer, count in kinds
-            if count
-        ]
-        return max([*inside, self._head_transient_bytes(rows) if parts.head else 0])
+        return int(self.transient_bytes_of_all(parts, rows, keys, recompute, segments))
 
-    def _head_transient_bytes(self, rows: int) -> int:
+    def transient_bytes_of_all(
+        self, parts: StageParts, rows: Sizes, keys: Sizes, recompute: Recompute, segments: Sizes
+    ) -> Sizes:
+        """:meth:`transient_bytes` of many micro-batches that recompute the same, as int64."""
+        most: Sizes = parts.head * self._head_transient_bytes(rows)
+        for layer, count in zip(self.shape.kinds, parts.layers, strict=True):
+            if count:
+                inside = self._transient_bytes(layer, rows, keys, recompute, segments)
+                most = np.maximum(most, inside)
+        return most
+
+    def _head_transient_bytes(self, rows: Sizes) -> Sizes:
         """Of one chunk the logits; their gradient, for half types; that of the matrix (loss.py)."""
         words = self.shape.vocab_size // self.mesh.tensor
-        logits = min(rows, chunk_rows(words, self.accelerator)) * words
+        logits: Sizes = np.minimum(rows, chunk_rows(words, self.accelerator)) * words
         narrow = self._width if self._width < self._wide else 0
         return (self._wide + narrow) * (logits + words * self.shape.dim)
 
     def _transient_bytes(
-        self, layer: LayerShape, rows: int, keys: int, recompute: Recompute, segments: int
-    ) -> int:
+        self, layer: LayerShape, rows: Sizes, keys: Sizes, recompute: Recompute, segments: Sizes
+    ) -> Sizes:
         width, size = self._width, self.mesh.tensor
-        recomputed = {
-            "none": 0,
-            "selective": self._feed_forward_half(layer, rows),
-            "full": self._attention_half(layer, rows) + self._feed_forward_half(layer, rows),
-        }[recompute]
+        result = (recompute != "none") * self._feed_forward_half(layer, rows)
+        result += (recompute == "full") * self._attention_half(layer, rows)
         feed_forward = 3 * rows * layer.gated_width(self.shape.dim) // size * width
-        fetched = keys if self.mesh.context > 1 or keys > rows else 0
+        fetched = keys if self.mesh.context > 1 else keys * (keys > rows)
         queries = 2 * (layer.heads // size) * rows * layer.head_width * width
         attention = queries + self._key_bytes(layer, keys + fetched, width)
         attention += self._kernel_bytes(layer, rows, keys, segments)
@@ -258,9 +249,10 @@ class MemoryModel:
             reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
             widths = self._wide + (reduced if reduced < self._wide else 0)
             attention += self._key_bytes(layer, self.mesh.context * rows, widths)
-        return recomputed + max(feed_forward, attention) + 2 * rows * self.shape.dim * width
+        most: Sizes = np.maximum(feed_forward, attention)
+        return result + most + 2 * rows * self.shape.dim * width
 
-    def _kernel_bytes(self, layer: LayerShape, rows: int, keys: int, segments: int) -> int:
+    def _kernel_bytes(self, layer: LayerShape, rows: Sizes, keys: Sizes, segments: Sizes) -> Sizes:
         """What the kernel's backward adds gradients up in, beside the gradients themselves.
 
         Every FlashAttention has a float32 gradient of the queries, each segment with a tile of rows
@@ -268,7 +260,7 @@ class MemoryModel:
         for each query head; 3.x and 4.x add them up in float32. Heads are as wide as a tile.
         """
         if self.kernel in ("cpu", "exact"):
-            return 0
+            return 0 * rows
         size, wide = self.mesh.tensor, layer.head_width
         heads, kv_heads = layer.heads // size, max(layer.kv_heads // size, 1)
         step = 32 if wide <= 128 else 64
@@ -281,7 +273,7 @@ class MemoryModel:
             return result + 2 * 4 * kv_heads * padded * (keys + beyond)
         return result + 2 * self._width * heads * wide * keys
 
-    def _attention_half(self, layer: LayerShape, rows: int) -> int:
+    def _attention_half(self, layer: LayerShape, rows: Sizes) -> Sizes:
         heads = layer.heads // self.mesh.tensor
         queries = rows * heads * layer.head_width * self._width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
@@ -294,16 +286,16 @@ class MemoryModel:
             + rows * heads * 4  # log-sum-exp
         )
 
-    def _feed_forward_half(self, layer: LayerShape, rows: int) -> int:
+    def _feed_forward_half(self, layer: LayerShape, rows: Sizes) -> Sizes:
         gate = 4 * rows * layer.gated_width(self.shape.dim) // self.mesh.tensor * self._width
         return self._norm(rows) + rows * self.shape.dim * self._width + gate
 
-    def _key_bytes(self, layer: LayerShape, rows: int, width: int) -> int:
+    def _key_bytes(self, layer: LayerShape, rows: Sizes, width: int) -> Sizes:
         """Keys and values of one layer, ``width`` bytes per element."""
         kv_heads = max(layer.kv_heads // self.mesh.tensor, 1)
         return 2 * rows * kv_heads * layer.head_width * width
 
-    def _norm(self, rows: int) -> int:
+    def _norm(self, rows: Sizes) -> Sizes:
         """An RMSNorm's input, and one number per row."""
         copies = 1 if self.accelerator else 2
         return rows // self.mesh.tensor * (copies * self.shape.dim * self._width + 4)

@@ -18,20 +18,21 @@ Integers = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
 
-def inverse_rate(
-    table: AttentionTable, queries: Integers, keys: Integers, *, backward: bool
-) -> _Floats:
+def inverse_rates(table: AttentionTable, queries: Integers, keys: Integers) -> _Floats:
     """Seconds per FLOP of segments, bilinear over 1/queries and 1/(keys per query).
 
     Beyond the table's last queries or keys the rate stays what it is there.
+
+    Returns:
+        float64 [2, segments]: of forward and of backward.
     """
-    inverse = _inverse(table.backward if backward else table.forward)
+    inverse = _inverse(table.forward, table.backward)
     row, row_weight = _cell(queries.astype(np.float64), table.queries)
     column, column_weight = _cell(keys / queries, table.keys_per_query)
-    next_row = np.minimum(row + 1, inverse.shape[0] - 1)
-    next_column = np.minimum(column + 1, inverse.shape[1] - 1)
+    next_row = np.minimum(row + 1, inverse.shape[1] - 1)
+    next_column = np.minimum(column + 1, inverse.shape[2] - 1)
     low, high = (
-        inverse[at, column] * column_weight + inverse[at, next_column] * (1.0 - column_weight)
+        inverse[:, at, column] * column_weight + inverse[:, at, next_column] * (1.0 - column_weight)
         for at in (row, next_row)
     )
     result: _Floats = low * row_weight + high * (1.0 - row_weight)
@@ -51,9 +52,9 @@ def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
 
 
 @lru_cache(maxsize=64)
-def _inverse(rates: tuple[tuple[float, ...], ...]) -> _Floats:
-    """1/rate of a table."""
-    inverse: _Floats = 1.0 / np.array(rates, dtype=np.float64)
+def _inverse(*tables: tuple[tuple[float, ...], ...]) -> _Floats:
+    """1/rate of tables of equal axes."""
+    inverse: _Floats = 1.0 / np.array(tables, dtype=np.float64)
     return inverse
 
 

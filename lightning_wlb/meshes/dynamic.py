@@ -1,10 +1,10 @@
 """Whether steps that leave the mesh would pay, and for which strategies: ``dynamic="auto"``.
 
-1. Strategies are proposed from the lengths (:func:`.proposed_strategies`): Hydraulis' mixtures of
-   pipelines, rounded to whole ones, and pipelines that are all alike.
-2. The first half of a sample of the run's own steps is planned on the mesh and on each of them.
-   The pool takes, one after another, the strategy that saves most beside those that it has, as long
-   as that is :data:`WORTH_ADDING` of the time; :data:`MOST` at most.
+1. Strategies are proposed for the first half of a sample of the run's own steps, by an estimate
+   (:func:`.mixtures`): for each of these steps those that suit its lengths best.
+2. These steps are planned on the mesh and on each strategy. The pool takes, one after another, the
+   strategy that saves most beside those that it has, as long as that is :data:`WORTH_ADDING` of the
+   time; :data:`MOST` at most.
 3. The other half of the sample says what the pool would gain, for a choice looks better on the
    steps that it was made by. Only above :data:`WORTH` are there to be such steps at all.
 
@@ -13,14 +13,15 @@ take to travel (:mod:`~lightning_wlb.prediction.linking`). Ties go by the order 
 sample is of a run's first steps wherever the run stands, so one that is resumed on the same mesh
 and chooses again has the same pool.
 
-Cost: half the sample times the strategies proposed (five to twenty), and two to four plans of a
-pipeline for each.
+Cost: half the sample times :data:`PROPOSED` strategies, and two to four plans of a pipeline for
+each; the estimate takes seconds on 64 devices.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -28,9 +29,10 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.choice import name_of
-from lightning_wlb.meshes.proposal import proposed_strategies
+from lightning_wlb.meshes.mixtures import mixtures
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress
+from lightning_wlb.plan import Scheme
 from lightning_wlb.planning.judge import PredictedJudge, Verdict
 from lightning_wlb.planning.planner import Planner, plan_steps
 from lightning_wlb.planning.pool import Pool, best_of
@@ -41,6 +43,9 @@ WORTH = 1.02
 
 WORTH_ADDING = 0.005
 """Share of the time on the mesh that a strategy must save beside those of the pool already."""
+
+PROPOSED = 12
+"""Strategies that are simulated."""
 
 MOST = 4
 """Strategies of a pool. Each costs every step its planning, and a rank its process groups."""
@@ -69,6 +74,28 @@ class PoolChoice:
     pool_ns: int
     chosen: tuple[int, ...]
     steps: int
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> PoolChoice:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: text that it did not write.
+        """
+        try:
+            made = json.loads(text)
+            pools = {
+                name: tuple(tuple(Scheme(**each) for each in one) for one in made[name])
+                for name in ("strategies", "tried")
+            }
+            given = {"mesh": Mesh(**made["mesh"]), "chosen": tuple(made["chosen"])}
+            return PoolChoice(**made | pools | given)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the choice of a pool: {error!r}.") from error
 
     @property
     def gain(self) -> float:
@@ -156,7 +183,6 @@ def choose_pool(
     base = request.predictor(mesh)
     judge = PredictedJudge(base, request.activation_checkpointing)
     own = strategy_of(mesh, base.stages)
-    proposed = [each for each in proposed_strategies(request) if each != own]
     planner = Planner(
         request.lengths,
         request.data,
@@ -171,6 +197,7 @@ def choose_pool(
     )
     plans = plan_steps(planner, request.steps)
     half = request.steps // 2
+    proposed = mixtures(request, [plan.pieces for plan in plans[:half]], PROPOSED, beside=own)
 
     def sampled(pool: Pool, first: int, stop: int) -> list[_Step]:
         steps = []

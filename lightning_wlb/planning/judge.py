@@ -31,7 +31,13 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.prediction.step import MODES
-from lightning_wlb.prediction.totals import StepTotals, has_totals, peak_bytes, step_totals
+from lightning_wlb.prediction.totals import (
+    StepTotals,
+    has_totals,
+    orders_of,
+    peak_bytes,
+    step_totals,
+)
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
@@ -45,7 +51,8 @@ CLEARLY_PERCENT = 90
 class Verdict(NamedTuple):
     """The time of the slowest of some replicas, and the most that one of their ranks holds at once.
 
-    The unit of ``peak`` is that of the judge's ``limit``.
+    The unit of ``peak`` is that of the judge's ``limit``. It may be more than is held where it is
+    no more than that.
     """
 
     time: int
@@ -259,11 +266,12 @@ class PredictedJudge:
             )
             return StepTotals(simulated.simulations[0].total_ns, simulated.peak_bytes, ends)
         executed, costs = predictor.executed(replicas)
-        totals = step_totals(predictor, executed, costs)
-        if decides and totals.peak_bytes > self.limit:
-            costs = least_recomputation(predictor, replicas, executed, costs)
-            totals = step_totals(predictor, executed, costs)
-        return totals
+        orders = orders_of(executed)
+        peak = peak_bytes(predictor, costs, orders, self.limit)
+        if decides and peak > self.limit:
+            costs = least_recomputation(predictor, replicas, executed, costs, orders)
+            peak = peak_bytes(predictor, costs, orders, self.limit)
+        return step_totals(predictor, executed, costs, orders, peak)
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""
@@ -272,7 +280,8 @@ class PredictedJudge:
             return recomputing(replicas, self.activation_checkpointing)
         if has_totals(predictor):
             without = recomputing(replicas, "none")
-            peak = peak_bytes(predictor, *predictor.executed(without, estimated=True))
-            if 100 * peak <= CLEARLY_PERCENT * self.limit:
+            executed, costs = predictor.executed(without, estimated=True)
+            clear = CLEARLY_PERCENT * self.limit // 100
+            if peak_bytes(predictor, costs, orders_of(executed), clear) <= clear:
                 return without
         return settled(predictor, replicas)

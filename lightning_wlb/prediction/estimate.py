@@ -1,4 +1,4 @@
-"""What micro-batches will cost once they are laid out: without a layout, for a whole replica.
+"""What micro-batches will cost once they are laid out: without a layout, many at a time.
 
 While a packing looks for the best plan, no sharding is chosen yet, because choosing one takes
 longer than everything else. But that choice ends where ranks have equal rows and nearly equal
@@ -12,96 +12,157 @@ On a single rank nothing is estimated. On more, a micro-batch takes mostly up to
 estimated, and further above that the shorter its pieces are, as remainders and tiles do not divide
 evenly (``tests/prediction/test_estimate.py``).
 
-Cost: about 0.3 ms for a replica, and 40 µs per micro-batch and kind of layer.
+Cost: about 0.2 ms for a call, and 20 µs per micro-batch and kind of layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_wlb.cost.kernel import TILE
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.plan import ReplicaPlan, Slice
 from lightning_wlb.prediction.micro_batch import PASSES, Exchange, by_mode, over_layers, reach_of
 from lightning_wlb.prediction.step import MicroBatchCost
 from lightning_wlb.sharding.arrays import Integers, offsets
 from lightning_wlb.sharding.hybrid import LEAST_TILES
 from lightning_wlb.sharding.indices import ALL_TO_ALL_PERCENT
 
+MOST_REMEMBERED = 1 << 12
+"""Micro-batches: those that are tried in a step on a thousand ranks."""
 CUT_ATTENTION = 8
 """A piece of more than 1/8 of a rank's attention is cut."""
 CUT_ROWS = 4
 """And one of more than 1/4 of its rows."""
 
 
-def estimated_costs(
-    latency: LatencyModel, replica: ReplicaPlan, kept: Sequence[bool]
-) -> list[MicroBatchCost]:
-    """The costs of a replica's micro-batches, in forward order.
+class ToEstimate(NamedTuple):
+    """A micro-batch, as far as its cost depends on it.
+
+    Attributes:
+        slices: of the micro-batch.
+        replicas: how many share it.
+        kept: whether later micro-batches read its keys.
+    """
+
+    slices: tuple[Slice, ...]
+    replicas: int
+    kept: bool
+
+
+class Estimates:
+    """Estimated costs, remembered, since whoever tries several plans asks again for most.
 
     Args:
         latency: of the model on the mesh.
-        replica: as it is executed; its shardings and rows are not read.
-        kept: whether later micro-batches read the keys of each.
     """
-    every = _Slices(latency, replica)
+
+    def __init__(self, latency: LatencyModel) -> None:
+        self._latency = latency
+        self._known: dict[ToEstimate, MicroBatchCost] = {}
+
+    def of(self, replica: ReplicaPlan, kept: Sequence[bool]) -> list[MicroBatchCost]:
+        """The costs of a replica's micro-batches, in forward order.
+
+        Args:
+            replica: as it is executed; its shardings and rows are not read.
+            kept: whether later micro-batches read the keys of each.
+        """
+        asked = [
+            ToEstimate(replica.slices_of(each), len(each.replicas), keeps)
+            for each, keeps in zip(replica.forward, kept, strict=True)
+        ]
+        missing = {each for each in asked if each not in self._known}
+        if len(self._known) + len(missing) > MOST_REMEMBERED:
+            self._known.clear()
+            missing.update(asked)
+        if missing:
+            order = list(missing)
+            self._known.update(zip(order, estimated_costs(self._latency, order), strict=True))
+        return [
+            self._known[each]._replace(recompute=micro_batch.recompute)
+            for each, micro_batch in zip(asked, replica.forward, strict=True)
+        ]
+
+
+def estimated_costs(
+    latency: LatencyModel, micro_batches: Sequence[ToEstimate]
+) -> list[MicroBatchCost]:
+    """The cost of each of some micro-batches, without recomputation.
+
+    Args:
+        latency: of the model on the mesh.
+        micro_batches: as they are executed.
+    """
+    every = _Slices(latency, micro_batches)
     ranks, reach = every.ranks, reach_of(latency.shape.sliding_window)
     size = latency.mesh.tensor
-    rows = -(every.sum_of(-every.tokens) // ranks // size) * size
-    earlier = every.sum_of(np.minimum(every.context, reach))
-    sliced = (every.sum_of(every.context) > 0) | np.array(kept, dtype=bool)
-    gathered = (ranks - 1) * -(every.sum_of(-every.tokens * (every.parts > 1)) // ranks)
-    moved = every.sum_of(every.tokens * (every.parts - 1)) // ranks
+    kept = np.array([each.kept for each in micro_batches], dtype=bool)
+    tokens, context, earlier, in_parts, moved = every.sums_of(
+        every.tokens,
+        every.context,
+        np.minimum(every.context, reach),
+        every.tokens * (every.parts > 1),
+        every.tokens * (every.parts - 1),
+    )
+    rows = -(-tokens // ranks // size) * size
+    gathered = (ranks - 1) * -(-in_parts // ranks)
+    moved = moved // ranks
     travelling = np.where(
-        sliced,
+        (context > 0) | kept,
         (ranks - 1) * (rows - (-earlier // ranks)),
         np.where(100 * moved <= ALL_TO_ALL_PERCENT * gathered, moved, gathered),
     )
-    keys = every.on_a_rank(
-        np.minimum(every.near, every.queries + reach), np.minimum(every.far, every.queries + reach)
+    seen = every.queries + reach
+    ones = np.ones_like(every.tokens)
+    keys, counts = every.on_a_rank(
+        np.array((np.minimum(every.near, seen), ones)),
+        np.array((np.minimum(every.far, seen), ones)),
     )
-    counts = every.on_a_rank(*2 * [np.ones_like(every.tokens)])
     exchanges = [
         Exchange(*numbers)
         for numbers in zip(
             travelling.tolist(),
             ranks.tolist(),
             earlier.tolist(),
-            (len(each.replicas) for each in replica.forward),
+            (each.replicas for each in micro_batches),
             strict=True,
         )
     ]
-    attention = [
-        list(zip(*(every.attention_ns(kind, backward=each) for each in PASSES), strict=True))
-        for kind in latency.kinds
-    ]
+    attention = [every.attention_ns(kind) for kind in latency.kinds]
     return [
         MicroBatchCost(
             rows=of_rank,
             keys=read,
             indexed=read if exchange.ranks > 1 else 0,
-            kept_rows=of_rank if kept[at] else 0,
+            kept_rows=of_rank if micro_batch.kept else 0,
             by_mode=over_layers(
                 latency,
                 [
-                    by_mode(kind, of_rank, [of_kind[at]], [exchange.ns(kind, read)], refetches=True)
-                    for kind, of_kind in zip(latency.kinds, attention, strict=True)
+                    by_mode(kind, of_rank, [of_kind], [exchange.ns(kind, read)], refetches=True)
+                    for kind, of_kind in zip(latency.kinds, of_kinds, strict=True)
                 ],
             ),
-            recompute=replica.forward[at].recompute,
             segments=segments,
         )
-        for at, (of_rank, read, segments, exchange) in enumerate(
-            zip(rows.tolist(), keys.tolist(), counts.tolist(), exchanges, strict=True)
+        for micro_batch, of_rank, read, segments, exchange, of_kinds in zip(
+            micro_batches,
+            rows.tolist(),
+            keys.tolist(),
+            counts.tolist(),
+            exchanges,
+            zip(*attention, strict=True),
+            strict=True,
         )
     ]
 
 
 class _Slices:
-    """The slices of a replica's micro-batches one after another, and what a rank has of each.
+    """The slices of some micro-batches one after another, and what a rank has of each.
 
     Attributes:
         ranks: int64 [micro-batches], of the context-parallel group.
@@ -113,21 +174,22 @@ class _Slices:
         far: keys that the second chunk of the same rank reads.
     """
 
-    def __init__(self, latency: LatencyModel, replica: ReplicaPlan) -> None:
-        counts = np.array([len(each.slices) for each in replica.forward], dtype=np.int64)
-        numbers = list(chain.from_iterable(each.slices for each in replica.forward))
-        table = np.array(replica.slices, dtype=np.int64).reshape(-1, 4)[numbers]
+    def __init__(self, latency: LatencyModel, micro_batches: Sequence[ToEstimate]) -> None:
+        counts = np.array([len(each.slices) for each in micro_batches], dtype=np.int64)
+        numbers = chain.from_iterable(chain.from_iterable(each.slices for each in micro_batches))
+        table = np.fromiter(numbers, np.int64, 4 * int(counts.sum())).reshape(-1, 4)
         self._first = offsets(counts)
         self.ranks = latency.mesh.context * np.array(
-            [len(each.replicas) for each in replica.forward], dtype=np.int64
+            [each.replicas for each in micro_batches], dtype=np.int64
         )
         self.tokens = table[:, 3] - table[:, 2]
         self.context = table[:, 2] - table[:, 1]
         ranks = np.repeat(self.ranks, counts)
         pairs = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
+        tokens_of_all, pairs_of_all = np.repeat(self.sums_of(self.tokens, pairs), counts, axis=1)
         shares = np.maximum(
-            -(-CUT_ROWS * self.tokens * ranks // np.repeat(self.sum_of(self.tokens), counts)),
-            -(-CUT_ATTENTION * pairs * ranks // np.repeat(self.sum_of(pairs), counts)),
+            -(-CUT_ROWS * self.tokens * ranks // tokens_of_all),
+            -(-CUT_ATTENTION * pairs * ranks // pairs_of_all),
         )
         most = self.tokens // (LEAST_TILES * TILE)
         shares = np.where(most >= ranks, np.where(shares > 1, ranks, 1), np.minimum(shares, most))
@@ -137,22 +199,35 @@ class _Slices:
         self.queries = np.where(self.parts > 1, -(-self.tokens // two), self.tokens)
         self.near = self.context + self.queries
 
-    def sum_of(self, values: Integers) -> Integers:
-        """Of each micro-batch, of a value for each slice."""
-        return np.diff(offsets(values)[self._first])
+    def sums_of(self, *values: Integers) -> Integers:
+        """Of values for each slice those of each micro-batch, int64 [values, micro-batches]."""
+        sums = np.zeros((len(values), len(self.tokens) + 1), dtype=np.int64)
+        np.cumsum(values, axis=1, out=sums[:, 1:])
+        result: Integers = np.diff(sums[:, self._first])
+        return result
 
     def on_a_rank(self, near: Integers, far: Integers) -> Integers:
-        """What the mean rank of each micro-batch has, of a value for each segment."""
+        """What the mean rank of each micro-batch has, [..., micro-batches].
+
+        Args:
+            near: of the first chunk of each slice, int64 [..., slices].
+            far: likewise of the second.
+        """
         both = np.where(self.parts > 1, near + far, near)
-        mean: Integers = self.sum_of(both * self.parts) // self.ranks
+        mean: Integers = self.sums_of(*(both * self.parts)) // self.ranks
         return mean
 
-    def attention_ns(self, kind: LatencyModel, *, backward: bool) -> list[int]:
-        """The attention kernel of a layer, of each micro-batch on the mean rank."""
-        near = kind.segments_ps(self.queries, self.near, backward=backward)
-        far = np.zeros_like(near)
+    def attention_ns(self, kind: LatencyModel) -> list[tuple[int, int]]:
+        """The attention kernel of a layer on the mean rank: of each micro-batch both passes."""
         cut = self.parts > 1
-        far[cut] = kind.segments_ps(self.queries[cut], self.far[cut], backward=backward)
-        call = kind.call_ns(backward=backward) * (np.diff(self._first) > 0)
-        times: list[int] = (self.on_a_rank(near, far) // 1000 + call).tolist()
-        return times
+        both = kind.segments_ps(
+            np.concatenate((self.queries, self.queries[cut])),
+            np.concatenate((self.near, self.far[cut])),
+        )
+        near, far = both[:, : len(cut)], np.zeros((2, len(cut)), dtype=np.int64)
+        far[:, cut] = both[:, len(cut) :]
+        filled = np.diff(self._first) > 0
+        call = np.outer([kind.call_ns(backward=each) for each in PASSES], filled)
+        times = self.on_a_rank(near, far) // 1000 + call
+        forward, backward = times.tolist()
+        return list(zip(forward, backward, strict=True))

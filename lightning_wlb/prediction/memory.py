@@ -15,7 +15,7 @@ Cost: about 2 µs per action.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -236,22 +236,23 @@ def first_readers(replica: ReplicaPlan) -> dict[int, int]:
     Returns:
         Its place in ``forward``, and that of its first reader in ``backward``.
     """
+    keys = [part[:2] for part in replica.slices]
+    counts = Counter(keys)
+    if len(counts) == len(keys):
+        return {}  # every piece is whole
     place = {  # of the backward
         number: at
         for at, micro_batch in enumerate(replica.backward)
         for number in micro_batch.slices
     }
-    pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    sliced = []
+    pieces: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     for at, micro_batch in enumerate(replica.forward):
         for number in micro_batch.slices:
-            document, origin, start, _ = replica.slices[number]
-            parts = pieces.setdefault((document, origin), [])
-            parts.append((start, at, place[number]))
-            if len(parts) == 2:
-                sliced.append(parts)
+            if counts[keys[number]] > 1:
+                part = replica.slices[number].start, at, place[number]
+                pieces.setdefault(keys[number], []).append(part)
     readers: dict[int, int] = {}
-    for parts in sliced:
+    for parts in pieces.values():
         parts.sort(reverse=True)
         first = parts[0][2]
         for (_, later, _), (_, at, reader) in pairwise(parts):

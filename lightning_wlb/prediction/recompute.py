@@ -40,6 +40,7 @@ from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES, MicroBatchCost
 from lightning_wlb.prediction.totals import (
+    Order,
     backwards_before,
     has_totals,
     held_besides,
@@ -99,6 +100,7 @@ def least_recomputation(
     replicas: Sequence[ReplicaPlan],
     executed: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
+    orders: Sequence[Order] | None = None,
 ) -> list[list[MicroBatchCost]]:
     """The costs with the least recomputation that fits in memory.
 
@@ -107,11 +109,10 @@ def least_recomputation(
         replicas: as of :func:`.settled`.
         executed: the same as they are executed (``prediction.executed``).
         costs: of each replica's micro-batches; what they recompute so far does not matter.
+        orders: of each replica, where they are known.
     """
-    accounts = [
-        _Account(predictor, of_replica, backwards)
-        for of_replica, backwards in zip(costs, _backwards(predictor, executed, costs), strict=True)
-    ]
+    backwards = _backwards(predictor, executed, costs, orders)
+    accounts = [_Account(predictor, *each) for each in zip(costs, backwards, strict=True)]
     for group in _sharing(executed):
         alike = _alike(replicas, executed, group)
         search = _Search({at: accounts[at] for at in group}, alike)
@@ -241,6 +242,7 @@ def _backwards(
     predictor: Predictor,
     executed: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
+    orders: Sequence[Order] | None,
 ) -> Iterator[_Backwards]:
     """Of each replica."""
     memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
@@ -250,8 +252,8 @@ def _backwards(
         for of_ranks, free in zip(programs, freed, strict=True):
             yield _of_programs(of_ranks, free, constant, len(memory.parts))
         return
-    for replica, of_replica, order in zip(executed, costs, orders_of(executed), strict=True):
-        held = held_besides(memory, order, replica, of_replica, constant)
+    for of_replica, order in zip(costs, orders or orders_of(executed), strict=True):
+        held = held_besides(memory, order, of_replica, constant)
         yield _Backwards(*backwards_before(order, ranks), held.T.copy())
 
 
@@ -297,11 +299,18 @@ class _Account:
         self._first, self._last, self._held = backwards
         stages, count = len(memory.parts), len(costs)
         self._ranks = len(self._held)
+        # [micro-batches, stages, backwards], in which each is open, and its own.
+        places, last = np.arange(self._held.shape[1]), self._last.T[:, :, None]
+        self._opened = (self._first.T[:, :, None] <= places) & (places <= last)
+        self._runs = places == last
         self._saved = np.zeros((len(MODES), stages, count), np.int64)
         self._inside = np.zeros_like(self._saved)
-        rows, kept = (
-            np.array([getattr(cost, name) for cost in costs], np.int64) // unit
-            for name in ("rows", "kept_rows")
+        rows, kept, keys, segments = (
+            np.array(
+                [(cost.rows, cost.kept_rows, cost.keys, cost.segments) for cost in costs], np.int64
+            )
+            .reshape(-1, 4)
+            .T
         )
         for stage, parts in enumerate(memory.parts):
             if (like := memory.parts.index(parts)) < stage:
@@ -311,9 +320,11 @@ class _Account:
             for mode, name in enumerate(MODES):
                 # Rows are multiples of the unit, in which both are linear.
                 each = memory.model.micro_batch_bytes(parts, unit, name)
-                keys = memory.model.kept_keys_bytes(parts, unit, name)
-                self._saved[mode, stage] = rows * each + kept * keys
-                self._inside[mode, stage] = [memory.inside(parts, cost, name) for cost in costs]
+                of_keys = memory.model.kept_keys_bytes(parts, unit, name)
+                self._saved[mode, stage] = rows // unit * each + kept // unit * of_keys
+                self._inside[mode, stage] = memory.model.transient_bytes_of_all(
+                    parts, rows, keys, name, segments
+                )
         layers = predictor.latency.shape.kinds.values()
         times = np.array(
             [
@@ -332,7 +343,7 @@ class _Account:
         self.costs_ns = (times - times[:, :1]).T
         self.modes = np.zeros(count, np.int64)
         for number in range(count):
-            self._hold(number, 1)
+            self._hold(number, self._saved[0, :, number], self._inside[0, :, number])
 
     @property
     def excess(self) -> int:
@@ -349,9 +360,13 @@ class _Account:
         """Give a micro-batch another mode."""
         if mode == self.modes[number]:
             return
-        self._hold(number, -1)
+        before = self.modes[number]
+        self._hold(
+            number,
+            self._saved[mode, :, number] - self._saved[before, :, number],
+            self._inside[mode, :, number] - self._inside[before, :, number],
+        )
         self.modes[number] = mode
-        self._hold(number, 1)
 
     def best(self) -> tuple[int, int] | None:
         """The micro-batch to raise next, and the mode to give it; None where none would help."""
@@ -369,11 +384,8 @@ class _Account:
         number, mode = divmod(int(worth.argmax()), len(MODES))
         return (number, mode) if worth[number, mode] > 0 else None
 
-    def _hold(self, number: int, sign: int) -> None:
-        mode = self.modes[number]
-        for stage, (first, last) in enumerate(
-            zip(self._first[:, number], self._last[:, number], strict=True)
-        ):
-            of_rank = self._held[stage % self._ranks]
-            of_rank[first : last + 1] += sign * self._saved[mode, stage, number]
-            of_rank[last] += sign * self._inside[mode, stage, number]
+    def _hold(self, number: int, saved: Integers, inside: Integers) -> None:
+        """Add to what ranks hold for a micro-batch; both int64 [stages]."""
+        added = saved[:, None] * self._opened[number] + inside[:, None] * self._runs[number]
+        # Stage s is one of rank s modulo the ranks.
+        self._held += added.reshape(-1, *self._held.shape).sum(axis=0)

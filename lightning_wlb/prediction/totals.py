@@ -11,7 +11,7 @@ Cost: about 0.1 ms and 20 µs per micro-batch for a replica, the costs of micro-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,19 @@ from lightning_wlb.schedule.packflow import backward_orders, planned_warm_up
 from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
 from lightning_wlb.sharding.arrays import Integers
 
-_Order = tuple[Sequence[int], Sequence[int]]
-"""``order`` and ``planned`` of :class:`.recurrence.Pipeline`."""
+
+class Order(NamedTuple):
+    """In which order a replica's actions run, whatever they take.
+
+    Attributes:
+        order: as of :class:`.recurrence.Pipeline`.
+        planned: likewise.
+        readers: as :func:`.first_readers` has them.
+    """
+
+    order: Sequence[int]
+    planned: Sequence[int]
+    readers: Mapping[int, int]
 
 
 class StepTotals(NamedTuple):
@@ -48,7 +59,11 @@ def has_totals(predictor: Predictor) -> bool:
 
 
 def step_totals(
-    predictor: Predictor, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
+    predictor: Predictor,
+    replicas: Sequence[ReplicaPlan],
+    costs: Sequence[Sequence[MicroBatchCost]],
+    orders: Sequence[Order] | None = None,
+    peak: int | None = None,
 ) -> StepTotals:
     """The totals of the step of replicas that share micro-batches with each other only.
 
@@ -56,8 +71,10 @@ def step_totals(
         predictor: see :func:`has_totals`.
         replicas: as they are executed; shared micro-batches come first on all that share them.
         costs: of each replica's micro-batches.
+        orders: of each replica, where they are known.
+        peak: what :func:`peak_bytes` says of them, likewise.
     """
-    orders = orders_of(replicas)
+    orders = orders or orders_of(replicas)
     traffic = predictor.traffic
     pipelines = []
     for replica, of_replica, order in zip(replicas, costs, orders, strict=True):
@@ -66,7 +83,8 @@ def step_totals(
             forward,
             backward,
             _travel(predictor, of_replica),
-            *order,
+            order.order,
+            order.planned,
             members_of(replica),
             [traffic.begins(rank, each[0]) for rank, each in enumerate(forward)]
             if of_replica
@@ -82,38 +100,51 @@ def step_totals(
                 last.setdefault(rank, []).append((end, took))
     of_replicas = tuple(map(max, ends))
     end = max(max(of_replicas, default=0), traffic.ends(last))
-    peak = _peak_of(predictor.memory, replicas, costs, orders)
+    if peak is None:
+        peak = peak_bytes(predictor, costs, orders)
     return StepTotals(end + traffic.optimise, peak, of_replicas)
 
 
-def orders_of(replicas: Sequence[ReplicaPlan]) -> list[_Order]:
-    """``order`` and ``planned`` of :class:`.recurrence.Pipeline`, of each replica."""
-    return [(order, planned_warm_up(needs)) for order, needs in backward_orders(replicas)]
+def orders_of(replicas: Sequence[ReplicaPlan]) -> list[Order]:
+    """Of each replica as it is executed."""
+    return [
+        Order(order, planned_warm_up(needs), first_readers(replica))
+        for replica, (order, needs) in zip(replicas, backward_orders(replicas), strict=True)
+    ]
 
 
 def peak_bytes(
-    predictor: Predictor, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
-) -> int:
-    """That of :func:`step_totals` alone."""
-    orders = orders_of(replicas)
-    return _peak_of(predictor.memory, replicas, costs, orders)
-
-
-def _peak_of(
-    memory: StepMemory,
-    replicas: Sequence[ReplicaPlan],
+    predictor: Predictor,
     costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[_Order],
+    orders: Sequence[Order],
+    ample: int = 0,
 ) -> int:
+    """That of :func:`step_totals` alone.
+
+    Args:
+        predictor: see :func:`has_totals`.
+        costs: of each replica's micro-batches.
+        orders: of each replica.
+        ample: where no more than so much can be held, what can be is enough of an answer: it is
+            known sooner.
+    """
+    memory = predictor.memory
     constant = memory.constant(costs)
-    return max(
-        (
-            _peak(memory, order, replica, of_replica, constant)
-            for replica, of_replica, order in zip(replicas, costs, orders, strict=True)
-            if of_replica
-        ),
-        default=0,
-    )
+    most = 0
+    for of_replica, order in zip(costs, orders, strict=True):
+        if of_replica:
+            bound = _bound(memory, of_replica, constant) if ample else 0
+            exact = not ample or bound > ample
+            most = max(most, _peak(memory, order, of_replica, constant) if exact else bound)
+    return most
+
+
+def _bound(memory: StepMemory, costs: Sequence[MicroBatchCost], constant: Sequence[int]) -> int:
+    """Bytes that no rank exceeds: as if all micro-batches were open at once."""
+    held = memory.saved_by_all(costs) + memory.boundaries(costs)[:, None]
+    if any(cost.kept_rows for cost in costs):
+        held += memory.key_gradients_of_all(costs)
+    return int((held.sum(axis=0) + constant + _most_inside(memory, costs)).max())
 
 
 def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
@@ -128,29 +159,25 @@ def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[
 
 
 def _peak(
-    memory: StepMemory,
-    order: _Order,
-    replica: ReplicaPlan,
-    costs: Sequence[MicroBatchCost],
-    constant: Sequence[int],
+    memory: StepMemory, order: Order, costs: Sequence[MicroBatchCost], constant: Sequence[int]
 ) -> int:
     """Most bytes on a rank in a backward; arrays are [backwards, ranks]."""
     backwards = np.array(order[0], dtype=np.int64)
     run = _forwards_run(order, len(constant))
     saved = memory.saved_by_all(costs)
-    held = held_besides(memory, order, replica, costs, constant)
+    held = held_besides(memory, order, costs, constant)
     held += _before(saved)[run, np.arange(len(constant))] - _before(saved[backwards])[:-1]
     return _fullest(memory, held, [costs[each] for each in order[0]])
 
 
-def _forwards_run(order: _Order, ranks: int) -> Integers:
+def _forwards_run(order: Order, ranks: int) -> Integers:
     """Forwards that each rank has run before each backward, int64 [backwards, ranks]."""
     more = np.arange(ranks - 1, -1, -1)
     run: Integers = np.minimum(len(order[0]), np.array(order[1], dtype=np.int64)[:, None] + more)
     return run
 
 
-def backwards_before(order: _Order, ranks: int) -> tuple[Integers, Integers]:
+def backwards_before(order: Order, ranks: int) -> tuple[Integers, Integers]:
     """Backwards that each rank has run before each forward, and before each backward.
 
     Args:
@@ -169,8 +196,7 @@ def backwards_before(order: _Order, ranks: int) -> tuple[Integers, Integers]:
 
 def held_besides(
     memory: StepMemory,
-    order: _Order,
-    replica: ReplicaPlan,
+    order: Order,
     costs: Sequence[MicroBatchCost],
     constant: Sequence[int],
 ) -> Integers:
@@ -179,7 +205,6 @@ def held_besides(
     Args:
         memory: of the model on the mesh.
         order: of the replica's backwards, as :func:`orders_of` has it.
-        replica: as it is executed.
         costs: of its micro-batches; what they recompute does not matter.
         constant: what each rank holds all along.
 
@@ -195,14 +220,13 @@ def held_besides(
     for rank in range(1, ranks):
         received = np.searchsorted(run[:, rank - 1], run[:, rank] - 1, side="right")
         held[:, rank] += sent[:-1] - sent[received]
-    readers = first_readers(replica)
-    if readers:
+    if order.readers:
         # Held from the end of the reader's backward to that of the owner's.
         size = memory.key_gradients_of_all(costs)
         place = np.empty_like(backwards)
         place[backwards] = np.arange(count)
         made = np.zeros((count + 2, ranks), np.int64)
-        for owner, reader in readers.items():
+        for owner, reader in order.readers.items():
             made[reader + 1] += size[owner]
             made[place[owner] + 1] -= size[owner]
         held += np.cumsum(made, axis=0)[:count]
@@ -214,8 +238,8 @@ def _before(values: Integers) -> Integers:
     return np.concatenate((np.zeros_like(values[:1]), np.cumsum(values, axis=0)))
 
 
-def _fullest(memory: StepMemory, held: Integers, costs: Sequence[MicroBatchCost]) -> int:
-    """Most of what a rank holds in a backward and of what lives only inside it."""
+def _most_inside(memory: StepMemory, costs: Sequence[MicroBatchCost]) -> Integers:
+    """Bytes that live only inside a pass, at most, int64 [ranks]."""
     largest = costs[0]._replace(
         rows=max(cost.rows for cost in costs),
         keys=max(cost.keys for cost in costs),
@@ -226,7 +250,12 @@ def _fullest(memory: StepMemory, held: Integers, costs: Sequence[MicroBatchCost]
         parts: max(memory.inside(parts, largest, mode) for mode in modes)
         for parts in set(memory.parts)
     }
-    above = held + np.array([bounds[parts] for parts in memory.parts])
+    return np.array([bounds[parts] for parts in memory.parts], dtype=np.int64)
+
+
+def _fullest(memory: StepMemory, held: Integers, costs: Sequence[MicroBatchCost]) -> int:
+    """Most of what a rank holds in a backward and of what lives only inside it."""
+    above = held + _most_inside(memory, costs)
     most = 0
     for at in np.argsort(-above, axis=None, kind="stable").tolist():
         place, rank = divmod(at, held.shape[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import attention_flops, layer_linear_flops
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Link, Profile
-from lightning_wlb.cost.rates import inverse_rate
+from lightning_wlb.cost.rates import inverse_rates
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 
@@ -119,10 +119,10 @@ def test_the_rate_is_exact_for_times_affine_in_queries_times_keys() -> None:
         128, 1, (16, 64), ratios, *(tuple(tuple(rate(q, r) for r in ratios) for q in (16, 64)),) * 2
     )
     for keys in (16, 20, 50, 128):
-        found = inverse_rate(table, np.array([16]), np.array([keys]), backward=False)
+        found, _ = inverse_rates(table, np.array([16]), np.array([keys]))
         assert found[0] == pytest.approx(1 / rate(16, keys / 16), rel=1e-12)
     # Beyond the table nothing is extrapolated.
-    far = inverse_rate(table, np.array([6400]), np.array([6400 * 100]), backward=False)
+    far, _ = inverse_rates(table, np.array([6400]), np.array([6400 * 100]))
     assert far[0] == pytest.approx(1 / rate(64, 8.0), rel=1e-12)
 
 

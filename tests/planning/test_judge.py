@@ -15,6 +15,7 @@ from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
 from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan, unsharded
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.programs import program_of
@@ -187,17 +188,19 @@ def test_plans_are_judged_with_the_recomputation_that_they_get():
     data = DataSettings(8192, 4, packing="original", shuffle=False)
     planned = [[8192] * 4, data, Work.of(shape), Mesh(pipeline=2)]
     plan = Planner(*planned).next_step()
+    roomy = Predictor(latency, stages)
     none, full = (
-        PredictedJudge(Predictor(latency, stages), mode)(plan.replicas) for mode in ("none", "full")
+        roomy.simulate(recomputing(plan.replicas, mode)).peak_bytes for mode in ("none", "full")
     )
-    assert none.time < full.time
-    assert none.peak > full.peak
-    between = with_usable(latency.profile, (none.peak + full.peak) // 2, latency.mesh)
+    bounds = [PredictedJudge(roomy, mode)(plan.replicas) for mode in ("none", "full")]
+    assert bounds[0].time < bounds[1].time
+    assert full < none <= bounds[0].peak < roomy.usable_bytes
+    between = with_usable(latency.profile, (none + full) // 2, latency.mesh)
     small = replace(latency, profile=between)
     judge = PredictedJudge(Predictor(small, stages))
     verdict = judge(plan.replicas)
-    assert none.time < verdict.time < full.time
-    assert full.peak < verdict.peak <= judge.limit < none.peak
+    assert bounds[0].time < verdict.time < bounds[1].time
+    assert full < verdict.peak <= judge.limit < none
     # The plan that is made says what it was judged with.
     settled = Planner(*planned, judge=judge).next_step()
     fixed = PredictedJudge(Predictor(small, stages), "none")

@@ -15,7 +15,7 @@ from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
 from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.planning.workloads import generator_a
-from lightning_wlb.prediction.totals import peak_bytes
+from lightning_wlb.prediction.totals import orders_of, peak_bytes
 from lightning_wlb.sharding import ADAPTIVE
 from tests.prediction.test_predictor import SHAPE, predictor
 
@@ -74,6 +74,7 @@ def test_long_context_steps_are_estimated_within_four_percent(context, packs):
     assert 0.96 * exact <= guess <= 1.04 * exact
     # A planner counts exactly from 90 % of the memory on.
     guess, exact = (
-        peak_bytes(model, [replica], [model.costs(replica)]) for replica in (open_plan, final)
+        peak_bytes(model, [model.costs(replica)], orders_of([replica]))
+        for replica in (open_plan, final)
     )
     assert 0.97 * exact <= guess <= 1.03 * exact

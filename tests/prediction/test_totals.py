@@ -15,7 +15,7 @@ from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
 from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.step import MODES
-from lightning_wlb.prediction.totals import has_totals, step_totals
+from lightning_wlb.prediction.totals import has_totals, orders_of, peak_bytes, step_totals
 from tests.prediction.test_predictor import SHAPE, predictor
 
 
@@ -58,6 +58,10 @@ def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
     totals = step_totals(model, prepared.executed, costs)
     assert totals[:2] == (step.simulations[0].total_ns, step.peak_bytes)
     assert max(totals.ends_ns) == step.simulations[0].compute_ns
+    # Where less memory than that is there it is counted exactly, else a bound will do.
+    orders = orders_of(prepared.executed)
+    assert peak_bytes(model, costs, orders, step.peak_bytes - 1) == step.peak_bytes
+    assert step.peak_bytes <= peak_bytes(model, costs, orders, 1 << 60) < 1 << 60
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.mesh import data_context, device_mesh
 from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.travel import Pull, Push, travel_groups, weights_of
+from lightning_wlb.strategy.travel import Groups, Pull, Push, travel_groups, weights_of
 from tests.ranks import run_ranks
 
 LAYERS = 3
 STAGES = {1: [range(3)], 2: [range(1), range(1, 3)]}
-BASES = ((Mesh(4), False), (Mesh(1, 2, 1, 2), True))
+BASES = ((Mesh(4), False), (Mesh(1, 2, 1, 2), True))  # tied: without a layer's and some gradients
+FROZEN = ("layers.1.", "layers.2.attention")
 STRATEGIES: tuple[tuple[Strategy, int], ...] = (  # and the ranks of a node
     ((Scheme(0, (3,), tensor=2), Scheme(2, (2, 1))), 2),
     ((Scheme(0, (3,), tensor=4),), 4),  # key and value heads are whole on every rank
@@ -70,6 +71,8 @@ def travel(rank: int) -> int:
         values = {name: each.detach() for name, each in reference.named_parameters()}
         with torch.device("meta"):
             model = Transformer(config(tied))
+        for name, each in model.named_parameters():
+            each.requires_grad_(not (tied and name.startswith(FROZEN)))
         weights = weights_of(model, (1, 2, 4))
         axes = device_mesh(mesh, "cpu")
         stages = STAGES[mesh.pipeline]
@@ -109,12 +112,15 @@ def check_push(reference, link, groups, at_rest: dict[str, DTensor], values) -> 
         for name, view in expected(reference, link.strategy, sums, other).items():
             view += mine[name]
         if other == link.rank:
-            own = mine
+            own = {name: each for name, each in mine.items() if name not in link.weights.frozen}
     push = Push(link, groups, own, torch.float64, torch.device("cpu"))
     while push.next >= 0:
         push.post()
     totals = push.finish()
+    assert not link.weights.frozen & totals.keys()
     for name, rest in at_rest.items():
+        if name in link.weights.frozen:
+            continue
         local = totals.get(name, torch.zeros_like(rest.to_local()))
         found = DTensor.from_local(
             local, rest.device_mesh, rest.placements, shape=rest.shape, stride=rest.stride()
@@ -134,4 +140,4 @@ def test_a_link_for_other_shards_is_refused() -> None:
     link = Link(weights_of(model, (1,)), one, one, 0, 1)
     rest = {name: each[1:] for name, each in model.named_parameters()}
     with pytest.raises(ValueError, match=r"embed.weight: rank 0 has a tensor of shape \(31, 16\)"):
-        Pull(link, dict.get, rest, torch.float32, torch.device("cpu"))
+        Pull(link, Groups({}), rest, torch.float32, torch.device("cpu"))
