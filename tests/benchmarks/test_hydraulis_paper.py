@@ -15,7 +15,7 @@ from benchmarks.hydraulis_paper import SETTINGS, main
 from benchmarks.hydraulis_runs import GreedyPacker, Sample, in_papers_space, released, two_stage
 from benchmarks.hydraulis_tables import (
     ablation,
-    baseline,
+    best_baseline,
     best_of,
     chosen,
     our_factors,
@@ -66,7 +66,10 @@ MADE = {
 
 
 def test_factors_multiply_to_the_whole_speed_up() -> None:
-    assert baseline(STATIC) == "megatron"  # For as much work DeepSpeed takes 400.
+    assert best_baseline(STATIC) == ("megatron", 1)  # For as much work DeepSpeed takes 400.
+    faster = {**STATIC, "deepspeed": {"step_ms": 140.0, "flops": 70}}
+    assert best_baseline(faster) == ("deepspeed", 300 / 200)
+    assert best_baseline({**STATIC, "deepspeed": None}) == ("megatron", 1)
     paper = papers_factors(MADE)
     assert paper == {"packing": 300 / 240, "strategies": 240 / 125}
     ours = our_factors(MADE)
@@ -88,9 +91,9 @@ def test_ablation_and_choice_by_step() -> None:
     found = {title.partition(":")[0]: rows for title, _, rows in tables(
         {"settings": {"7B": MADE, "part": {"static": STATIC}}, "assignment": {}}
     )}  # fmt: skip
-    assert found["Where the speed-up comes from, simulated"] == [
-        ["7B", "Megatron", "1.25", "1.92", "2.40", "1.20", "1.25", "1.25", "1.25", "1.33", "1.02",
-         "3.13"]
+    assert found["Where the speed-up over Megatron comes from, simulated"] == [
+        ["7B", "Megatron 1.00", "1.25", "1.92", "2.40", "1.20", "1.25", "1.25", "1.25", "1.33",
+         "1.02", "3.13", "2.40", "3.13"]
     ]  # fmt: skip
     assert found["Figure 11"] == [["7B", "not given in text", "300", "280", "125", "128"]]
 
