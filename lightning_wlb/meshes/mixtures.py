@@ -80,6 +80,8 @@ def mixtures(
     request = replace(request, fixed=fixed, virtual_stages=1)
     hydraulis = proposed_strategies(request)
     kinds = _Kinds(request, _all_kinds(request), hydraulis)
+    if not kinds._kept:  # the model fits nowhere
+        return []
     ranked = [kinds.best(pieces) for pieces in steps]
     found: dict[Strategy, None] = {}
     for place in range(max(map(len, ranked), default=0)):
