@@ -76,6 +76,11 @@ class Held:
             if key[0] == unit:
                 self._tensors[key] = new(self._shape(*key), dtype=dtype, device=device)
 
+    def drop(self, unit: int) -> None:
+        """Let go of the tensors of a unit."""
+        for key in [key for key in self._tensors if key[0] == unit]:
+            del self._tensors[key]
+
     def of_unit(self, number: int) -> dict[str, Tensor]:
         """The tensors of a unit, by name in the whole model."""
         return {self._name(*k): tensor for k, tensor in self._tensors.items() if k[0] == number}
