@@ -1,6 +1,6 @@
 """Exchanges on their way, and the tensors between which they carry elements.
 
-A :class:`.Post` is one uneven all-to-all, whose pieces come from and go to :class:`.Views`: a
+A :class:`~lightning_wlb.strategy.posts.Post` is one uneven all-to-all, whose pieces come from and go to :class:`.Views`: a
 rank's boxes of parameters (:class:`.Held`), or what it hands on between two hops
 (:class:`.Middle`).
 
