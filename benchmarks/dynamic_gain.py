@@ -1,6 +1,6 @@
 """When steps on pipelines of their own pay: against the best static mesh.
 
-Of each setting (:data:`SETTINGS`) the first steps of a run are cut into three parts of equally many.
+The first steps of a run of each of :data:`SETTINGS` are cut into three parts of equally many.
 All is simulated by an analytic profile, packed by ``auto``, with one stage on each pipeline rank.
 
 * *Mesh*: the second part is planned on every legal mesh; of more than :data:`MANY`, on those that

@@ -21,7 +21,8 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import ActivationCheckpointing, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, ReplicaPlan, StepPlan, alike
+from lightning_wlb.prediction.elsewhere import among
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
@@ -179,13 +180,33 @@ def replayed(
         timings: of each rank, (action, seconds).
         schedule: of the pipeline.
     """
+    if not plan.strategy:
+        return _replayed(mesh, plan.replicas, timings, schedule)
+    found: dict[int, Simulation] = {}
+    for numbers in alike(plan.strategy).values():
+        scheme = plan.strategy[numbers[0]]
+        like = Mesh(len(numbers), len(scheme.stages), scheme.context, scheme.tensor)
+        ranks = [rank for number in numbers for rank in plan.strategy[number].ranks]
+        replicas = [among(plan.replicas[number], numbers) for number in numbers]
+        made = _replayed(like, replicas, [timings[rank] for rank in ranks], schedule)
+        found |= zip(numbers, made, strict=True)
+    return [found[number] for number in sorted(found)]
+
+
+def _replayed(
+    mesh: Mesh,
+    replicas: Sequence[ReplicaPlan],
+    timings: Sequence[Sequence[tuple[str, float]]],
+    schedule: str,
+) -> list[Simulation]:
+    """On a mesh whose replicas these are."""
     measured: dict[tuple[int, Action], int] = {}
     for rank, of_rank in enumerate(timings):
         replica = mesh.coordinate(rank).data
         for text, seconds in of_rank:
             key = replica, Action.parse(text)
             measured[key] = max(measured.get(key, 0), round(seconds * 1e9))
-    replicas = [units(replica, mesh.context, mesh.tensor) for replica in plan.replicas]
+    replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
     programs = [
         [
             program_of(schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number)

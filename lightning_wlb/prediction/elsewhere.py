@@ -35,9 +35,7 @@ def predict_elsewhere(
     peak = 0
     found: dict[int, tuple[Any, ...]] = {}
     for shape, group in alike(plan.strategy).items():
-        step = predictors[shape].simulate(
-            [_among(plan.replicas[number], group) for number in group]
-        )
+        step = predictors[shape].simulate([among(plan.replicas[number], group) for number in group])
         found |= dict(zip(group, zip(*step[:-1], strict=True), strict=True))
         peak = max(peak, step.peak_bytes)
     every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
@@ -46,8 +44,8 @@ def predict_elsewhere(
     return StepPrediction.of(plan, step, latency)
 
 
-def _among(replica: ReplicaPlan, group: Sequence[int]) -> ReplicaPlan:
-    """A replica's plan with the others numbered as in its group."""
+def among(replica: ReplicaPlan, group: Sequence[int]) -> ReplicaPlan:
+    """The plan of one of a group of pipelines, in which they are numbered as in the group."""
     forward, backward = (
         tuple(
             replace(each, replicas=tuple(map(group.index, each.replicas))) for each in micro_batches
