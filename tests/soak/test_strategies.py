@@ -32,7 +32,7 @@ CASE = Case("slim", "adaptive", tied=True, masked=True, layers=2)
 TIED = {"model.head.weight": "model.embed.weight"}
 
 # Ranks, and runs that are drawn for them.
-DRAWN = ((2, 10), (3, 10), (4, 60), (6, 15), (8, 20))
+DRAWN = ((2, 10), (3, 10), (4, 40), (6, 10), (8, 15))
 TOGETHER = 5  # runs one after another in the same processes
 
 
