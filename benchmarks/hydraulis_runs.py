@@ -11,12 +11,13 @@ micro-batches and one stage for each rank (its §5.1, App. F):
 
 *Ours* may compute again in each micro-batch what it must, and have virtual stages: static meshes
 without and with context parallel, with best-fit packing, with the two-stage assignment (on meshes
-of one stage for each rank) and with ``auto``; and steps that leave the mesh (:func:`our_steps`).
+of one stage for each rank; with context parallel those that the search for ``auto`` simulates) and
+with ``auto``; and steps that leave the mesh (:func:`our_steps`).
 
 Documents are dealt by Algorithm 1, to different kinds of pipelines with corrections
-(:func:`.arrange`). Equation 1 is solved greedily: its solver is right for a step, and takes hours
-for the table. Where every step takes the best of all strategies, no choice of a few can be better:
-such times are bounds from below.
+(:func:`.arrange`). Equation 1 is solved greedily, since its solver would be asked thousands of
+times. Where every step takes the best of all strategies, no choice of a few can be better: such
+times are bounds from below.
 
 Cost: by far most for ``auto``, half a minute of processor time for 64 devices and four steps, and
 as much again for its strategies.
@@ -130,6 +131,11 @@ def best(requests: Iterable[MeshRequest]) -> dict[str, Any] | None:
     """The fastest mesh that any of them finds."""
     found = [choice.best for each in requests if (choice := searched(each)) is not None]
     return row_of(min(found, key=lambda row: row.step_ms)) if found else None
+
+
+def fastest(rows: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Of rows of the same steps; None where there is none."""
+    return min(filter(None, rows), key=lambda row: row["step_ms"], default=None)
 
 
 def released(request: MeshRequest) -> tuple[list[list[Piece]], Rules]:
@@ -266,17 +272,18 @@ def static(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
     flops = choice.best.flops
     spaces = [in_papers_space(dealt, mode) for mode in MODES]
     in_paper = [two_stage(each, legal_meshes(each, Reasons()), flops) for each in spaces]
+    without = legal_meshes(in_papers_space(dealt, "auto"), Reasons())
+    alone = two_stage(dealt, without, flops)
     tried = [row.mesh for row in choice.rows + choice.others if row.mesh.virtual_stages == 1]
+    tried = [mesh for mesh in tried if mesh not in without]
     rows: dict[str, Any] = {
         "megatron": best(in_papers_space(packed, mode) for mode in MODES),
         "deepspeed": best(exchanging_heads(packed, mode) for mode in MODES),
-        "two_stage": min(filter(None, in_paper), key=lambda row: row["step_ms"], default=None),
+        "two_stage": fastest(in_paper),
         "best_fit, no context": best([replace(packed, fixed={"context": 1})]),
         "best_fit": best([packed]),
-        "hydraulis, no context": two_stage(
-            dealt, [mesh for mesh in tried if mesh.context == 1], flops
-        ),
-        "hydraulis": two_stage(dealt, tried, flops),
+        "hydraulis, no context": alone,
+        "hydraulis": fastest([alone, two_stage(dealt, tried, flops)]),
         "auto, no context": row_of(choice.best_by("context")[1]),
         "auto": row_of(choice.best),
         # Steps leave a mesh without virtual stages only.
