@@ -17,7 +17,7 @@ from lightning_wlb.schedule.simulate import Simulation
 from lightning_wlb.strategy.searching import progress_bar
 
 SAMPLE = 8
-"""Steps at most: half to choose the strategies by, and half to judge them."""
+"""Steps at most: as many to choose the strategies by as to judge them."""
 
 
 def pool_request(request: Request) -> MeshRequest:

@@ -180,6 +180,8 @@ class _Kinds:
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:
         """Strategies for a step, best first; of those with the same kinds one."""
+        if not self._kept:
+            return []  # no pipeline can hold anything
         lengths = np.sort(np.array([piece.tokens for piece in pieces], np.int64))[::-1]
         times, shared = self._times(lengths)
         known: dict[Counts, float] = {}
