@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.hydraulis_runs import Sample, in_papers_space, paper_strategies, released
@@ -70,10 +71,17 @@ class Dealt:
 
     def __init__(self, pieces: Sequence[Piece], strategy: Strategy, kinds: Kinds) -> None:
         self.order = longest_first(pieces)
-        self.receivers = [kinds[scheme.shape] for scheme in strategy]
+        alone = {shape: replace(kind, count=1) for shape, kind in kinds.items()}
+        self.receivers = [alone[scheme.shape] for scheme in strategy]
         self.depths = [len(scheme.stages) for scheme in strategy]
         lengths = [piece.tokens for piece in self.order]
-        by_kind = {each: each.costs(lengths) for each in self.receivers}
+        by_kind = {
+            each: [
+                cost if tokens <= each.longest else None
+                for tokens, cost in zip(lengths, each.costs(lengths), strict=True)
+            ]
+            for each in alone.values()
+        }
         self.costs = list(zip(*(by_kind[each] for each in self.receivers), strict=True))
 
     def bound(self, dealt: Sequence[Sequence[int]]) -> int:
@@ -86,7 +94,7 @@ class Dealt:
     def time(self, dealt: Sequence[Sequence[int]], packer: HydraulisPacker) -> int:
         """The simulated step, each pipeline's pieces packed by Equation 1."""
         return max(
-            each.judge([each.plan([self.order[index] for index in own], packer)]).time
+            each.judge(each.plan([self.order[index] for index in own], packer)).time
             for each, own in zip(self.receivers, dealt, strict=True)
             if own
         )

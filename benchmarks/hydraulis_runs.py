@@ -11,11 +11,13 @@ micro-batches and one stage for each rank (its §5.1, App. F):
 
 *Ours* may compute again in each micro-batch what it must, and have virtual stages: static meshes
 without and with context parallel, with best-fit packing, with the two-stage assignment (on meshes
-of one stage for each rank) and with ``auto``; and steps that leave the mesh (:func:`our_steps`).
+of one stage for each rank; with context parallel those that the search for ``auto`` simulates) and
+with ``auto``; and steps that leave the mesh (:func:`our_steps`).
 
-Pipelines are dealt to by Algorithm 1 with corrections (:func:`.arrange`). Equation 1 is solved
-greedily: its solver is right for a step, and takes hours for the table. Where every step takes the
-best of all strategies, no choice of a few can be better: such times are bounds from below.
+Documents are dealt by Algorithm 1, to different kinds of pipelines with corrections
+(:func:`.arrange`). Equation 1 is solved greedily, since its solver would be asked thousands of
+times. Where every step takes the best of all strategies, no choice of a few can be better: such
+times are bounds from below.
 
 Cost: by far most for ``auto``, half a minute of processor time for 64 devices and four steps, and
 as much again for its strategies.
@@ -34,20 +36,20 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
-from lightning_wlb.meshes.dynamic import described
+from lightning_wlb.meshes.dynamic import PROPOSED, described
 from lightning_wlb.meshes.evaluate import evaluate
 from lightning_wlb.meshes.legal import Reasons, legal_meshes
+from lightning_wlb.meshes.mixtures import mixtures
 from lightning_wlb.meshes.proposal import proposed_strategies
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import choose_mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Shape
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, Rules
-from lightning_wlb.planning.packing.best_fit import BestFitPacker, pack_best_fit
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.planner import Planner
 from lightning_wlb.planning.pool import Pool
-from lightning_wlb.planning.unequal import Arranged, Receiver, Shape, arrange
+from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS
@@ -60,13 +62,13 @@ class GreedyPacker(HydraulisPacker):
     _longest = 0
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
-        """The plan of the one pipeline."""
+        """The plans of pipelines that are alike."""
         (pieces,) = micro_batches
         self._longest = max(piece.tokens for piece in pieces)
         return super().replicas(micro_batches, place)
 
     def cap(self, place: Placement) -> int:
-        """What the pipeline holds in as many micro-batches as it has stages; its longest piece."""
+        """What a pipeline holds in as many micro-batches as it has stages; the longest piece."""
         judge = place.judge
         assert isinstance(judge, PredictedJudge)
         given = judge.activation_checkpointing
@@ -75,15 +77,13 @@ class GreedyPacker(HydraulisPacker):
         return max(self._longest, min(self.rules.cap, held))
 
 
-class FullestPacker(BestFitPacker):
-    """Best-fit of a pipeline's own pieces: the ablation's packing to the longest length."""
+class FullestPacker(GreedyPacker):
+    """As few micro-batches as hold the pieces: the ablation's packing to the longest length."""
 
-    arranges = True
-
-    def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
-        """The plan of the one pipeline, whose pieces come in one micro-batch."""
-        (pieces,) = micro_batches
-        return super().replicas(pack_best_fit(pieces, self.rules.cap), place)
+    @property
+    def utilised(self) -> int:
+        """More than what a micro-batch may have, so that no number but the least is tried."""
+        return self.rules.cap
 
 
 def row_of(row: MeshRow) -> dict[str, Any]:
@@ -133,6 +133,11 @@ def best(requests: Iterable[MeshRequest]) -> dict[str, Any] | None:
     return row_of(min(found, key=lambda row: row.step_ms)) if found else None
 
 
+def fastest(rows: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Of rows of the same steps; None where there is none."""
+    return min(filter(None, rows), key=lambda row: row["step_ms"], default=None)
+
+
 def released(request: MeshRequest) -> tuple[list[list[Piece]], Rules]:
     """The pieces of the first steps of packings that hold nothing back, and the packing's rules."""
     planner = Planner(request.lengths, request.data, Work.of(request.shape))
@@ -174,10 +179,8 @@ class Sample:
     def kinds(self) -> dict[Shape, Receiver]:
         """What the mesh's pipelines can do."""
         request = self.request
-        receiver = Receiver(
-            self.own[0], self.base, request.activation_checkpointing, request.sharding
-        )
-        return {self.own[0].shape: receiver}
+        modes, sharding = request.activation_checkpointing, request.sharding
+        return {self.own[0].shape: Receiver(self.own[0], self.base, modes, sharding, len(self.own))}
 
     def on_mesh(
         self, pieces: Iterable[Sequence[Piece]], rules: Rules, packer: type[Packer]
@@ -257,7 +260,11 @@ def unevenness(ends: Sequence[int]) -> float:
 
 
 def static(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
-    """The best static mesh of each way; None where no mesh fits."""
+    """The best static mesh of each way; None where no mesh fits.
+
+    Raises:
+        ValueError: no mesh of the paper's space fits.
+    """
     packed, dealt, own = (
         setting.request(packing, profile, steps) for packing in ("best_fit", "hydraulis", "auto")
     )
@@ -265,24 +272,29 @@ def static(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
     flops = choice.best.flops
     spaces = [in_papers_space(dealt, mode) for mode in MODES]
     in_paper = [two_stage(each, legal_meshes(each, Reasons()), flops) for each in spaces]
+    without = legal_meshes(in_papers_space(dealt, "auto"), Reasons())
+    alone = two_stage(dealt, without, flops)
     tried = [row.mesh for row in choice.rows + choice.others if row.mesh.virtual_stages == 1]
-    rows = {
+    tried = [mesh for mesh in tried if mesh not in without]
+    rows: dict[str, Any] = {
         "megatron": best(in_papers_space(packed, mode) for mode in MODES),
         "deepspeed": best(exchanging_heads(packed, mode) for mode in MODES),
-        "two_stage": min(filter(None, in_paper), key=lambda row: row["step_ms"], default=None),
+        "two_stage": fastest(in_paper),
         "best_fit, no context": best([replace(packed, fixed={"context": 1})]),
         "best_fit": best([packed]),
-        "hydraulis, no context": two_stage(
-            dealt, [mesh for mesh in tried if mesh.context == 1], flops
-        ),
-        "hydraulis": two_stage(dealt, tried, flops),
+        "hydraulis, no context": alone,
+        "hydraulis": fastest([alone, two_stage(dealt, tried, flops)]),
         "auto, no context": row_of(choice.best_by("context")[1]),
         "auto": row_of(choice.best),
         # Steps leave a mesh without virtual stages only.
         "auto, one stage": row_of(choice.best_by("virtual_stages")[1]),
     }
-    if row := rows["megatron"]:
-        row["uneven"] = _uneven(packed, row)
+    if rows["megatron"] is None or rows["two_stage"] is None:
+        raise ValueError(
+            f"no tensor × pipeline mesh of {setting.devices} devices holds {setting.window} tokens"
+            f" of a {setting.model}. Give it more devices or a shorter window."
+        )
+    rows["megatron"]["uneven"] = _uneven(packed, rows["megatron"])
     return rows
 
 
@@ -340,7 +352,7 @@ def paper_strategies(sample: Sample) -> Iterator[Strategy]:
 
 
 def our_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, Any]) -> Any:
-    """Steps with ``auto`` on a mesh, and on the strategies that are proposed.
+    """Steps with ``auto`` on a mesh, and on the strategies that are proposed for these steps.
 
     Args:
         setting: model, cluster and documents.
@@ -356,6 +368,6 @@ def our_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, Any
         "mesh": row["mesh"],
         "on_mesh_ms": [milliseconds(step.total_ns) for step in made.steps],
         "strategies": sample.elsewhere(
-            proposed_strategies(request), pieces, rules, request.data.packer
+            mixtures(request, pieces, PROPOSED, sample.own), pieces, rules, request.data.packer
         ),
     }

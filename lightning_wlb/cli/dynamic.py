@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_wlb.cli.request import Request
-from lightning_wlb.meshes.dynamic import WORTH, PoolChoice, choose_pool, described
+from lightning_wlb.meshes.dynamic import SAMPLE, WORTH, PoolChoice, choose_pool, described
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.plan import alike
 from lightning_wlb.planning.judge import PredictedJudge
@@ -15,9 +15,6 @@ from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.planning.pool import Pool
 from lightning_wlb.schedule.simulate import Simulation
 from lightning_wlb.strategy.searching import progress_bar
-
-SAMPLE = 8
-"""Steps at most: as many to choose the strategies by as to judge them."""
 
 
 def pool_request(request: Request) -> MeshRequest:

@@ -113,16 +113,21 @@ class _OfRank:
         program = self.programs[stage]
         backwards = [action for action in program if action.kind == BACKWARD]
         for action in program:
+            pushes = action in backwards[-1:] and self._name(action) is None
+            if pushes:
+                self._settle()
             self.steps += self._messages(True, action)
             if action.kind == FORWARD:
                 self._forward(action)
             else:
-                self._backward(action, pushes=action == backwards[-1] and not self._name(action))
+                self._backward(action, pushes=pushes)
             self.steps += self._messages(False, action)
         sends = (each for action in program for each in self._messages(False, action))
         self.steps += [Wait(send.name) for send in sends]
         self.steps += [self._arrives(slot) for slot in self.travel.slots]
-        self._push(0)
+        if self._unpushed:
+            self._settle()
+            self._push(0)
         self.steps += [Post("loss", "loss", len(self.travel.units)), Wait("loss")]
         self.steps += [
             Wait(self.travel.post(self.rank, "push", 0, slot).name) for slot in self.travel.slots
@@ -142,15 +147,16 @@ class _OfRank:
     def _arrives(self, slot: int) -> Wait:
         return Wait(self.travel.post(self.rank, "pull", self.travel.hops - 1, slot).name)
 
+    def _settle(self) -> None:
+        """Wait until the relay has posted all that is pulled."""
+        if self.travel.hops == 2:
+            last = self.travel.post(self.rank, "pull", 1, self.travel.slots[-1])
+            self.steps.append(Wait(last.name, posted=True))
+
     def _push(self, slot: int) -> None:
         """Post the gradients of all slots from this one on that have not been posted."""
-        inner = self.travel.hops - 1
-        if inner and self._unpushed == list(self.travel.slots):
-            # The relay has posted all that is pulled.
-            last = self.travel.post(self.rank, "pull", inner, self.travel.slots[-1])
-            self.steps.append(Wait(last.name, posted=True))
         while self._unpushed and self._unpushed[-1] >= slot:
-            self._post("push", inner, self._unpushed.pop())
+            self._post("push", self.travel.hops - 1, self._unpushed.pop())
 
     def _post(self, what: str, hop: int, slot: int) -> None:
         """Post the first of a slot's collectives, and let the relay post the other one."""

@@ -28,7 +28,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.links.layout import Strategy
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.dynamic import PoolChoice, choose_pool
+from lightning_wlb.meshes.dynamic import SAMPLE, PoolChoice, choose_pool
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.unequal import check_packing
@@ -37,9 +37,6 @@ from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
 from lightning_wlb.strategy.searching import Asked, recalled, request_of, waiting
 from lightning_wlb.strategy.strategies import blank_model
 from lightning_wlb.strategy.travel import weights_of
-
-SAMPLE = 8
-"""Steps that are simulated: half to choose the strategies by, and half to judge them."""
 
 
 def agreed_pool(

@@ -35,12 +35,13 @@ def test_it_prints_the_pool_its_gain_and_how_often_each_is_chosen(capsys, tmp_pa
     assert report["gain"] == pytest.approx(report["mesh_ms"] / report["pool_ms"])
     assert report["gain"] > report["asked"] == 1.02
     assert report["strategies"] == [
-        {"pipelines": "4 × (pipeline 1, context 1, tensor 1)", "chosen": 1}
+        {"pipelines": "4 × (pipeline 1, context 1, tensor 1)", "chosen": 3}
     ]
     words = " ".join(out.split())
     for line in report["text"]:
         assert " ".join(line.split()) in words
-    assert "2 of 3 steps stay on the mesh." in words
+    assert "0 of 3 steps stay on the mesh." in words
+    assert "All of them do, so rather take the mesh 4,1,1,1." in words
     check_best_step(json.loads(trace.read_text())["traceEvents"])
     assert imread(picture).shape[0] > 900
 

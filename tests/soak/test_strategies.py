@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.links.layout import Strategy
 from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.planning.pool import Elected, Pool
-from lightning_wlb.planning.unequal import arrange
 from lightning_wlb.strategy import board, executor, travel
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
+from tests.strategy.elsewhere import take_in_turn
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer
 from tests.strategy.random_strategies import random_run, reference, train, worst_error
 from tests.strategy.test_failures import SAID, outcomes
@@ -33,7 +32,7 @@ CASE = Case("slim", "adaptive", tied=True, masked=True, layers=2)
 TIED = {"model.head.weight": "model.embed.weight"}
 
 # Ranks, and runs that are drawn for them.
-DRAWN = ((2, 10), (3, 10), (4, 60), (6, 15), (8, 20))
+DRAWN = ((2, 10), (3, 10), (4, 40), (6, 10), (8, 15))
 TOGETHER = 5  # runs one after another in the same processes
 
 
@@ -60,19 +59,6 @@ def test_a_run_gives_the_same_bits_again(dtype: torch.dtype) -> None:
         assert pickle.dumps(first) == pickle.dumps(second), seed
 
 
-def in_turn(strategies: Sequence[Strategy]) -> Callable[..., Elected | None]:
-    """In place of ``Pool.elect``: each strategy and the mesh, by the number of the step."""
-
-    def elect(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None:
-        number = pieces[0].arrival % (len(strategies) + 1)
-        if number == len(strategies):
-            return None
-        strategy = strategies[number]
-        return Elected(strategy, arrange(pieces, strategy, self.kinds[strategy], rules, packer))
-
-    return elect
-
-
 def fit(
     rank: int,
     mesh: tuple[int, ...],
@@ -83,7 +69,7 @@ def fit(
 ) -> dict[str, Any]:
     """A run on a mesh whose steps leave it in turn."""
     if strategies:
-        Pool.elect = in_turn(strategies)  # type: ignore[method-assign]
+        take_in_turn([*strategies, ()])
     recorder, ranks = Recorder(), int(np.prod(mesh))
     callbacks = [recorder, *options.pop("callbacks", ())]
     strategy = WLBStrategy(*mesh, dynamic=strategies or "off")
@@ -213,5 +199,6 @@ def test_a_rank_that_fails_elsewhere_ends_the_run(place: str, dies: bool, victim
         assert result is not None
         fine, text = result
         assert not fine
-        why = "has died without a word" if dies else rf"failed, step \d+, .*{SAID}"
+        where = rf"step 2 on the pipeline of ranks \[{victim}, "
+        why = "has died without a word" if dies else rf"failed, {where}.*{SAID}"
         assert re.search(rf"rank {victim} {why}", text.splitlines()[-1]), text

@@ -23,14 +23,15 @@ PROFILE = replace(Profile.load("cpu"), devices_per_node=3)
 def take_in_turn(turns: Sequence[Strategy]) -> list[int]:
     """Let this process's steps take these strategies in turn; empty ones stay on the mesh.
 
+    Which one goes by the number of the step, so that a run that is resumed makes the same choices.
+
     Returns:
         What the steps that leave the mesh are simulated to take, in ns, as they are planned.
     """
     times: list[int] = []
-    asked = iter(range(10**6))
 
     def elect(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None:
-        strategy = turns[next(asked) % len(turns)]
+        strategy = turns[pieces[0].arrival % len(turns)]
         if not strategy:
             return None
         made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)

@@ -301,10 +301,16 @@ def reference(run: Run) -> dict[str, Any]:
 
 
 def worst_error(run: Run, of_ranks: Sequence[dict[str, Any]], want: dict[str, Any]) -> float:
-    """The largest relative error of a loss, gradient or parameter of any rank."""
+    """The largest relative error of a loss, gradient or parameter of any rank.
+
+    Copies of a parameter, of tensor-parallel ranks or at both ends, must have the same bits.
+    """
     tied = Transformer(run.config).tied
-    worst = 0.0
+    worst, known = 0.0, {}
     for found in of_ranks:
+        for name, value in found["parameters"].items():
+            first = known.setdefault(tied.get(name, name), value)
+            np.testing.assert_array_equal(value, first, name)
         for got, right in zip(found["losses"], want["losses"], strict=True):
             worst = max(worst, abs(got - right) / abs(right))
         for got, right in zip(

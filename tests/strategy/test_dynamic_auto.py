@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.dynamic import PoolChoice
@@ -47,7 +48,8 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
 
     def fit(name: str, own: LanguageModule, steps: int, dynamic: str = "auto", **options) -> None:
         strategy, recorder = WLBStrategy(1, 1, 1, 2, dynamic=dynamic), Recorder()
-        runner = trainer(strategy, 2, callbacks=[recorder], max_steps=steps)
+        monitor = ImbalanceMonitor(heat_map=False)
+        runner = trainer(strategy, 2, callbacks=[recorder, monitor], max_steps=steps)
         given, saved = data(CASE, validation_documents=4, **options), folder / "half.ckpt"
         if name == "half":
             runner.validate(own, given, verbose=False)
@@ -59,7 +61,8 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
             runner.fit_loop.epoch_loop.max_steps += 1
             runner.fit(module(CASE), given)
         plans = [StepPlan.from_json(text).strategy for text in recorder.plans]
-        records[name] = recorder.record() | {"plans": plans, "pool": strategy.dynamic}
+        seen = {each["strategy"]: each["steps"] for each in monitor.strategies()}
+        records[name] = recorder.record() | {"plans": plans, "pool": strategy.dynamic, "seen": seen}
 
     with ExitStack() as stack:
         patch = stack.enter_context
@@ -113,6 +116,9 @@ def test_a_run_that_is_resumed_makes_the_same_choice_and_the_same_steps(ranks) -
         unbroken, half, rest = (rank["records"][name] for name in ("unbroken", "half", "rest"))
         assert {*unbroken["plans"]} == {(), APART, STAGES}
         assert rest["pool"] == half["pool"] == (APART, STAGES)
+        # The monitor knows strategies that were chosen when the fit had begun.
+        taken = Counter(((), APART, STAGES).index(each) for each in unbroken["plans"])
+        assert unbroken["seen"] == taken
         assert half["plans"] + rest["plans"] == unbroken["plans"]
         assert half["losses"] + rest["losses"] == unbroken["losses"]
         for name, value in unbroken["parameters"].items():
@@ -122,7 +128,7 @@ def test_a_run_that_is_resumed_makes_the_same_choice_and_the_same_steps(ranks) -
 def test_a_module_that_has_left_its_mesh_goes_on_there(ranks) -> None:
     for rank in ranks:
         run = rank["records"]["off"]
-        assert (run["plans"], run["pool"]) == ([()], ())
+        assert (run["plans"], run["pool"], run["seen"]) == ([()], (), {})
 
 
 class Stray(LanguageModule):

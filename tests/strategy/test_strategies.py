@@ -73,6 +73,8 @@ def test_runs_that_change_pipelines_train_as_one_process_does() -> None:
     for found in run_ranks(run, 4, timeout=150, process_group=False):
         plans = [StepPlan.from_json(text) for text in found["plans"]]
         assert [plan.strategy for plan in plans] == [*STRATEGIES, (), STRATEGIES[0]]
+        members = {m.replicas for plan in plans for r in plan.replicas for m in r.forward}
+        assert (1, 2) in members, "the two that are alike share a piece"
         assert found["built"] == {"torch.float64"}  # Hugging Face models ask for it
         # The mesh's stages, the whole that tells parameters, and the stages of each strategy.
         assert found["compiled"] == 2 + len(STRATEGIES)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_wlb.links.layout import Strategy, strategy_of
@@ -13,6 +16,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.tensor_parallel import placement_of
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme
+from lightning_wlb.strategy import travel as travelling
 from lightning_wlb.strategy.mesh import data_context, device_mesh
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.travel import Groups, Pull, Push, travel_groups, weights_of
@@ -141,3 +145,25 @@ def test_a_link_for_other_shards_is_refused() -> None:
     rest = {name: each[1:] for name, each in model.named_parameters()}
     with pytest.raises(ValueError, match=r"embed.weight: rank 0 has a tensor of shape \(31, 16\)"):
         Pull(link, Groups({}), rest, torch.float32, torch.device("cpu"))
+
+
+def test_all_who_exchange_have_met_before_a_step(monkeypatch) -> None:
+    """NCCL connects two ranks when something first travels between them, and holds both up."""
+    met = []
+
+    def meet(into, out, counts, of, *, group):
+        assert into.shape == out.shape
+        met.append((counts, of, group.ranks))
+
+    def own(sets, rank, timeout):
+        ranks = next(each for each in sets if rank in each)
+        return SimpleNamespace(ranks=ranks, size=lambda: len(ranks))
+
+    monkeypatch.setattr(travelling, "own_group", own)
+    monkeypatch.setattr(dist, "all_to_all_single", meet)
+    assert set(travel_groups(5, 8, 8, None).made) == {range(8)}
+    assert met == [([1] * 8, [1] * 8, range(8))]
+    met.clear()
+    rail, node = range(1, 8, 4), range(4, 8)
+    assert set(travel_groups(5, 8, 4, None).made) == {rail, node}
+    assert met == [([1] * 2, [1] * 2, rail), ([1] * 4, [1] * 4, node)]
