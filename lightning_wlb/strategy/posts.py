@@ -1,8 +1,8 @@
 """Exchanges on their way, and the tensors between which they carry elements.
 
-A :class:`~lightning_wlb.strategy.posts.Post` is one uneven all-to-all, whose pieces come from and go to :class:`.Views`: a
-rank's boxes of parameters (:class:`.Held`), or what it hands on between two hops
-(:class:`.Middle`).
+A :class:`~lightning_wlb.strategy.posts.Post` is one uneven all-to-all, whose pieces come from and
+go to :class:`.Views`: a rank's boxes of parameters (:class:`.Held`), or what it hands on between
+two hops (:class:`.Middle`).
 
 Cost: each piece is copied once where it is sent and once where it arrives, with a call for each;
 both buffers are freed when the exchange has arrived. Not run on CUDA.

@@ -49,6 +49,7 @@ STATIC = {
     "auto": {"step_ms": 128.0, "flops": 100, "mesh": "2,2,1,1"},
 }
 MADE = {
+    "auto": {},
     "static": STATIC,
     "paper": {
         "mesh": "2,1,1,2",
@@ -122,7 +123,8 @@ def test_every_part_is_simulated_once(small, tmp_path, capsys, monkeypatch) -> N
     made = first["settings"]["small"]
     assert made["static"]["megatron"]["of_all"][2] == 1
     assert made["static"]["deepspeed"]["of_all"][1::2] == [1, 1]
-    times = {name: row["step_ms"] for name, row in made["static"].items()}
+    rows = made["static"] | made["auto"]
+    times = {name: row["step_ms"] for name, row in rows.items()}
     assert times["auto"] <= times["auto, no context"]
     assert times["hydraulis"] <= times["hydraulis, no context"]
     # What was chosen by the search is what steps are compared with.
@@ -166,9 +168,13 @@ def test_equation_1_keeps_to_what_the_pipeline_holds(small) -> None:
     assert len(tokens) == sum(
         -(-sum(part.tokens for part in replica.slices) // held) for replica in step.replicas
     )
-    assert two_stage(request, [Mesh(2, 2)], 1)["step_ms"] > 0
-    too_small = replace(H100, memory_bytes=2_000_000_000)
-    assert two_stage(replace(request, profile=too_small), [Mesh(2, 2)], 1) is None
+    # A static mesh must hold a whole window, also where no piece of the sample is as long.
+    assert two_stage(request, [Mesh(2, 2)], 1) is None
+    large = replace(request, profile=H100)
+    row = two_stage(large, [Mesh(4), Mesh(2, 2)], 1)
+    assert row["step_ms"] == min(
+        two_stage(large, [mesh], 1)["step_ms"] for mesh in (Mesh(4), Mesh(2, 2))
+    )
 
 
 def test_dealing_and_planning_time(small) -> None:
