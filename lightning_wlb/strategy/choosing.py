@@ -115,7 +115,8 @@ class ChoosingStrategy(CheckpointStrategy):
         self._base: Profile | None = None  # what it is where nothing is measured
         self._has_settled = False
         self.executor: Executor | None = None
-        self._runs: tuple[Strategy, ...] = ()  # strategies that the executor is prepared for
+        # Strategies that the executor is prepared for, and how long their operations may wait.
+        self._runs: tuple[tuple[Strategy, ...], timedelta] | None = None
 
     def _chosen(self, mesh: Mesh) -> Mesh:
         """The mesh, schedule and profile of this run; ranks given others are refused."""
@@ -204,14 +205,15 @@ class ChoosingStrategy(CheckpointStrategy):
     def _prepare_strategies(self) -> None:
         """Let the executor run the strategies, if there are any; collective over all ranks."""
         module, precision = self.lightning_module, self.precision_plugin
-        if not self.dynamic or self.dynamic == self._runs:
+        asked = self.dynamic, self._timeout
+        if not self.dynamic or asked == self._runs:
             return
         assert isinstance(module, LanguageModule)
         assert isinstance(precision, WLBPrecision)
         assert self.executor is not None
         given = self.num_processes, precision.sum_dtype, self._timeout
         run_elsewhere(self.executor, self.dynamic, module, *given)
-        self._runs = self.dynamic
+        self._runs = asked
 
     def _measure(self, data: WLBDataModule) -> None:
         """Plan by what the devices of this run are measured to take, where that is to be known.

@@ -97,8 +97,9 @@ class Linked:
             for name, rest in self._at_rest():
                 if name in self._own.link.weights.frozen:
                     continue
-                # A rank may have no row of a parameter.
-                total = totals.get(name, torch.zeros_like(rest.to_local()))
+                total = totals.get(name)
+                if total is None:  # a rank may have no row of a parameter
+                    total = torch.zeros_like(rest.to_local())
                 rest.grad = DTensor.from_local(
                     total.to(rest.dtype),
                     rest.device_mesh,

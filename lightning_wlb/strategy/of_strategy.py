@@ -7,13 +7,13 @@ steps, and what waits for which parameters.
 Pipelines that are alike may share micro-batches (DP-Merge): the context ranks at the same stage and
 tensor place of all of them then exchange keys as one group.
 
-Cost: process groups for each strategy, made and connected once, collectively over all ranks. Not
-run on CUDA.
+Cost: process groups for each strategy, made and connected once in a process, collectively over all
+ranks. Not run on CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -21,16 +21,19 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.links.layout import Strategy, rank_in
 from lightning_wlb.links.link import Link
+from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import Scheme, StepPlan, alike
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
+from lightning_wlb.strategy.mesh import set_timeout
 from lightning_wlb.strategy.messages import Pipeline
 from lightning_wlb.strategy.parallelize import convert_tensors, keep_stages
-from lightning_wlb.strategy.process_groups import MergedGroups, connect_channels, own_group
+from lightning_wlb.strategy.process_groups import MergedGroups, connect_channels, kept, own_group
 
 _KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
 
@@ -67,9 +70,7 @@ class _Pipeline(Pipeline):
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Global rank at each place of the pipeline."""
-        apart = self.scheme.context * self.scheme.tensor
-        place = self.rank.context * self.scheme.tensor + self.rank.tensor
-        return tuple(self.scheme.ranks[place::apart])
+        return _chain(self.scheme, self.rank)
 
 
 class OfStrategy:
@@ -84,31 +85,11 @@ class OfStrategy:
         self.link = link
         rank = rank_in(link.strategy, link.rank)
         scheme = link.strategy[rank.data]
-        stages, context, tensor = (
-            [_along(link.strategy, axis) for _ in range(count)]
-            for axis, count in enumerate((2, 1, 1))
+        self._groups = _groups_of(link.strategy, link.rank, settings.device, settings.timeout)
+        channels, given = self._groups.channels, (settings.hidden_size, settings.dtype)
+        self.pipeline = _Pipeline(
+            rank, scheme.layers, settings.schedule, channels, *given, settings.device, scheme
         )
-        made = [
-            [own_group(sets, link.rank, settings.timeout) if sets else None for sets in of_axis]
-            for of_axis in (stages, context, tensor)
-        ]
-        channels = {
-            Channel(kind, False): group
-            for kind, group in zip(_KINDS, made[0], strict=True)
-            if group is not None
-        }
-        self._groups = ProcessGroups(made[1][0], made[2][0])
-        kinds = [
-            np.array([link.strategy[number].ranks for number in numbers]).reshape(-1, *sizes)
-            for (layers, *among), numbers in alike(link.strategy).items()
-            for sizes in [(len(layers), *among)]
-        ]
-        self._merged = MergedGroups(kinds, link.rank, settings.timeout)
-        given = settings.hidden_size, settings.dtype, settings.device
-        self.pipeline = _Pipeline(rank, scheme.layers, settings.schedule, channels, *given, scheme)
-        # Messages between neighbours that cross must not be what connects them. In a collective
-        # all ranks wait for each other anyway.
-        connect_channels(self.pipeline.ranks, link.rank, settings.device, channels)
         self.model = settings.build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
         # Parameters have no values yet, buffers do.
@@ -133,7 +114,68 @@ class OfStrategy:
 
     def groups_of(self, plan: StepPlan) -> ProcessGroups:
         """What a model's forward communicates over in a step; collective over all ranks."""
-        return replace(self._groups, merged=self._merged.prepare(plan))
+        return replace(self._groups.of_pipeline, merged=self._groups.merged.prepare(plan))
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """The process groups of one rank in the steps of a strategy.
+
+    Args:
+        channels: those of its pipeline's messages.
+        of_pipeline: those of context and tensor parallelism.
+        merged: over several pipelines.
+    """
+
+    channels: Mapping[Channel, ProcessGroup]
+    of_pipeline: ProcessGroups
+    merged: MergedGroups
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let any operation wait so long."""
+        several = (self.of_pipeline.context, self.of_pipeline.tensor, *self.channels.values())
+        set_timeout(timeout, *(group for group in several if group is not None))
+        self.merged.set_timeout(timeout)
+
+
+def _groups_of(
+    strategy: Strategy, rank: int, device: torch.device, timeout: timedelta | None
+) -> _Groups:
+    """The process groups of a strategy, made and connected at the first call; collective."""
+
+    def make() -> _Groups:
+        stages, context, tensor = (
+            [_along(strategy, axis) for _ in range(count)] for axis, count in enumerate((2, 1, 1))
+        )
+        made = [
+            [own_group(sets, rank, timeout) if sets else None for sets in of_axis]
+            for of_axis in (stages, context, tensor)
+        ]
+        channels = {
+            Channel(kind, False): group
+            for kind, group in zip(_KINDS, made[0], strict=True)
+            if group is not None
+        }
+        # Messages between neighbours that cross must not be what connects them. In a collective
+        # all ranks wait for each other anyway.
+        place = rank_in(strategy, rank)
+        chain = _chain(strategy[place.data], place)
+        connect_channels(chain, rank, device, channels)
+        kinds = [
+            np.array([strategy[number].ranks for number in numbers]).reshape(-1, *sizes)
+            for (layers, *among), numbers in alike(strategy).items()
+            for sizes in [(len(layers), *among)]
+        ]
+        merged = MergedGroups(kinds, rank, timeout)
+        return _Groups(channels, ProcessGroups(made[1][0], made[2][0]), merged)
+
+    return kept((strategy, device.type), make, timeout)
+
+
+def _chain(scheme: Scheme, place: Rank) -> tuple[int, ...]:
+    """Global ranks of the stages at a rank's context and tensor place."""
+    first = place.context * scheme.tensor + place.tensor
+    return tuple(scheme.ranks[first :: scheme.context * scheme.tensor])
 
 
 def _along(strategy: Strategy, axis: int) -> list[list[int]]:

@@ -1,21 +1,22 @@
-"""The process groups of a mesh: made once in a process, and shared by its Trainers.
+"""Process groups: made once in a process, and shared by its Trainers.
 
 A process group lives as long as its process, with its sockets and threads and, under NCCL, its
 buffers on the device. A script that fits, validates and tests with a Trainer each must not add
-groups each time, so :func:`mesh_groups` keeps them, by mesh and kind of device, until the default
-process group is another one. Besides the axes of the mesh there are groups for the channels of
-pipeline messages (:func:`pipeline_groups`) and for replicas that share a micro-batch
+groups each time, so :func:`kept` keeps them, by mesh or strategy and kind of device, until the
+default process group is another one. Besides the axes of the mesh there are groups for the channels
+of pipeline messages (:func:`pipeline_groups`) and for replicas that share a micro-batch
 (:class:`MergedGroups`).
 
-Cost: nothing for a mesh that has been made before.
+Cost: nothing for a mesh or a strategy whose groups have been made before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.attention.collectives import all_gather_into
 from lightning_wlb.attention.process_groups import ProcessGroups
-from lightning_wlb.mesh import AXES, Mesh, Rank
+from lightning_wlb.mesh import AXES, Rank
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
 from lightning_wlb.strategy.mesh import data_context, device_mesh, is_cuda_over_gloo, set_timeout
@@ -70,9 +71,36 @@ class MeshGroups:
         self.merged.set_timeout(timeout)
 
 
+class _Groups(Protocol):
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+
+_T = TypeVar("_T", bound=_Groups)
+
 # Made under the default process group _world; under another one they would be dead.
-_made: dict[tuple[Mesh, str], MeshGroups] = {}
+_made: dict[Hashable, Any] = {}
 _world: dist.ProcessGroup | None = None
+
+
+def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T:
+    """Some process groups, made at the first call with this key; collective over all ranks.
+
+    Args:
+        key: says what they are for, the same on all ranks.
+        make: makes them.
+        timeout: how long an operation of theirs may wait from now on; None: torch's default, or
+            what it was before.
+    """
+    global _world
+    if _world is not dist.group.WORLD:
+        _made.clear()
+        _world = dist.group.WORLD
+    if key not in _made:
+        _made[key] = make()
+    made: _T = _made[key]
+    if timeout is not None:
+        made.set_timeout(timeout)
+    return made
 
 
 def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
@@ -84,22 +112,18 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
         timeout: how long an operation of these groups and of that of all ranks may wait from now
             on; None: torch's default, or what it was before.
     """
-    global _world
-    if _world is not dist.group.WORLD:
-        _made.clear()
-        _world = dist.group.WORLD
-    # Virtual stages need the ring's groups, however many they are.
-    key = (replace(rank.mesh, virtual_stages=min(rank.mesh.virtual_stages, 2)), device.type)
-    if key not in _made:
+
+    def make() -> MeshGroups:
         mesh = device_mesh(rank.mesh, device.type, timeout)
         channels = pipeline_groups(rank, timeout)
         _connect(rank, device, mesh, channels)
         ranks = np.arange(rank.mesh.devices).reshape(rank.mesh.shape)
         merged = MergedGroups([ranks], rank.index, timeout)
-        _made[key] = MeshGroups(mesh, channels, merged, _gathering_group(rank, mesh, timeout))
-    if timeout is not None:
-        _made[key].set_timeout(timeout)
-    return _made[key]
+        return MeshGroups(mesh, channels, merged, _gathering_group(rank, mesh, timeout))
+
+    # Virtual stages need the ring's groups, however many they are.
+    mesh = replace(rank.mesh, virtual_stages=min(rank.mesh.virtual_stages, 2))
+    return kept((mesh, device.type), make, timeout)
 
 
 def _gathering_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -39,9 +39,9 @@ from lightning_wlb.links.layout import Weights
 from lightning_wlb.links.link import Exchange, Link
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import placement_of
-from lightning_wlb.strategy.mesh import is_cuda_over_gloo
+from lightning_wlb.strategy.mesh import is_cuda_over_gloo, set_timeout
 from lightning_wlb.strategy.posts import Held, Middle, Post, Views
-from lightning_wlb.strategy.process_groups import connect_all, own_group
+from lightning_wlb.strategy.process_groups import connect_all, kept, own_group
 from lightning_wlb.strategy.relay import Relay, done
 
 
@@ -61,6 +61,10 @@ class Groups:
         """Wait until the relay posts nothing, so that this thread may."""
         if self.relay is not None:
             self.relay.settle()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let any operation wait so long."""
+        set_timeout(timeout, *self.made.values())
 
 
 def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
@@ -91,15 +95,26 @@ def travel_groups(
     timeout: timedelta | None,
     device: torch.device | str = "cpu",
 ) -> Groups:
-    """The process groups of all exchanges of a rank's links; collective over all ranks.
+    """The process groups of all exchanges of a rank's links, made at the first call; collective.
 
     Args:
         rank: this rank.
         ranks: their number.
         per_node: those of a node.
-        timeout: how long an exchange may take; None: torch's default.
+        timeout: how long an exchange may take from now on; None: torch's default, or what it was.
         device: of this rank.
     """
+    device = torch.device(device)
+
+    def make() -> Groups:
+        return _made_groups(rank, ranks, per_node, timeout, device)
+
+    return kept(("travel", ranks, per_node, device.type), make, timeout)
+
+
+def _made_groups(
+    rank: int, ranks: int, per_node: int, timeout: timedelta | None, device: torch.device
+) -> Groups:
     sets = [[range(ranks)]]
     two_hops = 1 < per_node < ranks
     if two_hops:
@@ -110,7 +125,6 @@ def travel_groups(
         group = own_group(each, rank, timeout)
         assert group is not None, "every rank is in one of the sets"
         made |= {own: group for own in each if rank in own}
-    device = torch.device(device)
     for group in made.values():
         connect_all(group, device)
     if not two_hops:

@@ -268,7 +268,7 @@ class WLBStrategy(ChoosingStrategy):
             self.mesh_groups,
             gathering,
         )
-        self._runs = ()
+        self._runs = None
         model.parallelized_by = self  # type: ignore[assignment]
 
     def model_to_device(self) -> None:

@@ -12,8 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import _world as process_groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Scheme, Slice, StepPlan
 from lightning_wlb.strategy.process_groups import (
     MergedGroups,
     merged_sets,
@@ -23,10 +24,37 @@ from lightning_wlb.strategy.process_groups import (
 )
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import free_port, run_ranks
-from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
+from tests.strategy.elsewhere import take_in_turn
+from tests.strategy.harness import SMALL, SMALL_TIED, Case, data, module, trainer
 
 CASE, TIED = SMALL, SMALL_TIED
 HELD_OUT = {"validation_documents": 5}
+
+
+ELSEWHERE = [[Scheme(0, (2,)), Scheme(1, (2,))], [Scheme(0, (2,), context=2)]]
+
+
+def several_trainers_elsewhere(rank: int) -> None:
+    """Several runs whose steps leave the mesh, the last one with another time-out."""
+    take_in_turn(list(map(tuple, ELSEWHERE)))
+    case, counts = Case("slim", layers=2), []
+    profile = replace(Profile.load("cpu"), devices_per_node=2)
+    first, seconds = module(case), timedelta(seconds=77)
+    for model, options in ((first, {}), (module(case), {}), (first, {"timeout": seconds})):
+        strategy = WLBStrategy(1, 2, 1, 1, dynamic=ELSEWHERE, **options)
+        trainer(strategy, 2, max_steps=2).fit(model, data(case, profile=profile))
+        counts.append(len(process_groups.pg_map))
+    assert len(set(counts)) == 1, counts
+    assert strategy.executor is not None
+    for plan_strategy in map(tuple, ELSEWHERE):
+        own, linked = strategy.executor.elsewhere._made[plan_strategy]
+        groups = [*linked._groups.made.values(), own._groups.of_pipeline.context]
+        for group in filter(None, groups):
+            assert group._get_backend(torch.device("cpu")).options._timeout == seconds
+
+
+def test_a_second_trainer_makes_no_process_groups_for_steps_elsewhere():
+    run_ranks(several_trainers_elsewhere, 2, process_group=False)
 
 
 def several_trainers(rank: int) -> dict[str, int]:
