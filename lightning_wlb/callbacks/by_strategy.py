@@ -57,7 +57,7 @@ class ByStrategy:
             summary = records.summary(number)
             if not summary["steps"]:
                 continue
-            means = sums / max(summary["timed_steps"], 1)
+            means = sums / (summary["timed_steps"] or np.nan)
             pipelines = [
                 {
                     "ranks": [scheme.first, scheme.ranks.stop - 1],

@@ -80,8 +80,6 @@ def mixtures(
     request = replace(request, fixed=fixed, virtual_stages=1)
     hydraulis = proposed_strategies(request)
     kinds = _Kinds(request, _all_kinds(request), hydraulis)
-    if not kinds._kept:  # the model fits nowhere
-        return []
     ranked = [kinds.best(pieces) for pieces in steps]
     found: dict[Strategy, None] = {}
     for place in range(max(map(len, ranked), default=0)):
@@ -182,7 +180,7 @@ class _Kinds:
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:
         """Strategies for a step, best first; of those with the same kinds one."""
-        if not self._kept:
+        if not self._kept:  # the model fits nowhere
             return []
         lengths = np.sort(np.array([piece.tokens for piece in pieces], np.int64))[::-1]
         times, shared = self._times(lengths)

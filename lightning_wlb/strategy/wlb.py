@@ -99,7 +99,7 @@ class WLBStrategy(ChoosingStrategy):
             take in place of the mesh's pipelines. It takes the one whose simulated step is
             shortest, which needs a device profile; parameters and optimizer state stay where the
             mesh has them. ``"auto"``: up to four that are simulated to make the run's first steps
-            faster by 2 % or more, or none, of which the log has the figure. ``"off"``: all steps
+            faster by more than 2 %, or none, of which the log has the figure. ``"off"``: all steps
             run on the mesh.
 
     Raises:
