@@ -258,7 +258,11 @@ class ChoosingStrategy(CheckpointStrategy):
             or not (
                 self._depends_on_times(data)
                 or self.dynamic
-                or (self._chooses_pool and data.settings.packer.arranges)
+                or (
+                    self._chooses_pool
+                    and data.settings.packer.arranges
+                    and self.mesh.virtual_stages == 1  # no step leaves others
+                )
             )
             or (
                 self.num_nodes > 1 and (self.profile is None or "network" not in self.profile.links)

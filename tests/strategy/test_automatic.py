@@ -274,6 +274,7 @@ def test_a_device_is_measured_where_plans_depend_on_times() -> None:
     assert wants(dealt, mesh=context, dynamic=strategies)
     assert wants(dealt, mesh=context, dynamic="auto")
     assert not wants(fixed, mesh=context, dynamic="auto")  # which cannot leave the mesh
+    assert not wants(dealt, mesh=Mesh(pipeline=2, virtual_stages=2), dynamic="auto")
     assert not wants({"packing": "best_fit", "sharding": "adaptive"})
     assert not wants({"profile": "none"})
     assert not wants({"profile": "cpu"})
