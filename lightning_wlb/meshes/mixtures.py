@@ -5,9 +5,9 @@ with which documents of some length take the least time, and those of Hydraulis'
 (:func:`.proposed_strategies`). A strategy says how many pipelines of each kind there are. What a
 step takes on it is estimated: its pieces, longest first, go each to the kind that is done with it
 first, and pipelines of a kind do all of its pieces together. A piece that is too long for one of
-them is shared by several, which take as long as one with so many times the context ranks. In a
-pipeline of P stages, for which about six micro-batches a stage are planned, everything takes
-1 + (P - 1) / 6P times as long.
+them is shared by several, which take as long as one with so many times the context ranks, where the
+packing shares pieces. In a pipeline of P stages, for which about six micro-batches a stage are
+planned, everything takes 1 + (P - 1) / 6P times as long.
 
 The estimate begins with all pipelines alike, with some pipelines of one kind and all other ranks
 with pipelines of another, and with Hydraulis' strategies. From the best of these it goes on to
@@ -286,12 +286,14 @@ class _Kinds:
         """
         stages, context, tensor = kind.scheme.shape
         times, sharers = np.full(len(lengths), np.inf), np.ones(len(lengths), np.int64)
-        ranks = 1
+        ranks, shares = 1, self.request.data.packer.judges
         while other := self._by_shape.get((stages, context * ranks, tensor)):
             # As many hold more, and so may recompute less.
             each = ranks * other.times(lengths, ranks * kind.longest)
             less = each < times
             times[less], sharers[less] = each[less], ranks
+            if not shares:
+                break
             ranks *= 2
         filling = 1 + (len(stages) - 1) / (MICRO_BATCHES * len(stages))
         return times * filling, sharers

@@ -95,3 +95,13 @@ def test_long_pieces_are_shared_where_that_saves_recomputation(kinds: _Kinds) ->
     other = next(kind for kind in kinds.legal if kind.scheme.shape == ((8,), 2, 1))
     assert times[2] == 2 * other.times(lengths, 2 * single.longest)[2] < single.times(lengths)[2]
     assert np.isinf(single.times(lengths)[:2]).all()
+
+
+def test_nothing_is_shared_with_a_packing_that_does_not() -> None:
+    apart = replace(ASKED, data=replace(ASKED.data, packing="hydraulis"))
+    kinds = _Kinds(apart, _all_kinds(apart), [])
+    single = next(kind for kind in kinds.legal if kind.scheme.size == 1)
+    full = int(single.longest[-1])
+    times, sharers = kinds._together(single, np.array([full + 1, full]))
+    assert times.tolist() == [np.inf, *single.times(np.array([full]))]
+    assert sharers.tolist() == [1, 1]
