@@ -21,11 +21,13 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import ActivationCheckpointing, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, ReplicaPlan, StepPlan, alike
+from lightning_wlb.prediction.elsewhere import among
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.strategy.strategies import Dynamic
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 
@@ -133,6 +135,7 @@ def train(
     schedule: str = "1f1b",
     activation_checkpointing: ActivationCheckpointing = "auto",
     callbacks: Sequence[L.Callback] = (),
+    dynamic: Dynamic = "off",
     **options: Any,
 ) -> list[RankStep]:
     """Train a fresh module as one of the mesh's ranks; what its steps did.
@@ -145,11 +148,12 @@ def train(
         schedule: of the pipeline.
         activation_checkpointing: of the module.
         callbacks: beside the recorder, and after it.
+        dynamic: strategies that steps may take in place of the mesh's pipelines.
         options: of :func:`quiet_trainer`.
     """
     recorder = Recorder(counted)
     trainer = quiet_trainer(
-        strategy=WLBStrategy(*mesh.shape, schedule=schedule),
+        strategy=WLBStrategy(*mesh.shape, schedule=schedule, dynamic=dynamic),
         devices=mesh.devices,
         callbacks=[recorder, *callbacks],
         **options,
@@ -176,13 +180,33 @@ def replayed(
         timings: of each rank, (action, seconds).
         schedule: of the pipeline.
     """
+    if not plan.strategy:
+        return _replayed(mesh, plan.replicas, timings, schedule)
+    found: dict[int, Simulation] = {}
+    for numbers in alike(plan.strategy).values():
+        scheme = plan.strategy[numbers[0]]
+        like = Mesh(len(numbers), len(scheme.stages), scheme.context, scheme.tensor)
+        ranks = [rank for number in numbers for rank in plan.strategy[number].ranks]
+        replicas = [among(plan.replicas[number], numbers) for number in numbers]
+        made = _replayed(like, replicas, [timings[rank] for rank in ranks], schedule)
+        found |= zip(numbers, made, strict=True)
+    return [found[number] for number in sorted(found)]
+
+
+def _replayed(
+    mesh: Mesh,
+    replicas: Sequence[ReplicaPlan],
+    timings: Sequence[Sequence[tuple[str, float]]],
+    schedule: str,
+) -> list[Simulation]:
+    """On a mesh whose replicas these are."""
     measured: dict[tuple[int, Action], int] = {}
     for rank, of_rank in enumerate(timings):
         replica = mesh.coordinate(rank).data
         for text, seconds in of_rank:
             key = replica, Action.parse(text)
             measured[key] = max(measured.get(key, 0), round(seconds * 1e9))
-    replicas = [units(replica, mesh.context, mesh.tensor) for replica in plan.replicas]
+    replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
     programs = [
         [
             program_of(schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number)

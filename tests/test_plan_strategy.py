@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.plan import Scheme, StepPlan
+from lightning_wlb.plan import ReplicaPlan, Scheme, StepPlan
 from tests.test_plan import merged, plain
 
 UNEQUAL = (Scheme(0, (1, 3), tensor=2), Scheme(4, (4,), context=2))
@@ -75,7 +76,7 @@ def test_a_strategy_that_cannot_run_is_refused() -> None:
         ((UNEQUAL[0], replace(UNEQUAL[1], first=5)), "replica 1 .* the next free rank is 4"),
         ((replace(UNEQUAL[0], first=1), UNEQUAL[1]), "replica 0 .* the next free rank is 0"),
         ((UNEQUAL[0], Scheme(4, (3,))), "stages have 3 layers, those of replica 0 4"),
-        ((Scheme(0, (4,), tensor=3), Scheme(3, (4,))), "replica 0 .* micro-batch 0 has 64 rows"),
+        ((Scheme(0, (4,), tensor=3), Scheme(3, (4,))), "replica 0, .* micro-batch 0 has 64 rows"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(plain(), strategy=strategy).validate()
@@ -96,5 +97,29 @@ def test_rows_hold_every_token_of_the_scheme() -> None:
 def test_only_pipelines_that_are_alike_share_a_micro_batch() -> None:
     alike = (Scheme(0, (2, 2)), Scheme(2, (2, 2)))
     replace(merged(), strategy=alike).validate()
-    with pytest.raises(ValueError, match=r"micro-batch 0 is shared with replicas \[1\]"):
+    with pytest.raises(ValueError, match=r"shared by replicas \(0, 1\), but .* replica 1 on"):
         replace(merged(), strategy=(alike[0], Scheme(2, (1, 3)))).validate()
+
+
+def moved(plan: StepPlan, to: Sequence[int]) -> StepPlan:
+    """The plan with its replicas at other places, and pipelines without work at the rest."""
+    replicas = [ReplicaPlan((), (), ())] * (max(to) + 1)
+    for replica, number in zip(plan.replicas, to, strict=True):
+        passes = (
+            tuple(replace(each, replicas=tuple(to[n] for n in each.replicas)) for each in of_pass)
+            for _, of_pass in replica.passes
+        )
+        replicas[number] = ReplicaPlan(replica.slices, *passes)
+    return replace(plan, replicas=tuple(replicas))
+
+
+def test_those_that_share_are_an_aligned_range_of_the_pipelines_that_are_alike() -> None:
+    small, other = (4,), (2, 2)
+    at = [Scheme(0, other), Scheme(2, small), Scheme(3, other), Scheme(5, small), Scheme(6, small)]
+    plan = replace(moved(merged(), (1, 3)), strategy=tuple(at[:4])).validate()
+    assert StepPlan.from_json(plan.to_json()) == plan
+    assert "shared by (1, 3): 1[0:50)" in str(plan)
+    with pytest.raises(ValueError, match=r"\(3, 4\).* power-of-two range of \[1, 3, 4\]"):
+        replace(moved(merged(), (3, 4)), strategy=tuple(at)).validate()
+    with pytest.raises(ValueError, match=r"\(1, 3\).* power-of-two range of \[0, 1, 2, 3\]"):
+        moved(merged(), (1, 3)).validate()

@@ -7,6 +7,9 @@ sum of all steps relative to even work, each step sorted before it is added: the
 first, and within it the heaviest micro-batch first. The colours differ in lightness, so they read
 without colour vision and in print.
 
+A row is a rank, whatever pipeline it is in: a step may have a strategy of its own, whose pipelines
+have different numbers of ranks. Heaviest is the pipeline whose ranks have most to do.
+
 Cost: numbers of ranks × micro-batches for the sum and for each of the last steps kept.
 """
 
@@ -24,7 +27,8 @@ from matplotlib.image import AxesImage
 
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.drawing import new_figure, save_png, text_colour
-from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.links.layout import Strategy, rank_in
+from lightning_wlb.mesh import AXES, Mesh, Rank
 
 KEPT_STEPS = 64
 """Last steps from which the one of median imbalance is shown."""
@@ -41,38 +45,56 @@ class HeatMap:
         self.steps = 0
         self._sum = np.zeros((mesh.devices, 0))
         self._even = 0.0
-        self._kept: deque[tuple[float, int, np.ndarray]] = deque(maxlen=KEPT_STEPS)
+        self._kept: deque[tuple[float, int, Strategy, np.ndarray]] = deque(maxlen=KEPT_STEPS)
+        self._left_mesh = False
 
-    def add(self, step: int, seconds: np.ndarray, counts: list[int], slots: int) -> None:
+    def add(
+        self,
+        step: int,
+        timings: imbalance.Timings,
+        counts: list[int],
+        slots: float,
+        strategy: Strategy = (),
+    ) -> None:
         """Take in a step.
 
         Args:
             step: its number.
-            seconds: its timings array, see :mod:`lightning_wlb.callbacks.imbalance`.
-            counts: micro-batches of each replica.
+            timings: of its pipelines, see :mod:`lightning_wlb.callbacks.imbalance`.
+            counts: micro-batches of each.
             slots: K of the pipeline level.
+            strategy: of the step; empty on the mesh.
         """
-        if not seconds.any():
+        if not any(each.any() for each in timings):
             return
-        work = imbalance.micro_batch_seconds(seconds)
-        # [data, the replica's ranks, micro_batches]: forward + backward compute.
-        cells = seconds[..., imbalance.COMPUTE].sum(axis=-1).reshape(len(work), -1, work.shape[1])
-        self._add_sorted(cells, work, slots)
-        absent = np.arange(work.shape[1]) >= np.array(counts)[:, None]
-        shown = np.where(absent[:, None], np.nan, cells * 1e3)
+        # Of each pipeline [its ranks, micro_batches]: forward + backward compute.
+        cells = [
+            each[..., imbalance.COMPUTE].sum(axis=-1).reshape(-1, each.shape[3]) for each in timings
+        ]
+        self._add_sorted(cells, imbalance.micro_batch_seconds(timings), timings, slots)
+        shown = np.concatenate(
+            [
+                np.where(np.arange(each.shape[1]) >= count, np.nan, each * 1e3)
+                for each, count in zip(cells, counts, strict=True)
+            ]
+        )
         # Both levels count: a step is typical if its slowest place is.
-        levels = imbalance.pipeline_level(work, slots), imbalance.data_level(work)
-        degree = max(level.degree for level in levels)
-        self._kept.append((degree, step, shown.reshape(-1, work.shape[1])))
+        levels = imbalance.measured_imbalance(timings, slots)
+        degree = max(levels.pipeline.degree, levels.data.degree)
+        self._kept.append((degree, step, strategy, shown))
+        self._left_mesh |= bool(strategy)
 
-    def _add_sorted(self, cells: np.ndarray, work: np.ndarray, slots: int) -> None:
+    def _add_sorted(
+        self, cells: list[np.ndarray], work: np.ndarray, timings: imbalance.Timings, slots: float
+    ) -> None:
         order = np.argsort(-work, axis=1, kind="stable")
-        cells = np.take_along_axis(cells, order[:, None], axis=2)
-        cells = cells[np.argsort(-work.sum(axis=1), kind="stable")].reshape(-1, work.shape[1])
-        even = cells.sum() / (self.mesh.devices * slots / self.mesh.data)
-        missing = cells.shape[1] - self._sum.shape[1]
+        of_a_rank = work.sum(axis=1) / [len(each) for each in timings]  # of a stage
+        heaviest = np.argsort(-of_a_rank, kind="stable")
+        added = np.concatenate([cells[at][:, order[at]] for at in heaviest])
+        even = added.sum() / (self.mesh.devices * slots / len(cells))
+        missing = added.shape[1] - self._sum.shape[1]
         self._sum = np.pad(self._sum, ((0, 0), (0, max(missing, 0))))
-        self._sum[:, : cells.shape[1]] += cells
+        self._sum[:, : added.shape[1]] += added
         self._even += even
         self.steps += 1
 
@@ -82,20 +104,20 @@ class HeatMap:
         return self._sum / self._even
 
     @property
-    def typical(self) -> tuple[int, np.ndarray]:
-        """Number of the step of median imbalance, and its milliseconds [ranks, micro-batches].
+    def typical(self) -> tuple[int, Strategy, np.ndarray]:
+        """The step of median imbalance: number, strategy, milliseconds [ranks, micro-batches].
 
         The milliseconds are not a number where the rank's replica has no such micro-batch.
         """
         ranked = sorted(self._kept, key=lambda kept: kept[:2])
-        _, step, milliseconds = ranked[len(ranked) // 2]
-        return step, milliseconds
+        _, step, strategy, milliseconds = ranked[len(ranked) // 2]
+        return step, strategy, milliseconds
 
     def draw(self, path: Path, title: str) -> None:
         """Write the figure as PNG, making its folder; does nothing if no step was taken in."""
         if not self.steps:
             return
-        step, milliseconds = self.typical
+        step, strategy, milliseconds = self.typical
         rows, columns = self.relative.shape
         width = 4.2 + 2 * min(max(0.55 * columns, 2.2), 8.0)
         height = 1.9 + min(max(0.42 * rows, 1.4), 8.0)
@@ -103,13 +125,14 @@ class HeatMap:
         figure.suptitle(title, fontsize=11)
         left, right = figure.subplots(1, 2)
 
-        left.set_title(f"step {step}, of median imbalance: compute in ms", fontsize=10)
+        own = ", on pipelines of its own" if strategy else ""
+        left.set_title(f"step {step}{own}, of median imbalance: compute in ms", fontsize=10)
         left.set_facecolor("0.85")
         image = left.imshow(milliseconds, cmap="cividis", vmin=0, aspect="auto")
         _colour_bar(figure, left, image, "forward + backward (ms)")
         _annotate(left, image, "{:.3g}")
         left.set_xlabel("micro-batch, in the order in which it runs", fontsize=9)
-        _ticks(left, self._rank_labels(), "rank")
+        _ticks(left, self._rank_labels(strategy), "rank")
 
         right.set_title(f"sum of {self.steps} steps, heaviest first in each", fontsize=10)
         # The scale ends at 2 or above, so that balanced and unbalanced runs look different.
@@ -122,26 +145,32 @@ class HeatMap:
         _ticks(right, self._place_labels(), "ranks of the heaviest replica first, lightest last")
         save_png(figure, path)
 
-    def _rank_labels(self) -> list[str]:
-        """For each row of the first panel the global rank and where it stands on the mesh."""
-        indices = range(self.mesh.devices)
-        return [f"rank {index}\n{self._place(index, AXES)}".rstrip() for index in indices]
+    def _rank_labels(self, strategy: Strategy) -> list[str]:
+        """For each row of the first panel the global rank and where it stands in the step."""
+        labels = []
+        for index in range(self.mesh.devices):
+            rank = rank_in(strategy, index) if strategy else self.mesh.coordinate(index)
+            labels.append(f"rank {index}\n{_place(rank, AXES)}".rstrip())
+        return labels
 
     def _place_labels(self) -> list[str]:
         """Likewise for the second panel, whose replicas are sorted by their work."""
+        if self._left_mesh:  # then a row is another place in other steps
+            return []
         labels = []
         for index in range(self.mesh.devices):
-            lines = [self._place(index, AXES[1:])]
+            rank = self.mesh.coordinate(index)
+            lines = [_place(rank, AXES[1:])]
             if self.mesh.data > 1:
-                lines.insert(0, _place_name(self.mesh.coordinate(index).data, self.mesh.data))
+                lines.insert(0, _place_name(rank.data, self.mesh.data))
             labels.append("\n".join(filter(None, lines)) or "rank 0")
         return labels
 
-    def _place(self, index: int, axes: tuple[str, ...]) -> str:
-        """``context 1, tensor 0``: where a rank stands on those axes that have several ranks."""
-        rank = self.mesh.coordinate(index)
-        several = (axis for axis in axes if getattr(self.mesh, axis) > 1)
-        return ", ".join(f"{axis} {getattr(rank, axis)}" for axis in several)
+
+def _place(rank: Rank, axes: tuple[str, ...]) -> str:
+    """``context 1, tensor 0``: where a rank stands on those axes that have several ranks."""
+    several = (axis for axis in axes if getattr(rank.mesh, axis) > 1)
+    return ", ".join(f"{axis} {getattr(rank, axis)}" for axis in several)
 
 
 def _place_name(place: int, replicas: int) -> str:
@@ -160,12 +189,17 @@ def _colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> Col
 
 
 def _ticks(axes: Axes, labels: list[str], name: str) -> None:
-    """Label each row and column if there are few, else leave matplotlib's own spacing."""
+    """Label each row and column if there are few, else leave matplotlib's own spacing.
+
+    Rows that have no labels have no numbers either.
+    """
     axes.tick_params(labelsize=8)
-    if len(labels) <= MOST_LABELS:
+    if 0 < len(labels) <= MOST_LABELS:
         axes.set_yticks(range(len(labels)), labels)
     else:
         axes.set_ylabel(name, fontsize=9)
+    if not labels:
+        axes.set_yticks([])
     columns = round(axes.get_xlim()[1] + 0.5)
     if columns <= MOST_LABELS:
         axes.set_xticks(range(columns))

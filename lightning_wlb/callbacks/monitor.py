@@ -8,7 +8,8 @@ Put it into a Trainer that runs ``strategy="wlb"``::
 Every rank times the forward and the backward of each of its micro-batches (the executor's
 stopwatch). At the end of a step one all-gather of 32 bytes per micro-batch and rank brings the
 times together, and every rank computes the same figures. The plan says how many micro-batches each
-replica has, so the sizes are known beforehand.
+replica has, so the sizes are known beforehand; and on which pipelines it runs, where it leaves the
+mesh (``WLBStrategy(dynamic=...)``).
 
 Cost: two clock readings per action and attention kernel, one small collective per step. On CUDA
 the end of a step is waited for, which the executor does in any case to share the loss.
@@ -17,6 +18,7 @@ the end of a step is waited for, which the executor does in any case to share th
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +31,23 @@ from rich.console import Console
 
 from lightning_wlb.arguments import flag, whole
 from lightning_wlb.callbacks import imbalance
+from lightning_wlb.callbacks.by_strategy import ByStrategy
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
 from lightning_wlb.callbacks.records import LEVELS, Records, StepRecord
-from lightning_wlb.callbacks.table import summary_table
+from lightning_wlb.callbacks.table import ranks_in_words, strategies_table, summary_table
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.mesh import AXES, ONE_DEVICE, Mesh
+from lightning_wlb.links.layout import strategy_of
+from lightning_wlb.mesh import ONE_DEVICE
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
+from lightning_wlb.planning.pool import Pool
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.profiling.peaks import peak_flops
 from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.process_groups import gather_from_all_ranks
@@ -55,15 +61,17 @@ class ImbalanceMonitor(L.Callback):
     ``imbalance_pipeline_planned`` and ``imbalance_data_planned`` (from the plan's FLOPs),
     ``delay_mean`` and ``delay_max`` (steps), ``tokens``, ``target_tokens``, ``step_seconds``,
     ``tokens_per_second_per_device``, ``tflops_per_device``, ``mfu`` where the device's
-    peak is known, and ``loader_wait_seconds``. Step time excludes the wait for the data loader.
+    peak is known, and ``loader_wait_seconds``; where steps may leave the mesh also ``strategy``,
+    the number of the step's own in ``WLBStrategy.dynamic``, from 1 on, 0 for the mesh.
+    Step time excludes the wait for the data loader.
     That wait is for the step's own batch, on the rank that waited longest; Lightning prefetches
-    one batch, so it took place before the previous step. At the end of fit, rank 0 prints a table
-    and writes a heat map of rank × micro-batch.
+    one batch, so it took place before the previous step. At the end of fit, rank 0 prints a table,
+    another one by strategy where there are several, and writes a heat map of rank × micro-batch.
 
     Args:
         heat_map: whether to write a heat map, or the path of the PNG file. By default it is
             ``imbalance.png`` in the logger's folder, without a logger in ``default_root_dir``.
-        warm_up_steps: first steps that the measured figures of the table and of
+        warm_up_steps: first steps on each strategy that the measured figures of the tables and of
             :meth:`summary` leave out.
         profile: device profile to predict every step with, by name (``lightning-wlb plan --help``
             lists them), path or object. Predicted figures then stand beside the measured ones, as
@@ -89,6 +97,8 @@ class ImbalanceMonitor(L.Callback):
         self.warm_up_steps = whole("warm_up_steps", warm_up_steps, 0)
         self.profile = Profile.load(profile) if isinstance(profile, str | Path) else profile
         self._predictor: Predictor | None = None
+        self._pool: Pool | None = None
+        self._by_strategy: ByStrategy | None = None
         self.heat_map_path: Path | None = None
         self._records: Records | None = None
         self._drawing: HeatMap | None = None
@@ -104,13 +114,6 @@ class ImbalanceMonitor(L.Callback):
                 " `import lightning_wlb`; it works with one device too."
             )
 
-        if stage == "fit" and getattr(trainer.strategy, "dynamic", None):
-            raise MisconfigurationException(
-                "ImbalanceMonitor draws and counts the ranks of one mesh, but the Trainer has"
-                " WLBStrategy(dynamic=...), whose steps run on pipelines of their own. Remove one"
-                " of the two."
-            )
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to measure; a run before this one is forgotten."""
         _executor(trainer).measure()
@@ -118,7 +121,7 @@ class ImbalanceMonitor(L.Callback):
         self._records = Records(self._mesh.devices, _peak_flops(trainer), self.warm_up_steps)
         self._drawing = HeatMap(self._mesh) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
-        self._predictor = None
+        self._predictor, self._pool, self._by_strategy = None, None, None
         if self.profile is not None:
             assert isinstance(pl_module, LanguageModule)
             pipeline = _executor(trainer).pipeline
@@ -129,6 +132,14 @@ class ImbalanceMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start the step's clock."""
+        assert self._records is not None
+        # With dynamic="auto" the strategies are known when the first batch is there.
+        strategies = trainer.strategy.dynamic  # type: ignore[attr-defined]
+        if strategies and not len(self._records):
+            own = strategy_of(self._mesh, _executor(trainer).pipeline.stages)
+            self._by_strategy = ByStrategy((own, *strategies))
+            if self._predictor is not None:
+                self._pool = Pool.of(strategies, self._predictor)
         self._begin = time.perf_counter()
 
     def on_train_batch_end(
@@ -142,9 +153,11 @@ class ImbalanceMonitor(L.Callback):
         """Gather every rank's timings, keep the step's figures and log them. Collective."""
         assert self._records is not None
         assert isinstance(batch, StepBatch)
+        plan = batch.plan
+        shapes = imbalance.shapes_of(plan, self._mesh)
         counts = [
-            len(units(replica, self._mesh.context, self._mesh.tensor).forward)
-            for replica in batch.plan.replicas
+            len(units(replica, context, tensor).forward)
+            for replica, (_, context, tensor) in zip(plan.replicas, shapes, strict=True)
         ]
         elapsed, wait, everyone = _all_gather(
             time.perf_counter() - self._begin,
@@ -152,42 +165,37 @@ class ImbalanceMonitor(L.Callback):
             imbalance.rank_timings(_executor(trainer).timings(), max(counts)),
             trainer.strategy.root_device,
         )
-        seconds = imbalance.on_mesh(everyone, self._mesh)
+        timings = imbalance.in_pipelines(everyone, shapes)
         # Of an asymmetric plan, units ran in place of micro-batches.
-        slots = max(batch.plan.micro_batches, sum(counts))
-        measured = imbalance.measured_imbalance(seconds, slots)
+        slots = imbalance.slots(plan, counts)
+        measured = imbalance.measured_imbalance(timings, slots)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
-        record = self._record(batch.plan, work, elapsed, wait, measured)
-        self._records.add(record)
-        if self._drawing is not None and len(self._records) > self.warm_up_steps:
-            self._drawing.add(batch.plan.step, seconds, counts, slots)
-        if self.profile is not None and len(self._records) == self.warm_up_steps + STEPS:
+        predicted = self._predicted(plan)
+        record = _record(plan, work, elapsed, wait, measured, predicted)
+        by_strategy = self._by_strategy
+        number = by_strategy.number(plan.strategy) if by_strategy is not None else 0
+        timed = self._records.add(record, number)
+        if timed and self._drawing is not None:
+            self._drawing.add(plan.step, timings, counts, slots, plan.strategy)
+        if timed and by_strategy is not None:
+            by_strategy.add(number, timings, counts, predicted)
+        if timed and self.profile is not None and self._records.timed == STEPS:
             warning = departure(self.summary(), self.profile)
             if warning is not None:
                 rank_zero_warn(warning)
-        rates = self._records.rates(record.tokens, record.flops, record.seconds)
-        pl_module.log_dict({**_logged(record, rates), **_epochs(batch.state)}, batch_size=1)
+        figures = {**self._records.rates(record.tokens, record.flops, record.seconds)}
+        if by_strategy is not None:
+            figures["strategy"] = number
+        pl_module.log_dict({**_logged(record, figures), **_epochs(batch.state)}, batch_size=1)
 
-    def _record(
-        self, plan: StepPlan, work: Work, seconds: float, wait: float, measured: Imbalance
-    ) -> StepRecord:
-        """A step's figures: what was measured, what was planned, and what was predicted."""
-        predicted_seconds, predicted = float("nan"), imbalance.UNKNOWN
-        if self._predictor is not None:
-            step = self._predictor.predict(plan)
-            predicted_seconds, predicted = step.total_ns / 1e9, imbalance.predicted_imbalance(step)
-        return StepRecord(
-            tokens=plan.tokens,
-            target_tokens=plan.target_tokens,
-            delay_mean=plan.delay,
-            delay_max=plan.max_delay,
-            drain=plan.drain,
-            flops=imbalance.step_flops(plan, work),
-            seconds=seconds,
-            wait=wait,
-            seconds_predicted=predicted_seconds,
-            levels=(*measured, *imbalance.planned_imbalance(plan, work), *predicted),
-        )
+    def _predicted(self, plan: StepPlan) -> StepPrediction | None:
+        """A step as the profile predicts it; None without one."""
+        if self._predictor is None:
+            return None
+        if not plan.strategy:
+            return self._predictor.predict(plan)
+        assert self._pool is not None
+        return self._pool.predict(plan, self._predictor)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table and write the heat map, on rank 0."""
@@ -195,13 +203,16 @@ class ImbalanceMonitor(L.Callback):
         folder = trainer.log_dir or trainer.default_root_dir
         if not trainer.is_global_zero or self._records is None or not len(self._records):
             return
+        name = ranks_in_words(asdict(self._mesh))
         if self._drawing is not None and self._drawing.steps:
             asked = self.heat_map
             path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
-            self._drawing.draw(path, f"Compute per rank and micro-batch, {_mesh_name(self._mesh)}")
+            self._drawing.draw(path, f"Compute per rank and micro-batch, {name}")
             self.heat_map_path = path.absolute()
         console = Console()
-        console.print(summary_table(self.summary(), _mesh_name(self._mesh)))
+        console.print(summary_table(self.summary(), name))
+        if self._by_strategy is not None:
+            console.print(strategies_table(self.strategies()))
         if self.heat_map_path is not None:
             console.print(f"Heat map: {self.heat_map_path}", soft_wrap=True, highlight=False)
 
@@ -235,11 +246,52 @@ class ImbalanceMonitor(L.Callback):
             raise RuntimeError("ImbalanceMonitor.summary() has no steps yet: call trainer.fit.")
         return self._records.summary()
 
+    def strategies(self) -> list[dict[str, Any]]:
+        """The strategies that steps have taken, in plain data that is the same on every rank.
 
-def _logged(record: StepRecord, rates: dict[str, float]) -> dict[str, float]:
+        Returns:
+            Of each ``strategy``, its number in ``WLBStrategy.dynamic``, from 1 on, 0 for the mesh;
+            the figures of :meth:`summary`, of its steps alone; and ``pipelines``: of each its first
+            and last of ``ranks``, their number on the axes ``pipeline``, ``context`` and
+            ``tensor``, and per timed step ``micro_batches`` and ``compute_seconds``, in which one
+            of its ranks computes, with those ``_predicted``. Empty in a run without ``dynamic``.
+
+        Raises:
+            RuntimeError: before the first fit.
+        """
+        if self._records is None:
+            raise RuntimeError("ImbalanceMonitor.strategies() has no steps yet: call trainer.fit.")
+        return [] if self._by_strategy is None else self._by_strategy.report(self._records)
+
+
+def _record(
+    plan: StepPlan,
+    work: Work,
+    seconds: float,
+    wait: float,
+    measured: Imbalance,
+    step: StepPrediction | None,
+) -> StepRecord:
+    """A step's figures: what was measured, what was planned, and what was predicted."""
+    predicted = imbalance.UNKNOWN if step is None else imbalance.predicted_imbalance(step)
+    return StepRecord(
+        tokens=plan.tokens,
+        target_tokens=plan.target_tokens,
+        delay_mean=plan.delay,
+        delay_max=plan.max_delay,
+        drain=plan.drain,
+        flops=imbalance.step_flops(plan, work),
+        seconds=seconds,
+        wait=wait,
+        seconds_predicted=float("nan") if step is None else step.total_ns / 1e9,
+        levels=(*measured, *imbalance.planned_imbalance(plan, work), *predicted),
+    )
+
+
+def _logged(record: StepRecord, figures: dict[str, float]) -> dict[str, float]:
     """The figures of one step by the name under which they are logged."""
     levels = zip(LEVELS, record.levels, strict=True)
-    figures = {
+    every = {
         **{f"imbalance_{name}": level.degree for name, level in levels},
         "step_seconds": record.seconds,
         "step_seconds_predicted": record.seconds_predicted,
@@ -248,11 +300,11 @@ def _logged(record: StepRecord, rates: dict[str, float]) -> dict[str, float]:
         "delay_max": record.delay_max,
         "tokens": record.tokens,
         "target_tokens": record.target_tokens,
-        **rates,
+        **figures,
     }
     # A figure is not a number where nothing was predicted, or where no attention was timed, as in
     # a model without our kernel.
-    return {f"wlb/{name}": float(value) for name, value in figures.items() if not np.isnan(value)}
+    return {f"wlb/{name}": float(value) for name, value in every.items() if not np.isnan(value)}
 
 
 def _epochs(state: dict[str, Any]) -> dict[str, float]:
@@ -261,12 +313,6 @@ def _epochs(state: dict[str, Any]) -> dict[str, float]:
         f"wlb/epoch/{name}": standing["passes"] + standing["position"] / standing["documents"]
         for name, standing in state.get("mixture", {}).items()
     }
-
-
-def _mesh_name(mesh: Mesh) -> str:
-    """``data 2 × context 4``: the axes that have more than one rank."""
-    several = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True) if size > 1]
-    return " × ".join(several) or "one device"
 
 
 def _executor(trainer: L.Trainer) -> Executor:

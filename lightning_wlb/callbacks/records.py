@@ -3,12 +3,16 @@
 Means alone hide the steps that everybody waits for, so every imbalance degree comes as mean, 99th
 percentile and aggregate (the quotient of the sums over steps: N·Σmax/ΣW at the pipeline level).
 
+Steps that leave the mesh are those of a *strategy*, by number (0: the mesh). The first steps on
+each are slower, since its ranks connect and allocate then: each has a warm-up of its own.
+
 Cost: 8 bytes × the :data:`COLUMNS` per step, about 20 MB for 100,000 steps.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from itertools import chain
 from typing import NamedTuple
 
@@ -41,10 +45,13 @@ class StepRecord(NamedTuple):
 
 
 COLUMNS = (
+    "strategy",
+    "timed",
     *StepRecord._fields[:-1],
     *(f"{level}_{part}" for level in LEVELS for part in Level._fields),
 )
-"""What is kept of a step: the numbers of its record, and both sums of each level."""
+"""What is kept of a step: its strategy, whether it is beyond the warm-up, the numbers of its
+record, and both sums of each level."""
 
 
 class Records:
@@ -53,7 +60,10 @@ class Records:
     Args:
         devices: ranks of the mesh.
         peak_flops: FLOP/s that one device can do at best; None if unknown.
-        warm_up_steps: first steps that the figures on measured time leave out.
+        warm_up_steps: first steps on each strategy that the figures on measured time leave out.
+
+    Attributes:
+        timed: steps beyond them.
     """
 
     def __init__(
@@ -62,15 +72,22 @@ class Records:
         self.devices = devices
         self.peak_flops = peak_flops
         self.warm_up_steps = warm_up_steps
+        self.timed = 0
+        self._taken: Counter[int] = Counter()
         self._numbers = array("d")
 
     def __len__(self) -> int:
         return len(self._numbers) // len(COLUMNS)
 
-    def add(self, record: StepRecord) -> None:
-        """Keep a step."""
+    def add(self, record: StepRecord, strategy: int = 0) -> bool:
+        """Keep a step; whether it is beyond the warm-up of its strategy."""
         assert len(record.levels) == len(LEVELS)
-        self._numbers.extend((*record[:-1], *chain.from_iterable(record.levels)))
+        timed = self._taken[strategy] >= self.warm_up_steps
+        self._taken[strategy] += 1
+        self.timed += timed
+        levels = chain.from_iterable(record.levels)
+        self._numbers.extend((strategy, timed, *record[:-1], *levels))
+        return timed
 
     def columns(self) -> dict[str, np.ndarray]:
         """Each of :data:`COLUMNS` over all steps: float64 [steps]."""
@@ -88,17 +105,24 @@ class Records:
             rates["mfu"] = _quotient(flops, per_device * self.peak_flops)
         return rates
 
-    def summary(self) -> dict[str, float]:
-        """The run in plain numbers, as :meth:`.ImbalanceMonitor.summary` describes them."""
+    def summary(self, strategy: int | None = None) -> dict[str, float]:
+        """The run in plain numbers, as :meth:`.ImbalanceMonitor.summary` describes them.
+
+        Args:
+            strategy: whose steps alone are meant; None: all.
+        """
         every = self.columns()
-        timed = {name: column[self.warm_up_steps :] for name, column in every.items()}
+        if strategy is not None:
+            own = every["strategy"] == strategy
+            every = {name: column[own] for name, column in every.items()}
+        timed = {name: column[every["timed"] > 0] for name, column in every.items()}
         drain = every["drain"] > 0
         seconds, tokens = float(timed["seconds"].sum()), float(timed["tokens"].sum())
         # Their medians stay where they are if single steps are slow, whatever the cause.
         per_token = timed["seconds"] / np.maximum(timed["tokens"], 1)
         flops_per_second = timed["flops"] / np.maximum(timed["seconds"], 1e-9)
         result: dict[str, float] = {
-            "steps": len(self),
+            "steps": len(every["seconds"]),
             "timed_steps": len(timed["seconds"]),
             "tokens": int(every["tokens"].sum()),
             "target_tokens": int(every["target_tokens"].sum()),

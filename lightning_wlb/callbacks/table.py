@@ -1,11 +1,54 @@
-"""The table that :class:`.ImbalanceMonitor` prints at the end of fit."""
+"""The tables that :class:`.ImbalanceMonitor` prints at the end of fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
+
+from lightning_wlb.mesh import AXES
+
+_SHOWN = 16
+"""Pipelines of a strategy that have a row each."""
+
+
+def ranks_in_words(sizes: Mapping[str, int]) -> str:
+    """``data 2 × context 4``: the axes that have more than one rank."""
+    several = [f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1]
+    return " × ".join(several) or "one device"
+
+
+def strategies_table(strategies: Sequence[Mapping[str, Any]]) -> Table:
+    """A run's :meth:`.ImbalanceMonitor.strategies` as a table: a row for each and each pipeline."""
+    table = Table(
+        title="Steps by strategy",
+        caption=(
+            "Time: of a strategy mean of its steps, of a pipeline what a rank computes in one;"
+            " warm-up left out on each strategy. Predicted: by the profile."
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("", no_wrap=True)
+    for heading in ("steps", "time (s)", "predicted", "imbalance, data"):
+        table.add_column(heading, justify="right")
+    for each in strategies:
+        table.add_section()
+        name = f"strategy {each['strategy']}" if each["strategy"] else "mesh"
+        times = each["seconds_per_step"], each["seconds_per_step_predicted"]
+        balance = each["imbalance_data_aggregate"]
+        table.add_row(name, str(each["steps"]), *map(_shown, (*times, balance)))
+        pipelines = each["pipelines"]
+        for own in pipelines[:_SHOWN]:
+            first, last = own["ranks"]
+            name = f"  ranks {first}-{last}: {ranks_in_words(own)}"
+            times = own["compute_seconds"], own["compute_seconds_predicted"]
+            table.add_row(name if last > first else f"  rank {first}", "", *map(_shown, times))
+        if len(pipelines) > _SHOWN:
+            table.add_row(f"  and {len(pipelines) - _SHOWN} more pipelines")
+    return table
 
 
 def summary_table(summary: dict[str, float], mesh: str) -> Table:

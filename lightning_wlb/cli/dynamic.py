@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_wlb.cli.request import Request
-from lightning_wlb.meshes.dynamic import WORTH, PoolChoice, choose_pool, described
+from lightning_wlb.meshes.dynamic import SAMPLE, WORTH, PoolChoice, choose_pool, described
 from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.plan import alike
+from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.planner import plan_steps
+from lightning_wlb.planning.pool import Pool
+from lightning_wlb.schedule.simulate import Simulation
 from lightning_wlb.strategy.searching import progress_bar
-
-SAMPLE = 8
-"""Steps at most: half to choose the strategies by, and half to judge them."""
 
 
 def pool_request(request: Request) -> MeshRequest:
@@ -20,7 +23,7 @@ def pool_request(request: Request) -> MeshRequest:
     Raises:
         ValueError: there is none, there is one step only, or the mesh has virtual stages.
     """
-    able = [each for each in request.candidates if PACKINGS[each[0]].arranges]
+    able = _able(request)
     if not able:
         names = ", ".join(name for name, packer in PACKINGS.items() if packer.arranges)
         raise ValueError(
@@ -44,9 +47,15 @@ def pool_request(request: Request) -> MeshRequest:
         schedule=request.schedule,
         activation_checkpointing=request.checkpointing,
         rest_dtype=request.rest_dtype,
+        reduce_dtype=request.reduce_dtype,
         sharding=sharding,
         steps=min(request.steps, SAMPLE),
     )
+
+
+def _able(request: Request) -> list[tuple[str, str]]:
+    """Packings that are compared, with their shardings, whose steps can leave the mesh."""
+    return [each for each in request.candidates if PACKINGS[each[0]].arranges]
 
 
 def chosen_pool(request: Request) -> PoolChoice:
@@ -58,6 +67,36 @@ def chosen_pool(request: Request) -> PoolChoice:
     asked = pool_request(request)
     with progress_bar() as tell:
         return choose_pool(asked, request.mesh, progress=tell)
+
+
+def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simulation]]:
+    """The step that gains most by leaving the mesh: its replicas there, and pipelines that are
+    alike, by what they are called. Empty where no step leaves the mesh.
+    """
+    if not choice.tried:
+        return {}
+    base, (packing, sharding) = request.predictor(), _able(request)[0]
+    pool = Pool.of(choice.tried, base, request.checkpointing, sharding)
+    judge, steps = PredictedJudge(base, request.checkpointing), min(request.steps, SAMPLE)
+    on_mesh, chosen = (
+        plan_steps(request.planner(packing, sharding, judge, each), steps) for each in (None, pool)
+    )
+    left = [
+        (base.predict(one), pool.predict(other, base))
+        for one, other in zip(on_mesh, chosen, strict=True)
+        if other.strategy
+    ]
+    if not left:
+        return {}
+    one, other = max(left, key=lambda pair: pair[0].total_ns / pair[1].total_ns)
+    said = f"step {one.plan.step}, which gains most by leaving the mesh"
+    found: dict[str, Sequence[Simulation]] = {f"{said}: on the mesh": one.simulations}
+    strategy = other.plan.strategy
+    for numbers in alike(strategy).values():
+        latest = f", the latest of {len(numbers)} alike" if len(numbers) > 1 else ""
+        simulations = [other.simulations[number] for number in numbers]
+        found[f"step {one.plan.step} on {strategy[numbers[0]]}{latest}"] = simulations
+    return found
 
 
 def pool_report(choice: PoolChoice) -> dict[str, Any]:

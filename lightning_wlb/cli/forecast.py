@@ -18,11 +18,9 @@ import numpy as np
 
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
 from lightning_wlb.cli.request import Request
-from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import Recompute, StepPlan
-from lightning_wlb.planning import Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor
@@ -181,21 +179,8 @@ def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
     """The steps of each packing and sharding."""
     judge = PredictedJudge(request.predictor(), request.checkpointing)
     return {
-        (packing, sharding): plan_steps(
-            Planner(
-                request.lengths,
-                request.settings[packing],
-                Work.of(request.shape),
-                request.mesh,
-                sharding=sharding,
-                schedule=request.schedule,
-                kernel_cost=judge.predictor.latency.segment_cost,
-                judge=judge,
-                activation_checkpointing=request.checkpointing,
-            ),
-            request.steps,
-        )
-        for packing, sharding in request.candidates
+        each: plan_steps(request.planner(*each, judge), request.steps)
+        for each in request.candidates
     }
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.arguments import add_model, packing_option_names
-from lightning_wlb.cli.dynamic import SAMPLE, chosen_pool, pool_report, pool_request
+from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, compare
 from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
 from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
@@ -45,6 +45,7 @@ from lightning_wlb.cli.request import (
 from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.cli.verdict import Verdict, judged
 from lightning_wlb.cost.profile import shipped_profiles
+from lightning_wlb.meshes.dynamic import SAMPLE
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
@@ -205,8 +206,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--picture",
         type=Path,
-        help="PNG: a typical step of each row as a timeline; with --mesh auto the step time on each"
-        " mesh",
+        help="PNG: a typical step of each row as a timeline; with --dynamic auto also the step that"
+        " gains most; with --mesh auto the step time on each mesh",
     )
     out.add_argument("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -240,34 +241,42 @@ def run(arguments: argparse.Namespace) -> None:
     pool = chosen_pool(request) if dynamic else None
     for line in pool.lines if pool else ():
         console.print(line, highlight=False)
+    shown: dict[str, Simulation] = {}
+    if arguments.picture is not None or arguments.trace is not None:
+        steps = _typical_steps(comparison) | (best_step(request, pool) if pool else {})
+        shown = {name: _latest(each) for name, each in steps.items()}
     if arguments.picture is not None:
         draw_gantt(
             arguments.picture,
-            _typical_steps(comparison),
+            shown,
             f"A typical step, simulated: {arguments.model} on {request.mesh}\n"
             f"{request.profile.provenance}",
         )
         console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
     if arguments.trace is not None:
-        write_trace(arguments.trace, _typical_steps(comparison))
+        write_trace(arguments.trace, shown)
         console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
     if arguments.json:
         report = _report(arguments, comparison, verdict)
         print(json.dumps(report | ({"dynamic": pool_report(pool)} if pool else {})))
 
 
-def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
-    """A typical step of each row, on the replica whose last action ends last."""
+def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
+    """The replicas of a typical step of each row."""
+    steps = [(row, row.typical_step) for row in comparison.forecasts]
+    return {
+        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": step.simulations
+        for row, step in steps
+    }
+
+
+def _latest(simulations: Sequence[Simulation]) -> Simulation:
+    """The pipeline whose last action ends last."""
 
     def end(simulation: Simulation) -> int:
         return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
 
-    found = {}
-    for row in comparison.forecasts:
-        step = row.typical_step
-        name = f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens"
-        found[name] = max(step.simulations, key=end)
-    return found
+    return max(simulations, key=end)
 
 
 def _table(comparison: Comparison) -> Table:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_wlb.arguments import whole
 from lightning_wlb.cli.arguments import mesh_of, model_shape, names_of, packing_options
 from lightning_wlb.cli.lengths import Lengths, load_lengths
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
 from lightning_wlb.cost.memory import usable_bytes
 from lightning_wlb.cost.profile import Profile
@@ -17,8 +18,10 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import ActivationCheckpointing
-from lightning_wlb.planning import DataSettings
+from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.pool import Pool
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
@@ -132,6 +135,26 @@ class Request:
             tuple(model_stages(self.shape, mesh.stages, context)),
             self.schedule,
             self.rest_dtype,
+        )
+
+    def planner(
+        self, packing: str, sharding: str, judge: PredictedJudge, pool: Pool | None = None
+    ) -> Planner:
+        """Of the run's steps with a packing and a sharding; ``judge`` simulates on the mesh.
+
+        With a pool, steps may leave the mesh for its strategies.
+        """
+        return Planner(
+            self.lengths,
+            self.settings[packing],
+            Work.of(self.shape),
+            self.mesh,
+            sharding=sharding,
+            schedule=self.schedule,
+            kernel_cost=judge.predictor.latency.segment_cost,
+            judge=judge,
+            activation_checkpointing=self.checkpointing,
+            pool=pool,
         )
 
     def longest_micro_batch(self, predictor: Predictor) -> int:

@@ -89,7 +89,8 @@ class WLBCLI(LightningCLI):
         strategy = self._get(self.config, "trainer.strategy")
         given = self._get(self.config, "wlb").as_dict()
         if strategy == WLBStrategy.strategy_name:
-            kwargs["strategy"] = WLBStrategy(**given)
+            # Instantiated: the file has schemes as mappings.
+            kwargs["strategy"] = WLBStrategy(**self._get(self.config_init, "wlb").as_dict())
         else:
             usual = self._parser(self.subcommand).get_defaults().wlb.as_dict()
             if changed := {name: each for name, each in given.items() if each != usual[name]}:

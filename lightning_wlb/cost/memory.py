@@ -34,6 +34,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES, communicators
 from lightning_wlb.cost.head import chunk_rows
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
@@ -47,11 +48,6 @@ Sizes = TypeVar("Sizes", int, Integers)  # of one micro-batch, or of many
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill at most."""
 
-COMMUNICATOR_BYTES = 24 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
-"""What a process group takes of a GPU under NCCL once it has reduced or gathered: a ring receives
-into buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30), of which
-eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not measured."""
-
 _SPARE_PERCENT = 3
 """Percent of a GPU that is left for CUDA's context and for fragmentation, at least."""
 
@@ -59,30 +55,17 @@ _TILE = 128
 """Rows that a kernel's accumulator has for each segment beyond its own, at most."""
 
 
-def usable_bytes(profile: Profile, mesh: Mesh) -> int:
+def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int:
     """Bytes of a device that a plan may fill on a mesh.
 
     :data:`USABLE_PERCENT` of it; on a small GPU less, where that would leave no room for process
-    groups.
+    groups: so many of each rank, or those of the mesh.
     """
     memory = profile.memory_bytes
-    taken = communicators(mesh) * COMMUNICATOR_BYTES if profile.device_type == "cuda" else 0
+    groups = communicators(mesh) if groups is None else groups
+    taken = groups * COMMUNICATOR_BYTES if profile.device_type == "cuda" else 0
     room = memory * (100 - _SPARE_PERCENT) // 100 - taken
     return max(min(memory * USABLE_PERCENT // 100, room), 0)
-
-
-def communicators(mesh: Mesh) -> int:
-    """Process groups over which a rank communicates, with all that sharing of replicas may add."""
-    channels = 4 if mesh.virtual_stages > 1 else 2
-    return (
-        (mesh.devices > 1)
-        + (mesh.tensor > 1)
-        + (mesh.context > 1)
-        + (mesh.data * mesh.context > 1)
-        + (1 + channels) * (mesh.pipeline > 1)
-        + mesh.data.bit_length()
-        - 1
-    )
 
 
 @dataclass(frozen=True)

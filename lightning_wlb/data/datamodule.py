@@ -191,8 +191,8 @@ class WLBDataModule(L.LightningDataModule):
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
         dataset = self._dataset(self._stores()[0], self.settings)
-        if not self.measures and self.trainer is not None:
-            dataset.pool = pool_of(self.trainer, dataset.predictor, self.sharding)
+        if not self.measures:
+            dataset.pool = pool_of(self.trainer, dataset.predictor, self.settings, self.sharding)
         if not self._described:
             self._described = True
             _describe(dataset.store, dataset.planner(), self.settings)
@@ -285,8 +285,8 @@ class WLBDataModule(L.LightningDataModule):
 
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
         state = self._state()
-        if self.measures and self.trainer is not None:  # what is measured is known by now
-            dataset.pool = pool_of(self.trainer, dataset.predictor, self.sharding)
+        # What is measured, and chosen, is known by now.
+        dataset.pool = pool_of(self.trainer, dataset.predictor, self.settings, self.sharding)
         if self.settings.max_tokens is not None and state is not None:
             # A run resumed after its end finds no steps: stop it, or it passes through
             # empty epochs for ever.

@@ -9,12 +9,15 @@ from __future__ import annotations
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.cost.communicators import communicators, communicators_elsewhere
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import ActivationCheckpointing, Scheme
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.pool import Pool
+from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE
 
@@ -57,7 +60,8 @@ def predictor_of(
 ) -> Predictor | None:
     """What the profile predicts of this model on this mesh; None without a profile.
 
-    The strategy's own, if it has one, is that by which it has chosen the mesh.
+    The strategy's own, if it has one, is that by which it has chosen the mesh. Where steps may
+    leave the mesh, the process groups for that take room of every step.
     """
     profile = getattr(trainer.strategy, "profile", None) or profile
     if profile is None:
@@ -69,25 +73,37 @@ def predictor_of(
         return Predictor(latency, (range(shape.layers),))
     precision = getattr(trainer.strategy, "precision_plugin", None)
     at_rest = str(getattr(precision, "parameter_dtype", "float32")).removeprefix("torch.")
-    return Predictor(latency, pipeline.stages, pipeline.schedule, at_rest)
+    elsewhere = communicators_elsewhere(_strategies(trainer), profile.devices_per_node)
+    groups = communicators(mesh) + elsewhere if elsewhere else None
+    return Predictor(latency, pipeline.stages, pipeline.schedule, at_rest, groups=groups)
+
+
+def _strategies(trainer: L.Trainer) -> tuple[tuple[Scheme, ...], ...]:
+    """Those that steps may take in place of the mesh's pipelines."""
+    found: tuple[tuple[Scheme, ...], ...] = getattr(trainer.strategy, "dynamic", ())
+    return found
 
 
 def pool_of(
-    trainer: L.Trainer, predictor: Predictor | None, sharding: str = ADAPTIVE
+    trainer: L.Trainer | None,
+    predictor: Predictor | None,
+    data: DataSettings,
+    sharding: str = ADAPTIVE,
 ) -> Pool | None:
     """The strategies that a step may take in place of the mesh's pipelines; None: none.
 
     Args:
         trainer: whose strategy may have some, as ``WLBStrategy(dynamic=...)``.
         predictor: of the mesh.
+        data: the data settings.
         sharding: of every micro-batch.
 
     Raises:
-        MisconfigurationException: there is no device profile to choose by, or a strategy is the
-            mesh's own or does not go with it.
+        MisconfigurationException: there is no device profile to choose by, the packing deals to
+            equal pipelines only, or a strategy is the mesh's own or does not go with it.
     """
-    strategies: tuple[tuple[Scheme, ...], ...] = getattr(trainer.strategy, "dynamic", ())
-    if not strategies:
+    strategies = () if trainer is None else _strategies(trainer)
+    if trainer is None or not strategies:
         return None
     if predictor is None:
         raise MisconfigurationException(
@@ -95,6 +111,7 @@ def pool_of(
             " WLBDataModule(profile=...), a file of `lightning-wlb profile` or a shipped name."
         )
     try:
+        check_packing(data.packer)
         return Pool.of(strategies, predictor, checkpointing_of(trainer), sharding)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None

@@ -44,7 +44,7 @@ def strategy_of(mesh: Mesh, stages: Sequence[range]) -> Strategy:
     if mesh.virtual_stages > 1:
         raise ValueError(
             f"virtual_stages={mesh.virtual_stages}, but pipelines that differ have one stage on"
-            " each rank. Use virtual_stages=1."
+            " each rank. Use schedule='1f1b'."
         )
     layers = tuple(map(len, stages))
     size = mesh.pipeline * mesh.context * mesh.tensor
@@ -99,6 +99,7 @@ class Weights:
         split: tensor-parallel size -> parameter -> the dimension that is split; those that are not
             named are whole on every rank. Size 1 needs no entry.
         tied: names of the parameters that embedding and head share.
+        frozen: names of those that get no gradients.
 
     Raises:
         ValueError: a parameter in none of embed, layers and head, of which each pipeline stage
@@ -108,6 +109,7 @@ class Weights:
     shapes: Mapping[str, tuple[int, ...]]
     split: Mapping[int, Mapping[str, int]]
     tied: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in self.shapes:
@@ -159,7 +161,11 @@ class Weights:
         stages = [_Places.of(each).stages_of(unit.layers) for each in (base, strategy)]
         sizes = sorted({scheme.tensor for scheme in (*base[:1], *strategy)})
         dims = tuple(self.split_dim(name, size) for name in unit.names for size in sizes)
-        return tuple(self.shapes[name] for name in unit.names), dims, *stages
+        return tuple(self.shapes[name] for name in unit.names), dims, self.trained(unit), *stages
+
+    def trained(self, unit: Unit) -> tuple[bool, ...]:
+        """Of each parameter of a unit whether it gets gradients."""
+        return tuple(name not in self.frozen for name in unit.names)
 
     def split_dim(self, name: str, size: int) -> int | None:
         """The dimension that so many tensor-parallel ranks split; None: they hold it alike.

@@ -122,14 +122,21 @@ class Link:
         order: list[int] = own.argsort(kind="stable").tolist()
         return [unit for unit in order if own[unit] >= 0]
 
-    def boxes(self, unit: int, *, rest: bool) -> dict[int, Integers]:
+    def boxes(self, unit: int, *, rest: bool, trained: bool = False) -> dict[int, Integers]:
         """What this rank holds of a unit, at rest or in the step.
+
+        Args:
+            unit: its number.
+            rest: at rest; else in the step.
+            trained: whether only of parameters that get gradients.
 
         Returns:
             Number of the parameter -> int64 [dimensions, 2]; without those of which it has nothing.
         """
         of_unit = self._of_unit(unit).rest if rest else self._of_unit(unit).need
-        return dict(zip(of_unit.parameter.tolist(), of_unit.box, strict=True))
+        counted = self.weights.trained(self.weights.units[unit])
+        boxes = zip(of_unit.parameter.tolist(), of_unit.box, strict=True)
+        return {number: box for number, box in boxes if counted[number] or not trained}
 
     def exchange(self, slot: int, hop: int, *, push: bool = False) -> Exchange:
         """One all-to-all.
@@ -137,7 +144,8 @@ class Link:
         Args:
             slot: in ``range(self.slots)``.
             hop: in ``range(self.hops)``.
-            push: of gradients, which go to every copy of a parameter; else of parameters.
+            push: of gradients, which go to every copy of a parameter that gets some; else of
+                parameters.
         """
         outer = self.hops == 2 and hop == 0
         # Over the outer hop a node takes a unit once, whichever of its ranks does so first.
@@ -145,7 +153,10 @@ class Link:
         units = np.flatnonzero((table == slot).any(axis=0)).tolist()
         out, into = [], []
         for unit in units:
-            of_unit = self._of_unit(unit).hops[push][hop]
+            hops = self._of_unit(unit).hops[push]
+            if not hops:
+                continue
+            of_unit = hops[hop]
             now = table[of_unit.out.peer // takers, unit] == slot
             out.append((unit, of_unit.out, np.flatnonzero(now)))
             if table[self.rank // takers, unit] == slot:
@@ -190,16 +201,17 @@ class Link:
             need = in_step(self.weights, self.weights.units[unit], self.strategy)
             how = two_hops if self.hops == 2 else one_hop
             size = min(self.per_node, len(self._slots))
-            pull, push = (
-                how(rest, need, self.rank, size, every_copy=every) for every in (False, True)
-            )
+            pull = how(rest, need, self.rank, size)
+            trained = np.array(self.weights.trained(self.weights.units[unit]))
+            gets, gives = (each.where(trained[each.parameter]) for each in (rest, need))
+            push = how(gets, gives, self.rank, size, every_copy=True) if trained.any() else []
             mine = rest.where(rest.rank == self.rank), need.where(need.rank == self.rank)
             self._made[key] = _OfUnit(*mine, (pull, push))
         return self._made[key]
 
 
 class _OfUnit(NamedTuple):
-    """What one rank has of a unit, and its hops: of parameters, and of gradients."""
+    """What one rank has of a unit, and its hops: of parameters, and of gradients, if it has any."""
 
     rest: Regions
     need: Regions

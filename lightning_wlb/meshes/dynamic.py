@@ -1,11 +1,14 @@
 """Whether steps that leave the mesh would pay, and for which strategies: ``dynamic="auto"``.
 
-1. Strategies are proposed from the lengths (:func:`.proposed_strategies`): Hydraulis' mixtures of
-   pipelines, rounded to whole ones, and pipelines that are all alike.
-2. The first half of a sample of the run's own steps is planned on the mesh and on each of them.
-   The pool takes, one after another, the strategy that saves most beside those that it has, as long
-   as that is :data:`WORTH_ADDING` of the time; :data:`MOST` at most.
-3. The other half of the sample says what the pool would gain, for a choice looks better on the
+1. A sample of the run's first steps is taken. Its first half, and :data:`AHEAD` times as many steps
+   after the sample, are put in order of the squares of their lengths and cut into parts; of each
+   part a step beyond its middle is *chosen by*. For the steps that gain most may come seldom: those
+   with the longest documents.
+2. Strategies are proposed for these steps by an estimate (:func:`.mixtures`). The steps are planned
+   on the mesh and on each strategy. The pool takes, one after another, the strategy that saves most
+   beside those that it has, as long as that is :data:`WORTH_ADDING` of the time; :data:`MOST` at
+   most.
+3. The second half of the sample says what the pool would gain, for a choice looks better on the
    steps that it was made by. Only above :data:`WORTH` are there to be such steps at all.
 
 All times are simulated, and those of steps that leave the mesh hold what parameters and gradients
@@ -13,14 +16,15 @@ take to travel (:mod:`~lightning_wlb.prediction.linking`). Ties go by the order 
 sample is of a run's first steps wherever the run stands, so one that is resumed on the same mesh
 and chooses again has the same pool.
 
-Cost: half the sample times the strategies proposed (five to twenty), and two to four plans of a
-pipeline for each.
+Cost: half the sample times :data:`PROPOSED` strategies, and two to five plans of its pipelines for
+each; the estimate takes seconds on 64 devices.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -28,11 +32,12 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.meshes.choice import name_of
-from lightning_wlb.meshes.proposal import proposed_strategies
+from lightning_wlb.meshes.mixtures import mixtures
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress
+from lightning_wlb.plan import Scheme
 from lightning_wlb.planning.judge import PredictedJudge, Verdict
-from lightning_wlb.planning.planner import Planner, plan_steps
+from lightning_wlb.planning.planner import Planner, Release
 from lightning_wlb.planning.pool import Pool, best_of
 from lightning_wlb.planning.unequal import Arranged
 
@@ -41,6 +46,15 @@ WORTH = 1.02
 
 WORTH_ADDING = 0.005
 """Share of the time on the mesh that a strategy must save beside those of the pool already."""
+
+AHEAD = 8
+"""Times as many steps as are chosen by, among which these are looked for beside the sample."""
+
+PROPOSED = 12
+"""Strategies that are simulated."""
+
+SAMPLE = 8
+"""Steps that are simulated: half to choose the strategies by, and half to judge them."""
 
 MOST = 4
 """Strategies of a pool. Each costs every step its planning, and a rank its process groups."""
@@ -69,6 +83,28 @@ class PoolChoice:
     pool_ns: int
     chosen: tuple[int, ...]
     steps: int
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> PoolChoice:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: text that it did not write.
+        """
+        try:
+            made = json.loads(text)
+            pools = {
+                name: tuple(tuple(Scheme(**each) for each in one) for one in made[name])
+                for name in ("strategies", "tried")
+            }
+            given = {"mesh": Mesh(**made["mesh"]), "chosen": tuple(made["chosen"])}
+            return PoolChoice(**made | pools | given)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the choice of a pool: {error!r}.") from error
 
     @property
     def gain(self) -> float:
@@ -156,7 +192,6 @@ def choose_pool(
     base = request.predictor(mesh)
     judge = PredictedJudge(base, request.activation_checkpointing)
     own = strategy_of(mesh, base.stages)
-    proposed = [each for each in proposed_strategies(request) if each != own]
     planner = Planner(
         request.lengths,
         request.data,
@@ -169,27 +204,32 @@ def choose_pool(
         activation_checkpointing=request.activation_checkpointing,
         mixture=request.mixture,
     )
-    plans = plan_steps(planner, request.steps)
     half = request.steps // 2
+    releases = _releases(planner, request.steps + AHEAD * half)
+    others = releases[:half] + releases[request.steps :]
+    given, judged = _varied(others, half), releases[half : request.steps]
+    plans = {release.step: planner.place(release) for release in (*given, *judged)}
 
-    def sampled(pool: Pool, first: int, stop: int) -> list[_Step]:
+    def sampled(pool: Pool, releases: Sequence[Release]) -> list[_Step]:
         steps = []
-        for number in range(first, stop):
+        for release in releases:
             if progress is not None:
-                progress("simulating strategies", number, len(plans))
-            plan = plans[number]
+                progress("simulating strategies", list(plans).index(release.step), len(plans))
+            plan = plans[release.step]
             arranged = pool.arranged(plan.pieces, planner.rules, request.data.packer)
             steps.append(_Step(judge(plan.replicas), arranged))
         return steps
 
+    pieces = [plans[release.step].pieces for release in given]
+    proposed = mixtures(request, pieces, PROPOSED, beside=own)
     tried: list[Strategy] = []
     if proposed:
         pool = Pool.of(proposed, base, request.activation_checkpointing, request.sharding)
-        tried = _best_together(sampled(pool, 0, half), proposed, judge.limit)
+        tried = _best_together(sampled(pool, given), proposed, judge.limit)
     if not tried:
-        mesh_ns = sum(judge(plan.replicas).time for plan in plans[half:])
-        return PoolChoice((), (), len(proposed), mesh, mesh_ns, mesh_ns, (), len(plans) - half)
-    rest = sampled(pool.only(tried), half, len(plans))
+        mesh_ns = sum(judge(plans[release.step].replicas).time for release in judged)
+        return PoolChoice((), (), len(proposed), mesh, mesh_ns, mesh_ns, (), len(judged))
+    rest = sampled(pool.only(tried), judged)
     times = [step.time(tried, judge.limit) for step in rest]
     mesh_ns, pool_ns = sum(step.on_mesh.time for step in rest), sum(time for time, _ in times)
     taken = [strategy for _, strategy in times]
@@ -203,6 +243,28 @@ def choose_pool(
         chosen=tuple(map(taken.count, tried)),
         steps=len(rest),
     )
+
+
+def _releases(planner: Planner, count: int) -> list[Release]:
+    """What enters the next steps, over the ends of epochs."""
+    found: list[Release] = []
+    while len(found) < count:
+        if (release := planner.release()) is not None:
+            found.append(release)
+    return found
+
+
+def _varied(releases: Sequence[Release], count: int) -> list[Release]:
+    """One of each of so many parts of these steps, in ascending order of squared lengths.
+
+    Of each part it is the one at three quarters of it, so that the last is among the longest.
+    """
+
+    def squares(release: Release) -> int:
+        return sum(piece.tokens**2 for packed in release.micro_batches for piece in packed)
+
+    ordered = sorted(releases, key=squares)
+    return [ordered[(4 * part + 3) * len(ordered) // (4 * count)] for part in range(count)]
 
 
 def _best_together(

@@ -126,7 +126,7 @@ def proposed_strategies(request: MeshRequest) -> list[Strategy]:
     meshes, strategies = _proposed(request, legal_meshes(request, Reasons()))
     steps = min(request.devices, DEVICE_STEPS)
     found: dict[Strategy, None] = {}
-    for parts in strategies:
+    for parts in filter(None, strategies):  # there is none for what no scheme can hold
         counts = _whole({part.scheme: part.devices / steps for part in parts}, meshes)
         schemes: list[Scheme] = []
         for number, count in counts.items():

@@ -26,7 +26,7 @@ from lightning_wlb.plan.parts import (
     piece_counts,
     symmetric_backward,
 )
-from lightning_wlb.plan.scheme import Scheme
+from lightning_wlb.plan.scheme import Scheme, Shape, alike
 from lightning_wlb.plan.step import StepPlan
 
 __all__ = [
@@ -36,8 +36,10 @@ __all__ = [
     "Recompute",
     "ReplicaPlan",
     "Scheme",
+    "Shape",
     "Slice",
     "StepPlan",
+    "alike",
     "piece_counts",
     "symmetric_backward",
 ]

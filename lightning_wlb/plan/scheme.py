@@ -13,10 +13,14 @@ Cost: integer arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from lightning_wlb.arguments import whole, wholes
+
+Shape = tuple[tuple[int, ...], int, int]
+"""Layers of each stage, context and tensor ranks: what pipelines that are alike have in common."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Scheme:
         return range(self.first, self.first + self.size)
 
     @property
-    def shape(self) -> tuple[tuple[int, ...], int, int]:
+    def shape(self) -> Shape:
         """All but where it is: pipelines that are alike have equal shapes."""
         return self.stages, self.context, self.tensor
 
@@ -83,3 +87,11 @@ class Scheme:
             f"ranks [{self.first}, {self.ranks.stop}): context {self.context} × tensor"
             f" {self.tensor}, layers {layers}"
         )
+
+
+def alike(strategy: Sequence[Scheme]) -> dict[Shape, list[int]]:
+    """The numbers of the pipelines of each shape, ascending; shapes in the order of the first."""
+    found: dict[Shape, list[int]] = {}
+    for number, scheme in enumerate(strategy):
+        found.setdefault(scheme.shape, []).append(number)
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
 from lightning_wlb.plan.scheme import Scheme
-from lightning_wlb.plan.validation import check, check_strategy
+from lightning_wlb.plan.validation import check
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ class StepPlan:
         Raises:
             ValueError: naming the document and range, micro-batch or replica that is wrong.
         """
-        check(self.step, self.replicas, self.pieces, self.cap)
-        if self.strategy:
-            check_strategy(self.step, self.strategy, self.replicas)
+        check(self.step, self.replicas, self.pieces, self.cap, self.strategy)
         if not 0 <= self.target_tokens <= self.tokens:
             raise ValueError(
                 f"step {self.step}: target_tokens={self.target_tokens} is not between 0 and the"

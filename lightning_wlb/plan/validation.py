@@ -6,19 +6,27 @@ The cost is linear in the number of slices, except for sorting them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from lightning_wlb.plan.parts import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
-from lightning_wlb.plan.scheme import Scheme
+from lightning_wlb.plan.scheme import Scheme, alike
 
 
-def check(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece], cap: int) -> None:
+def check(
+    step: int,
+    replicas: Sequence[ReplicaPlan],
+    pieces: Sequence[Piece],
+    cap: int,
+    strategy: Sequence[Scheme] = (),
+) -> None:
     """Refuse replicas and pieces of a ``StepPlan`` that cannot run.
 
     Raises:
-        ValueError: naming the document and range, micro-batch or replica that is wrong.
+        ValueError: naming the document and range, micro-batch, replica or scheme that is wrong.
     """
+    if strategy:
+        _check_schemes(step, strategy, len(replicas))
     _check_replicas(step, replicas)
     _check_pieces(step, pieces)
     _check_coverage(step, replicas, pieces)
@@ -33,23 +41,22 @@ def check(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece], c
                         f"{where}: micro-batch {index} names replicas {named}; it must name"
                         f" {number} and replicas below {len(replicas)}."
                     )
+                if strategy:
+                    _check_fits(f"{where}: micro-batch {index}", strategy, replica, micro_batch)
         _check_recomputation(f"step {step}, replica {number}", replica)
     _check_order(step, replicas)
-    _check_merged(step, replicas)
+    places = alike(strategy).values() if strategy else [range(len(replicas))]
+    _check_merged(step, replicas, {own: each for each in places for own in each})
 
 
-def check_strategy(step: int, strategy: Sequence[Scheme], replicas: Sequence[ReplicaPlan]) -> None:
-    """Refuse a strategy of a ``StepPlan`` on which its replicas cannot run.
-
-    Raises:
-        ValueError: naming the replica, its scheme and, where it is wrong, the micro-batch.
-    """
-    if len(strategy) != len(replicas):
+def _check_schemes(step: int, strategy: Sequence[Scheme], replicas: int) -> None:
+    """Each replica has a scheme of the whole model, and each rank is in one of them."""
+    if len(strategy) != replicas:
         raise ValueError(
-            f"step {step}: {len(strategy)} schemes for {len(replicas)} replicas; give one for each."
+            f"step {step}: {len(strategy)} schemes for {replicas} replicas; give one for each."
         )
     first, layers = 0, sum(strategy[0].stages)
-    for number, (scheme, replica) in enumerate(zip(strategy, replicas, strict=True)):
+    for number, scheme in enumerate(strategy):
         where = f"step {step}, replica {number} on {scheme}"
         if scheme.first != first:
             raise ValueError(
@@ -62,26 +69,28 @@ def check_strategy(step: int, strategy: Sequence[Scheme], replicas: Sequence[Rep
                 f"{where}: its stages have {sum(scheme.stages)} layers, those of replica 0"
                 f" {layers}. Every pipeline holds the whole model."
             )
-        for pass_name, micro_batches in replica.passes:
-            for index, micro_batch in enumerate(micro_batches):
-                named = f"{where}, {pass_name}: micro-batch {index}"
-                _check_fits(named, scheme, replica, micro_batch)
-                unlike = [n for n in micro_batch.replicas if strategy[n].shape != scheme.shape]
-                if unlike:
-                    raise ValueError(
-                        f"{named} is shared with replicas {unlike}, whose schemes are others. Only"
-                        " pipelines of equal stages, context and tensor sizes share one."
-                    )
 
 
-def _check_fits(where: str, scheme: Scheme, replica: ReplicaPlan, micro_batch: MicroBatch) -> None:
-    """The rows of a micro-batch were laid out for its scheme."""
+def _check_fits(
+    where: str, strategy: Sequence[Scheme], replica: ReplicaPlan, micro_batch: MicroBatch
+) -> None:
+    """Those that share a micro-batch are alike, and its rows were laid out for them."""
+    first, *others = micro_batch.replicas
+    scheme = strategy[first]
+    unlike = [n for n in others if strategy[n].shape != scheme.shape]
+    if unlike:
+        raise ValueError(
+            f"{where} is shared by replicas {micro_batch.replicas}, but replica {first} is on"
+            f" {scheme}, replica {unlike[0]} on {strategy[unlike[0]]}. Only pipelines of equal"
+            " stages, context and tensor sizes share one."
+        )
     tokens, rows = replica.tokens_of(micro_batch), micro_batch.rows
     held = rows * scheme.context * len(micro_batch.replicas)
     if rows % scheme.tensor or held < tokens:
         raise ValueError(
             f"{where} has {rows} rows on each context rank for {tokens} tokens, which does not"
-            " divide by the tensor size or holds fewer. It was laid out for another scheme."
+            " divide by the tensor size or holds fewer. It was laid out for another scheme than"
+            f" that on {scheme}."
         )
 
 
@@ -235,8 +244,13 @@ def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
                     seen[key] = index, part
 
 
-def _check_merged(step: int, replicas: Sequence[ReplicaPlan]) -> None:
-    """A shared micro-batch names an aligned power-of-two range of replicas, which all list it."""
+def _check_merged(
+    step: int, replicas: Sequence[ReplicaPlan], like: Mapping[int, Sequence[int]]
+) -> None:
+    """A shared micro-batch names an aligned power-of-two range of replicas, which all list it.
+
+    The range is one of ``like``: of each replica all those that are alike, itself included.
+    """
     listed = dict.fromkeys(
         (
             *(number, pass_name, each.replicas, each.sharding, each.rows, each.recompute),
@@ -247,11 +261,12 @@ def _check_merged(step: int, replicas: Sequence[ReplicaPlan]) -> None:
         for each in micro_batches
     )
     for number, pass_name, members, *contents in listed:
-        first, size = members[0], len(members)
-        if size & (size - 1) or first % size or members != tuple(range(first, first + size)):
+        size = len(members)
+        first = like[number].index(members[0])
+        if size & (size - 1) or first % size or members != (*like[number][first : first + size],):
             raise ValueError(
                 f"step {step}, replica {number}: a micro-batch is shared by replicas {members},"
-                " which is not an aligned power-of-two range."
+                f" which is not an aligned power-of-two range of {[*like[number]]}."
             )
         for other in members:
             if (other, pass_name, members, *contents) not in listed:

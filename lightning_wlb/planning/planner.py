@@ -35,6 +35,7 @@ from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement, Rules
 from lightning_wlb.planning.pool import Elected, Pool
 from lightning_wlb.planning.settings import DataSettings
+from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, NAMES
@@ -85,8 +86,8 @@ class Planner:
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``, a pool without a judge, or an unknown sharding, schedule or
-            activation checkpointing.
+            ``long_documents="error"``, a pool without a judge or with a packing that cannot deal to
+            pipelines that differ, or an unknown sharding, schedule or activation checkpointing.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class Planner:
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
+        if pool is not None:
+            check_packing(self._packer)
         self._mixture = tuple(mixture)
         self._arrivals = arrivals_of(self._lengths, data, self._mixture)
         self._settings = self._fingerprint()

@@ -21,19 +21,21 @@ from typing import NamedTuple
 
 from lightning_wlb.links.layout import Strategy, strategy_of
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme
+from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, Shape, StepPlan, alike
 from lightning_wlb.planning.judge import Verdict
 from lightning_wlb.planning.packing.base import Packer, Rules
-from lightning_wlb.planning.unequal import Arranged, Receiver, Shape, arrange
+from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
+from lightning_wlb.prediction.elsewhere import predict_elsewhere
 from lightning_wlb.prediction.linking import linked_traffic
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.sharding import ADAPTIVE
+from lightning_wlb.prediction.step import StepPrediction
+from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
 WORTH_PER_MILLE = 5
 """Simulated gain for which a step leaves the mesh."""
 
 Kinds = Mapping[Shape, Receiver]
-"""What a pipeline of each shape can do."""
+"""What the pipelines of each shape can do."""
 
 
 class Elected(NamedTuple):
@@ -80,28 +82,33 @@ class Pool:
             sharding: of every micro-batch.
 
         Raises:
-            ValueError: there is no strategy, or one is the mesh's, is for other ranks or layers, or
-                lies across nodes as no mesh does.
+            ValueError: there is no strategy, or one is the mesh's, is for other ranks or layers,
+                lies across nodes as no mesh does, or has context ranks over which the sharding
+                cannot spread the model's heads.
         """
         made: dict[Strategy, Kinds] = {}
         for strategy in strategies:
             _check(strategy, base)
+            if sharding == HEADS:
+                _check_heads(strategy, base)
             traffic = {
                 scheme.shape: each for scheme, each in linked_traffic(base, strategy).items()
             }
             made[strategy] = {
-                scheme.shape: Receiver(
+                shape: Receiver(
                     scheme,
                     replace(
                         base,
-                        latency=replace(base.latency, mesh=_alike(scheme, base)),
+                        latency=replace(base.latency, mesh=mesh_like(scheme, base.latency.mesh)),
                         stages=scheme.layers,
-                        linked=traffic[scheme.shape],
+                        linked=traffic[shape],
                     ),
                     activation_checkpointing,
                     sharding,
+                    len(numbers),
                 )
-                for scheme in strategy
+                for shape, numbers in alike(strategy).items()
+                for scheme in [strategy[numbers[0]]]
             }
         return Pool(made)
 
@@ -116,12 +123,18 @@ class Pool:
         packer: Callable[[Rules], Packer],
     ) -> dict[Strategy, Arranged]:
         """A step on each strategy that can hold its longest piece."""
-        longest = max(piece.tokens for piece in pieces)
+        longest, packing = max(piece.tokens for piece in pieces), packer(rules)
         return {
             strategy: arrange(pieces, strategy, kinds, rules, packer)
             for strategy, kinds in self.kinds.items()
-            if max(kinds[scheme.shape].longest for scheme in strategy) >= longest
+            if max(each.longest_shared(packing) for each in kinds.values()) >= longest
         }
+
+    def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
+        """The simulated step of a plan with one of the strategies; ``base`` is of the mesh."""
+        kinds = self.kinds[plan.strategy].items()
+        predictors = {shape: receiver.predictor for shape, receiver in kinds}
+        return predict_elsewhere(plan, predictors, base.latency)
 
     def elect(
         self,
@@ -190,7 +203,13 @@ def _check(strategy: Strategy, base: Predictor) -> None:
             )
 
 
-def _alike(scheme: Scheme, base: Predictor) -> Mesh:
+def _check_heads(strategy: Strategy, base: Predictor) -> None:
+    for scheme in strategy:
+        for layer in base.latency.shape.kinds if scheme.context > 1 else ():
+            check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)
+
+
+def mesh_like(scheme: Scheme, base: Mesh) -> Mesh:
     """The mesh of pipelines that are all like this one, as many as there are ranks for."""
-    count = max(base.latency.mesh.devices // scheme.size, 1)
+    count = max(base.devices // scheme.size, 1)
     return Mesh(count, len(scheme.stages), scheme.context, scheme.tensor)

@@ -3,8 +3,9 @@
 As :mod:`~lightning_wlb.strategy.travel` does it: units (an end, a layer) travel in slots, slot j
 having the j-th unit of every rank, and a slot takes as long as the busiest rank. A forward waits
 for its own stage's slots only (pulled ahead), and a slot of gradients leaves as soon as it is
-complete (pushed early). Over two hops what enters the nodes travels before the first action, and
-what leaves them after the last, so that this part is never hidden.
+complete (pushed early). Over two hops one slot is on the rails while others are inside the nodes,
+so that slots follow each other as fast as the slower hop takes them: the faster one costs the first
+slot alone.
 
 A rank brings in what it needs, less its share of what rests with it, and sends its share of what
 all others need; parts at rest are taken to lie evenly over the ranks that hold a layer. A node
@@ -77,30 +78,39 @@ def linked_traffic(base: Predictor, strategy: Sequence[Scheme]) -> dict[Scheme, 
         ) * link.latency_ns + elements * size * 1e9 / link.bytes_per_second
         return times
 
-    def both(size: int) -> tuple[Floats, int]:
-        """Of the hop that can be hidden, each slot; of the other, all of them."""
+    def both(size: int) -> tuple[Floats, Floats]:
+        """Of each slot: over the rails, zeros where there is one hop; and over the other hop."""
         links = profile.links
-        if nodes == 1:
-            return slots_ns(moved.within, devices, links["node"], size), 0
-        if per_node == 1:
-            return slots_ns(moved.within, devices, links["network"], size), 0
-        between = slots_ns(moved.between, nodes, links["network"], size)
-        return slots_ns(moved.within, per_node, links["node"], size), round(float(between.sum()))
+        if nodes > 1 and per_node > 1:
+            between = slots_ns(moved.between, nodes, links["network"], size)
+            return between, slots_ns(moved.within, per_node, links["node"], size)
+        link = links["node" if nodes == 1 else "network"]
+        return moved.between, slots_ns(moved.within, devices, link, size)
 
-    (pulled, before), (pushed, after) = both(width), both(max(width, 4))
+    pulled, pushed = both(width), both(max(width, 4))
+    before, after = (round(float(between[0])) for between, _ in (pulled, pushed))
     found = {}
     for scheme in strategy:
         units = tuple(map(len, _units(scheme)))
         found[scheme] = Traffic(
             len(units),
             units,
-            tuple(round(float(pulled[:count].sum())) for count in units),
-            tuple(round(float(pushed[:count].sum())) for count in units),
+            tuple(_through(*(each[:n] for each in pulled)) - before for n in units),
+            # The last slot comes first, and the inner hop.
+            tuple(_through(*(each[:n][::-1] for each in pushed[::-1])) - after for n in units),
             base.traffic.optimise,
             before,
             after,
         )
     return found
+
+
+def _through(first: Floats, second: Floats) -> int:
+    """When the last of some slots has come over two hops, each of which takes one at a time."""
+    end = 0.0
+    for there, took in zip(first.cumsum().tolist(), second.tolist(), strict=True):
+        end = max(end, there) + took
+    return round(end)
 
 
 def volume(base: Predictor, strategy: Sequence[Scheme], per_node: int) -> Volume:

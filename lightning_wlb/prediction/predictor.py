@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.cost.flops import (
-    Work,
     causal_pairs,
     head_flops,
     layer_attention_flops,
@@ -100,6 +99,7 @@ class Predictor:
         rest_dtype: of parameters and optimizer state at rest.
         linked: when parameters are there and gradients gone, where they rest on another mesh; None:
             they are gathered and reduced over data × context.
+        groups: process groups of a rank, which take memory; None: those of its mesh.
 
     Raises:
         ValueError: another number of stages than the mesh has, or a schedule that cannot run so
@@ -111,6 +111,7 @@ class Predictor:
     schedule: str = "1f1b"
     rest_dtype: str = "float32"
     linked: Traffic | None = None
+    groups: int | None = None
 
     def __post_init__(self) -> None:
         mesh = self.latency.mesh
@@ -144,7 +145,7 @@ class Predictor:
     @property
     def usable_bytes(self) -> int:
         """Bytes of the device that may be filled."""
-        return usable_bytes(self.latency.profile, self.latency.mesh)
+        return usable_bytes(self.latency.profile, self.latency.mesh, self.groups)
 
     def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
         """L_max: tokens of a micro-batch of which a replica can run ``micro_batches``; 0 if none.
@@ -196,29 +197,13 @@ class Predictor:
         if plan.strategy:
             raise ValueError(
                 f"step {plan.step} has a strategy of its own, but is to be predicted on the mesh"
-                f" {mesh}. Predict each of its pipelines on a mesh of its scheme."
+                f" {mesh}. Use lightning_wlb.prediction.elsewhere.predict_elsewhere."
             )
         if len(plan.replicas) != mesh.data:
             raise ValueError(
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
             )
-        step = self.simulate(plan.replicas)
-        most = max(map(len, step.costs), default=0)
-        work = np.zeros((len(step.costs), most), dtype=np.int64)
-        for number, durations in enumerate(step.durations):
-            for action, duration in durations.items():
-                work[number, action.micro_batch] += duration
-        total = Work.of(self.latency.shape).total
-        return StepPrediction(
-            plan=plan,
-            simulations=tuple(step.simulations),
-            costs=tuple(map(tuple, step.costs)),
-            work_ns=work,
-            peak_bytes=step.peak_bytes,
-            flops=sum(total(piece.tokens) for piece in plan.pieces),
-            devices=self.latency.mesh.devices,
-            peak_flops=self.latency.profile.peak_flops,
-        )
+        return StepPrediction.of(plan, self.simulate(plan.replicas), self.latency)
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
         """The step of replicas that share micro-batches with each other only."""

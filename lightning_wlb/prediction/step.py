@@ -9,6 +9,8 @@ from typing import NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.simulate import Simulation
@@ -132,23 +134,60 @@ class StepPrediction:
     devices: int
     peak_flops: float
 
+    @staticmethod
+    def of(plan: StepPlan, step: SimulatedReplicas, latency: LatencyModel) -> StepPrediction:
+        """The step of all replicas of a plan, of the model on the run's mesh."""
+        most = max(map(len, step.costs), default=0)
+        work = np.zeros((len(step.costs), most), dtype=np.int64)
+        for number, durations in enumerate(step.durations):
+            for action, duration in durations.items():
+                work[number, action.micro_batch] += duration
+        total = Work.of(latency.shape).total
+        return StepPrediction(
+            plan=plan,
+            simulations=tuple(step.simulations),
+            costs=tuple(map(tuple, step.costs)),
+            work_ns=work,
+            peak_bytes=step.peak_bytes,
+            flops=sum(total(piece.tokens) for piece in plan.pieces),
+            devices=latency.mesh.devices,
+            peak_flops=latency.profile.peak_flops,
+        )
+
     @property
     def total_ns(self) -> int:
-        """The step time."""
-        return self.simulations[0].total_ns
+        """The step time: that of the latest replica."""
+        return max(simulation.total_ns for simulation in self.simulations)
+
+    @property
+    def abreast(self) -> tuple[int, ...]:
+        """Of each replica, the ranks that work side by side on a stage: context × tensor."""
+        if self.plan.strategy:
+            return tuple(scheme.context * scheme.tensor for scheme in self.plan.strategy)
+        pipeline = len(self.simulations[0].spans)
+        count = len(self.simulations)
+        return (self.devices // pipeline // count,) * count
 
     @property
     def bubble(self) -> float:
-        """Idle share of the pipeline ranks' time from a replica's first action to the last one."""
-        idle = sum(sum(simulation.idle_ns) for simulation in self.simulations)
-        whole = idle + sum(sum(simulation.busy_ns) for simulation in self.simulations)
+        """Idle share of the ranks' time from a replica's first action to the last one."""
+        each = list(zip(self.abreast, self.simulations, strict=True))
+        idle = sum(ranks * sum(simulation.idle_ns) for ranks, simulation in each)
+        whole = idle + sum(ranks * sum(simulation.busy_ns) for ranks, simulation in each)
         return idle / whole if whole else 0.0
 
     @property
     def context_ns(self) -> tuple[float, float]:
-        """Attention of all micro-batches on the slowest context rank, and on the mean rank."""
-        every = [cost for of_replica in self.costs for cost in of_replica]
+        """Attention of all micro-batches if all ranks take as long as the slowest, and as it is.
+
+        Of one layer, forward and backward, summed over the ranks of each replica that hold it.
+        """
+        every = [
+            (ranks, cost)
+            for ranks, of_replica in zip(self.abreast, self.costs, strict=True)
+            for cost in of_replica
+        ]
         return (
-            float(sum(sum(cost.attention_ns) for cost in every)),
-            sum(sum(cost.mean_attention_ns) for cost in every),
+            float(sum(ranks * sum(cost.attention_ns) for ranks, cost in every)),
+            sum(ranks * sum(cost.mean_attention_ns) for ranks, cost in every),
         )

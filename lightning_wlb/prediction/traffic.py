@@ -33,7 +33,8 @@ class Traffic:
         gather: all of a stage.
         reduce: likewise.
         optimise: the optimizer's pass over the shards of the slowest rank.
-        before: until the first unit can travel (:mod:`~lightning_wlb.prediction.linking`).
+        before: until the first unit can travel (:mod:`~lightning_wlb.prediction.linking`): where it
+            takes two hops, over the first one.
         after: when the last unit has travelled, until gradients are where they rest.
     """
 

@@ -17,21 +17,21 @@ Cost: ranks times actions at worst.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, get_args
 
 from lightning_wlb.schedule.actions import (
     BACKWARD,
     FORWARD,
     Action,
-    Channel,
     Kind,
     channel_of,
     format_program,
     source_of,
     target_of,
 )
+from lightning_wlb.schedule.rendezvous import Post, Stuck, Thread, Wait, run_to_the_end
 
 
 def check_schedule(
@@ -61,25 +61,40 @@ def check_replicas(
             that can never run and the message that it waits for; ranks are numbered replica by
             replica.
     """
-    steps: list[list[_Step]] = []
-    meetings: dict[Hashable, int] = {}
+    threads: list[Thread] = []
+    run_together: dict[tuple[int, Hashable], Action] = {}
     for replica, of_replica in enumerate(programs):
         ranks = len(of_replica)
         stages = ranks * virtual_stages
-        first = len(steps)
+        first = len(threads)
+        chain = range(first, first + ranks)
         for rank, program in enumerate(of_replica):
             own_stages = range(rank, stages, ranks)
             _check_complete(first + rank, program, own_stages, stages, micro_batches[replica])
-            own: list[_Step] = []
+            own: list[Post | Wait] = []
             for action in program:
-                own += _transfers("receive", action, first, ranks, stages)
+                own += messages_of(True, action, chain, stages)
                 name = None if shared is None else shared(replica, action)
                 if name is not None:
-                    meetings[name] = meetings.get(name, 0) + 1
-                    own.append(_Meeting(name, action))
-                own += _transfers("send", action, first, ranks, stages)
-            steps.append(own)
-    _run_to_the_end(steps, meetings)
+                    run_together[first + rank, name] = action
+                    own.append(Wait(name))
+                own += messages_of(False, action, chain, stages)
+            threads.append(Thread(first + rank, own))
+    counts = Counter(name for _, name in run_together)
+    stuck = run_to_the_end([_joining(thread, counts) for thread in threads])
+    if stuck:
+        said = "; ".join(_said(each, run_together) for each in stuck)
+        raise ValueError(f"the schedule deadlocks: {said}")
+
+
+def _joining(thread: Thread, counts: Mapping[Hashable, int]) -> Thread:
+    """A thread that posts its part of what is run together, when it is known by how many."""
+    steps: list[Post | Wait] = []
+    for step in thread.steps:
+        if isinstance(step, Wait) and step.name in counts:
+            steps.append(Post(step.name, step.name, counts[step.name]))
+        steps.append(step)
+    return Thread(thread.rank, steps)
 
 
 def _check_complete(
@@ -106,86 +121,44 @@ def _check_complete(
         raise ValueError(f"rank {rank}: {format_program(sorted(wanted - seen))} never run.")
 
 
-class _Transfer(NamedTuple):
-    """One side of a message; ``action`` is the one that receives it."""
+class _Message(NamedTuple):
+    """The message that ``action`` receives, in the pipeline that begins at rank ``first``."""
 
-    what: Literal["receive", "send"]
+    first: int
     action: Action
-    peer: int
-    channel: Channel
+    sender: int
 
 
-class _Meeting(NamedTuple):
-    """An action that several replicas run together, under a name that all of them know."""
+def messages_of(
+    receives: bool, action: Action, chain: Sequence[int], stages: int
+) -> list[Post | Wait]:
+    """What a rank does before an action, if it ``receives``, or after it.
 
-    name: Hashable
-    action: Action
-
-
-_Step = _Transfer | _Meeting
-
-
-def _transfers(
-    what: Literal["receive", "send"], action: Action, first: int, ranks: int, stages: int
-) -> list[_Transfer]:
-    """What a rank posts before or after an action; ``first``: number of the replica's rank 0."""
-    other = source_of(action, stages) if what == "receive" else target_of(action, stages)
+    Args:
+        receives: the message that the action needs; else the one that needs it is sent to.
+        action: of one of the ranks.
+        chain: number of the rank at each place of the pipeline.
+        stages: of the pipeline.
+    """
+    ranks = len(chain)
+    other = source_of(action, stages) if receives else target_of(action, stages)
     if other is None or (other.stage - action.stage) % ranks == 0:
         return []
-    receiver = action if what == "receive" else other
-    peer = first + other.stage % ranks
-    return [_Transfer(what, receiver, peer, channel_of(receiver, ranks))]
+    receiver, sender = (action, other) if receives else (other, action)
+    name = _Message(chain[0], receiver, chain[sender.stage % ranks])
+    post = Post(channel_of(receiver, ranks), name, 2)
+    return [post, Wait(name)] if receives else [post]
 
 
-def _run_to_the_end(programs: list[list[_Step]], meetings: dict[Hashable, int]) -> None:
-    """Advance every rank as far as it goes; raise if all stand still before the end.
-
-    A rank posts a send and goes on; it posts a receive and waits. Posted transfers of one channel
-    leave a rank's queue in order, each when it is at the head on both sides. At a meeting a rank
-    waits until all ranks that take part have come.
-    """
-    ranks = len(programs)
-    at = [0] * ranks
-    queues: list[dict[Channel, deque[_Transfer]]] = [{} for _ in range(ranks)]
-    waiting: list[_Step | None] = [None] * ranks
-    present: dict[Hashable, list[int]] = {}
-    progress = True
-    while progress:
-        progress = False
-        for rank, program in enumerate(programs):
-            while waiting[rank] is None and at[rank] < len(program):
-                step = program[at[rank]]
-                at[rank] += 1
-                progress = True
-                if isinstance(step, _Meeting):
-                    waiting[rank] = step
-                    came = present.setdefault(step.name, [])
-                    came.append(rank)
-                    if len(came) == meetings[step.name]:
-                        for other in came:
-                            waiting[other] = None
-                    continue
-                queues[rank].setdefault(step.channel, deque()).append(step)
-                if step.what == "receive":
-                    waiting[rank] = step
-        for rank in range(ranks):
-            for channel, queue in queues[rank].items():
-                while queue and queue[0].what == "send":
-                    send = queue[0]
-                    peer = queues[send.peer].get(channel)
-                    if not peer or peer[0] != _Transfer("receive", send.action, rank, channel):
-                        break
-                    if waiting[send.peer] == peer[0]:
-                        waiting[send.peer] = None
-                    queue.popleft()
-                    peer.popleft()
-                    progress = True
-    stuck = [
-        f"rank {rank} waits for the message that {step.action} needs from rank {step.peer}"
-        if isinstance(step, _Transfer)
-        else f"rank {rank} waits for the other replicas that run {step.action} with it"
-        for rank, step in enumerate(waiting)
-        if step is not None
-    ]
-    if stuck or any(queue for channels in queues for queue in channels.values()):
-        raise ValueError("the schedule deadlocks: " + ("; ".join(stuck) or "a send has no receive"))
+def _said(stuck: Stuck, meetings: Mapping[tuple[int, Hashable], Action]) -> str:
+    """What a rank waits for, in words."""
+    name = stuck.waits and stuck.waits.name
+    if name is None:
+        return f"a send of rank {stuck.rank} has no receive"
+    if isinstance(name, _Message):
+        return (
+            f"rank {stuck.rank} waits for the message that {name.action} needs from rank"
+            f" {name.sender}"
+        )
+    action = meetings[stuck.rank, name]
+    return f"rank {stuck.rank} waits for the other replicas that run {action} with it"

@@ -10,6 +10,10 @@ pipeline or adaptive sharding lets times decide, the devices are then measured (
 and that is what a run on several ranks plans by. It is agreed on when the first batch is asked for:
 a checkpoint is loaded by then, and has what the run before it was planned by. What is left, such as
 replicas alone on CPUs, or documents packed by their tokens, is planned by work alone.
+
+Strategies that steps may take in place of the mesh's pipelines are prepared at set-up of a fit.
+With ``dynamic="auto"`` they are chosen behind the measurement (:mod:`.pooling`), and prepared then;
+where none is worth it, the run is planned as without.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.placement import shape_of
+from lightning_wlb.links.layout import Strategy
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
@@ -36,10 +41,12 @@ from lightning_wlb.sharding import ADAPTIVE
 from lightning_wlb.strategy import searching
 from lightning_wlb.strategy.automatic import Asked, agreed_profile, decoder_like
 from lightning_wlb.strategy.devices import profile_of
+from lightning_wlb.strategy.executor import Executor
 from lightning_wlb.strategy.mesh import Size, is_settled
+from lightning_wlb.strategy.pooling import agreed_pool
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
 from lightning_wlb.strategy.saving import CheckpointStrategy
-from lightning_wlb.strategy.strategies import Dynamic, checked_strategies
+from lightning_wlb.strategy.strategies import Dynamic, checked_strategies, run_elsewhere
 from lightning_wlb.strategy.whereabouts import BETWEEN, HERE
 
 
@@ -59,7 +66,9 @@ class ChoosingStrategy(CheckpointStrategy):
         dynamic: see :class:`.WLBStrategy`.
 
     Attributes:
-        dynamic: strategies that a step may take in place of the mesh's pipelines.
+        dynamic: strategies that a step may take in place of the mesh's pipelines; with ``"auto"``
+            none before the first batch of a fit is asked for.
+        executor: of this rank, once its model is split.
         schedule: of the run.
         profile: by which the run's steps are planned; None: by the data module's, if it has one.
 
@@ -85,6 +94,7 @@ class ChoosingStrategy(CheckpointStrategy):
         if reduce_dtype is not None:
             choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
         self._asked_reduce_dtype = reduce_dtype
+        self._chooses_pool = isinstance(dynamic, str) and dynamic == "auto"
         self.dynamic = checked_strategies(dynamic)
         choice("schedule", schedule, (*SCHEDULES, "auto"))
         if virtual_stages is not None:
@@ -104,10 +114,14 @@ class ChoosingStrategy(CheckpointStrategy):
         self.profile: Profile | None = None
         self._base: Profile | None = None  # what it is where nothing is measured
         self._has_settled = False
+        self.executor: Executor | None = None
+        self._runs: tuple[Strategy, ...] = ()  # strategies that the executor is prepared for
 
     def _chosen(self, mesh: Mesh) -> Mesh:
         """The mesh, schedule and profile of this run; ranks given others are refused."""
         self._has_settled = False
+        if self._chooses_pool:
+            self.dynamic = ()
         module: Any = self.lightning_module
         trainer, precision = module.trainer, self.precision_plugin
         assert isinstance(precision, WLBPrecision)
@@ -133,14 +147,7 @@ class ChoosingStrategy(CheckpointStrategy):
                 " WLBDataModule(profile=...), or the sizes."
             )
             return super()._chosen(mesh)
-        asked = searching.Asked(
-            self._asked,
-            *self._asked_schedule,
-            self.world_size,
-            self.num_processes,
-            name_of(precision.parameter_dtype),
-            name_of(self.reduce_dtype),
-        )
+        asked = self._searched_for(*self._asked_schedule)
         HERE.note(BETWEEN, "the choice of a mesh")
         mesh, self.schedule = searching.agreed_mesh(asked, trainer, data, module, self.profile)
         HERE.begin()
@@ -157,16 +164,62 @@ class ChoosingStrategy(CheckpointStrategy):
             return None
         return replace(profile, devices_per_node=self.num_processes)
 
-    def settle_profile(self, data: WLBDataModule) -> None:
-        """Plan by what the devices of this run are measured to take, where that is to be known.
+    def _searched_for(self, schedule: str, virtual_stages: int | None) -> searching.Asked:
+        precision = self.precision_plugin
+        assert isinstance(precision, WLBPrecision)
+        return searching.Asked(
+            self._asked,
+            schedule,
+            virtual_stages,
+            self.world_size,
+            self.num_processes,
+            name_of(precision.parameter_dtype),
+            name_of(self.reduce_dtype),
+        )
 
-        Collective over all ranks at its first call in a run. What a checkpoint has brought is not
-        measured again, so that a resumed run gets the plans of an unbroken one; but it is where
-        another number of ranks shares a node now, whose memory and links are others for each.
+    def settle_profile(self, data: WLBDataModule) -> None:
+        """Settle what this run's steps are planned by, and which strategies they may take.
+
+        Collective over all ranks at its first call in a run.
         """
         if self._has_settled:
             return
         self._has_settled = True
+        self._measure(data)
+        module: Any = self.lightning_module
+        if self._chooses_pool and module.trainer.state.fn == TrainerFn.FITTING:
+            HERE.note(BETWEEN, "the choice of strategies")
+            self.dynamic = agreed_pool(
+                self._searched_for(self.schedule, None),
+                self.mesh,
+                module.trainer,
+                data,
+                module,
+                self.profile or data.profile,
+            )
+            self._prepare_strategies()
+            if not (self.dynamic or self._depends_on_times(data)):
+                self.profile = self._base
+
+    def _prepare_strategies(self) -> None:
+        """Let the executor run the strategies, if there are any; collective over all ranks."""
+        module, precision = self.lightning_module, self.precision_plugin
+        if not self.dynamic or self.dynamic == self._runs:
+            return
+        assert isinstance(module, LanguageModule)
+        assert isinstance(precision, WLBPrecision)
+        assert self.executor is not None
+        given = self.num_processes, precision.sum_dtype, self._timeout
+        run_elsewhere(self.executor, self.dynamic, module, *given)
+        self._runs = self.dynamic
+
+    def _measure(self, data: WLBDataModule) -> None:
+        """Plan by what the devices of this run are measured to take, where that is to be known.
+
+        What a checkpoint has brought is not measured again, so that a resumed run gets the plans of
+        an unbroken one; but it is where another number of ranks shares a node now, whose memory and
+        links are others for each.
+        """
         asked = self._to_measure(data)
         if asked is None:
             return
@@ -195,16 +248,15 @@ class ChoosingStrategy(CheckpointStrategy):
     def _to_measure(self, data: WLBDataModule) -> Asked | None:
         """What is to be measured for a run; None where nothing depends on times, or is known."""
         module, precision, device = self.lightning_module, self.precision_plugin, self.root_device
-        packing = data.settings.packer
         if (
             not isinstance(module, LanguageModule)
             or module.trainer.state.fn != TrainerFn.FITTING
             or not data.measures
             or self.mesh.devices == 1
             or not (
-                (packing.judges and (self.mesh.pipeline > 1 or self.profile is not None))
+                self._depends_on_times(data)
                 or self.dynamic
-                or (data.sharding == ADAPTIVE and self.mesh.context > 1)
+                or (self._chooses_pool and data.settings.packer.arranges)
             )
             or (
                 self.num_nodes > 1 and (self.profile is None or "network" not in self.profile.links)
@@ -233,6 +285,13 @@ class ChoosingStrategy(CheckpointStrategy):
             None if base is None else base.memory_bytes,
         )
 
+    def _depends_on_times(self, data: WLBDataModule) -> bool:
+        """Whether plans of steps on the mesh do."""
+        judges, mesh = data.settings.packer.judges, self.mesh
+        return (judges and (mesh.pipeline > 1 or self._base is not None)) or (
+            data.sharding == ADAPTIVE and mesh.context > 1
+        )
+
     @property
     def reduce_dtype(self) -> torch.dtype:
         """In which what tensor- and context-parallel ranks add up travels."""
@@ -249,7 +308,9 @@ class ChoosingStrategy(CheckpointStrategy):
         return {
             "sizes": f"{self._asked}, schedule {schedule}, {virtual_stages} virtual stages",
             "reduce_dtype": name_of(self.reduce_dtype),
-            "dynamic": " or ".join("; ".join(map(str, each)) for each in self.dynamic) or "off",
+            "dynamic": "auto"
+            if self._chooses_pool
+            else " or ".join("; ".join(map(str, each)) for each in self.dynamic) or "off",
             "a device profile": otherwise if given is None else given.provenance,
         }
 

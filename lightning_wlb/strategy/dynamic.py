@@ -6,9 +6,8 @@ are pulled from where they rest, gradients pushed back (:mod:`.linked`, :mod:`.t
 a step is the :class:`~lightning_wlb.strategy.executor.Executor`'s, to which :class:`Elsewhere` says
 what it runs on.
 
-Cost: process groups, and modules without values, for each strategy. No micro-batch is shared
-between pipelines. For steps on the mesh's own pipelines
-:class:`~lightning_wlb.strategy.gathering.Gathering` holds less, and copies less.
+Cost: process groups, and modules without values, for each strategy. For steps on the mesh's own
+pipelines :class:`~lightning_wlb.strategy.gathering.Gathering` holds less, and copies less.
 """
 
 from __future__ import annotations
@@ -36,26 +35,23 @@ class Elsewhere:
     def __init__(self, model: Decoder, links: Links, groups: Groups, settings: Settings) -> None:
         self._links, self._groups, self._settings = links, groups, settings
         self._model = model
-        self._made: dict[Strategy, Surroundings] = {}
+        self._made: dict[Strategy, tuple[OfStrategy, Linked]] = {}
 
     def __call__(self, plan: StepPlan) -> Surroundings:
-        """What this plan's steps run on; collective over all ranks where its strategy is new.
+        """What this plan's steps run on; collective over all ranks where its strategy is new, or
+        where as many pipelines as never before share a micro-batch.
 
         Raises:
-            ValueError: the strategy is the mesh's, or micro-batches are shared.
+            ValueError: the strategy is the mesh's.
         """
         link = self._links.to(plan.strategy)
         if link is None:
             raise ValueError(
                 f"step {plan.step} has the strategy of the mesh. Plan it without a strategy."
             )
-        if any(len(each.replicas) > 1 for replica in plan.replicas for each in replica.forward):
-            raise ValueError(
-                f"step {plan.step}: pipelines of a strategy cannot share micro-batches. Plan"
-                " without DP-Merge."
-            )
         if plan.strategy not in self._made:
             own = OfStrategy(link, self._settings)
             linked = Linked(own, self._model, self._groups, self._settings)
-            self._made[plan.strategy] = Surroundings(own.model, own.pipeline, own.groups, linked)
-        return self._made[plan.strategy]
+            self._made[plan.strategy] = own, linked
+        own, linked = self._made[plan.strategy]
+        return Surroundings(own.model, own.pipeline, own.groups_of(plan), linked)

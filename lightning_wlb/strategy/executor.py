@@ -94,9 +94,6 @@ class Executor:
         """Time every action from the next step on; the timings of a step stay until the next."""
         if self.stopwatch is None:
             self.stopwatch = make_stopwatch(self.pipeline.device)
-            kernel = getattr(self.model, "attention_kernel", None)
-            if kernel is not None:
-                kernel.timer = self.stopwatch
         return self.stopwatch
 
     def timings(self) -> list[Timing]:
@@ -156,6 +153,9 @@ class Executor:
             self.activations,
         )
         if self.stopwatch is not None:
+            kernel = getattr(here.model, "attention_kernel", None)
+            if kernel is not None:  # each strategy's model has its own
+                kernel.timer = self.stopwatch
             self.stopwatch.begin_step()
         if self.activations is not None:
             self.activations.begin_step()
@@ -312,7 +312,8 @@ class Step:
         else:
             gradient = self._receive(action, action.stage + 1, micro_batch)
         with self._timed(action):
-            torch.autograd.backward(output, gradient)
+            if output.requires_grad:  # not of a first stage whose parameters are all frozen
+                torch.autograd.backward(output, gradient)
         self.cache.drop(action.micro_batch, self.pipeline.stages[action.stage])
         if hidden is not None:
             assert hidden.grad is not None

@@ -5,15 +5,20 @@ the mesh's. All parameters are posted before the first action, and a module wait
 it is called. Gradients of micro-batches add up beside the parameters, in the wide dtype; in the
 last backward a slot is posted as soon as the gradients of its unit are complete and the slots after
 it have been posted. No rank posts a push before it has posted every pull, so the two cannot cross.
-What comes to rest are sums over all pipelines, over context ranks and, of what tensor-parallel
-ranks hold alike, over these; and each copy of a tied weight gets the whole sum.
+Where that backward is of a micro-batch that pipelines share, all slots are posted after it: another
+of these may have micro-batches of its own left, and would join the push only behind them, while
+this one's attention stood behind the push on a device that runs one after the other.
+
+Frozen parameters come, and nothing of them goes back. What comes to rest are sums over all
+pipelines, over context ranks and, of what tensor-parallel ranks hold alike, over these; and each
+copy of a tied weight gets the whole sum.
 
 Cost: a step holds its stage whole in both dtypes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -27,6 +32,7 @@ from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.strategy.gathering import cast_floats
 from lightning_wlb.strategy.of_strategy import OfStrategy, Settings
 from lightning_wlb.strategy.travel import Groups, Pull, Push
+from lightning_wlb.strategy.units import refuse_hooks
 
 
 class Linked:
@@ -43,17 +49,25 @@ class Linked:
         ]
         self._live: _Live | None = None
         self._last: Action | None = None
+        self._shared: Collection[int] = ()
         self._push: Push | None = None
 
     @contextmanager
     def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
-        """Post the step's parameters, and at its end what is left of its gradients."""
+        """Post the step's parameters, and at its end what is left of its gradients.
+
+        Args:
+            program: the actions of this rank; without backward where gradients are disabled.
+            shared: numbers of the micro-batches that other pipelines share.
+        """
         settings = self._settings
-        shards = {name: parameter.to_local().detach() for name, parameter in self._at_rest()}
+        at_rest = dict(self._at_rest())
+        self._check(at_rest)
+        shards = {name: parameter.to_local().detach() for name, parameter in at_rest.items()}
         with torch.no_grad():
             pull = Pull(self._own.link, self._groups, shards, settings.dtype, settings.device)
         backwards = [action for action in program if action.kind == BACKWARD]
-        self._last = backwards[-1] if backwards else None
+        self._last, self._shared = backwards[-1] if backwards else None, shared
         self._live = live = _Live(self._own, pull, self._groups, settings)
         try:
             yield
@@ -67,7 +81,7 @@ class Linked:
         """Run one action inside."""
         assert self._live is not None
         if action == self._last:
-            self._live.awaits_last()
+            self._live.awaits_last(held=action.micro_batch in self._shared)
         yield
 
     def wait(self) -> None:
@@ -81,7 +95,7 @@ class Linked:
         with torch.no_grad():
             totals, self._push = self._push.finish(), None
             for name, rest in self._at_rest():
-                if not rest.requires_grad:
+                if name in self._own.link.weights.frozen:
                     continue
                 # A rank may have no row of a parameter.
                 total = totals.get(name, torch.zeros_like(rest.to_local()))
@@ -93,6 +107,20 @@ class Linked:
                     shape=rest.shape,
                     stride=rest.stride(),
                 )
+
+    def _check(self, at_rest: Mapping[str, DTensor]) -> None:
+        """Refuse parameters that were frozen or unfrozen since the run began, or have hooks."""
+        frozen = self._own.link.weights.frozen
+        changed = [n for n, each in at_rest.items() if each.requires_grad == (n in frozen)]
+        if changed:
+            raise ValueError(
+                f"frozen or unfrozen since the run began: {', '.join(changed[:4])}. What travels to"
+                " steps on pipelines of their own was fixed then. Freeze before the run, or use"
+                " dynamic='off'."
+            )
+        for name, each in at_rest.items():
+            if name not in frozen:
+                refuse_hooks(name, each)
 
     def _at_rest(self) -> Iterator[tuple[str, DTensor]]:
         for module, attribute, name in self._rest:
@@ -110,7 +138,8 @@ class _Live:
             for place in places
         }
         self._sums: dict[str, Tensor] = {}
-        self._names: dict[int, set[str]] = {}  # by slot, of those that have arrived
+        self._added: set[str] = set()  # of the sums; others are not filled
+        self._names: dict[int, set[str]] = {}  # by slot, trained ones of those that have arrived
         self._awaited: dict[int, set[str]] = {}
         self._push: Push | None = None
         self._training = torch.is_grad_enabled()
@@ -144,24 +173,32 @@ class _Live:
         with torch.no_grad():
             for name, value in self._pull.arrive(slot).items():
                 places = self._here.places[name]
-                live = nn.Parameter(value, self._empty[places[0]].requires_grad)
+                trained = name not in self._here.link.weights.frozen
+                live = nn.Parameter(value, trained)
                 for module, attribute in places:
                     module._parameters[attribute] = live
-                self._sums[name] = torch.zeros_like(value, dtype=self._settings.wide)
-                if live.requires_grad:
+                if trained and self._training:
                     self._names[slot].add(name)
+                    self._sums[name] = torch.empty_like(value, dtype=self._settings.wide)
                     live.register_post_accumulate_grad_hook(partial(self._add, slot, name))
 
     def _add(self, slot: int, name: str, live: Tensor) -> None:
         gradient, live.grad = live.grad, None
         assert gradient is not None
-        self._sums[name] += gradient
+        if name in self._added:
+            self._sums[name] += gradient
+        else:
+            self._sums[name].copy_(gradient)
+            self._added.add(name)
         if self._push is not None:
             self._awaited[slot].discard(name)
             self._post_complete()
 
-    def awaits_last(self) -> None:
+    def awaits_last(self, *, held: bool) -> None:
         """The last backward of the step is next: each parameter's gradient is added once more.
+
+        Args:
+            held: whether gradients may be posted only when it is over.
 
         Raises:
             ValueError: if no forward has waited for some parameters.
@@ -174,7 +211,8 @@ class _Live:
                 f" for and would not be trained: {', '.join(n for u in units for n in u.names)}."
                 " Call embed, head and every layer in the model's forward, as modules."
             )
-        self._begin_push()
+        if not held:
+            self._begin_push()
 
     def finish(self) -> Push | None:
         """Post what is left: all slots, of zeros, where the rank had no micro-batch."""
@@ -204,4 +242,6 @@ class _Live:
         push = self._push
         assert push is not None
         while push.next >= 0 and not self._awaited.get(push.next):
+            for name in self._names.get(push.next, set()) - self._added:
+                self._sums[name].zero_()
             push.post()

@@ -4,17 +4,19 @@ Where a step's pipelines differ from the mesh's, a rank holds the stage of its o
 step. This has what such steps have in common: the stage's modules, which have no values between
 steps, and what waits for which parameters.
 
-Cost: process groups for each strategy, made once, collectively over all ranks. Not run on CUDA,
-where a new strategy's groups would have to be connected before its first step
-(:mod:`~lightning_wlb.strategy.process_groups`).
+Pipelines that are alike may share micro-batches (DP-Merge): the context ranks at the same stage and
+tensor place of all of them then exchange keys as one group.
+
+Cost: process groups for each strategy, made and connected once, collectively over all ranks. Not
+run on CUDA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -24,11 +26,11 @@ from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.links.layout import Strategy, rank_in
 from lightning_wlb.links.link import Link
 from lightning_wlb.models.decoder import Decoder
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, StepPlan, alike
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
 from lightning_wlb.strategy.messages import Pipeline
-from lightning_wlb.strategy.parallelize import keep_stages
-from lightning_wlb.strategy.process_groups import own_group
+from lightning_wlb.strategy.parallelize import convert_tensors, keep_stages
+from lightning_wlb.strategy.process_groups import MergedGroups, connect_channels, own_group
 
 _KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
 
@@ -95,11 +97,19 @@ class OfStrategy:
             for kind, group in zip(_KINDS, made[0], strict=True)
             if group is not None
         }
-        self.groups = ProcessGroups(made[1][0], made[2][0])
+        self._groups = ProcessGroups(made[1][0], made[2][0])
+        self._merged = MergedGroups(
+            partial(merged_sets, link.strategy), link.rank, settings.timeout
+        )
         given = settings.hidden_size, settings.dtype, settings.device
         self.pipeline = _Pipeline(rank, scheme.layers, settings.schedule, channels, *given, scheme)
+        # Messages between neighbours that cross must not be what connects them. In a collective
+        # all ranks wait for each other anyway.
+        connect_channels(self.pipeline.ranks, link.rank, settings.device, channels)
         self.model = settings.build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
+        # Parameters have no values yet, buffers do.
+        convert_tensors(self.model, lambda each: each if each.is_meta else each.to(settings.device))
         self.parts: dict[nn.Module, set[int]] = {}
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         slots = {
@@ -117,6 +127,25 @@ class OfStrategy:
                 part = self.model.get_submodule(".".join(path.split(".")[:depth]))
                 self.parts.setdefault(part, set()).add(slots[name])
                 self.places.setdefault(name, []).append((module, attribute))
+
+    def groups_of(self, plan: StepPlan) -> ProcessGroups:
+        """What a model's forward communicates over in a step; collective over all ranks."""
+        return replace(self._groups, merged=self._merged.prepare(plan))
+
+
+def merged_sets(strategy: Strategy, count: int) -> list[list[int]]:
+    """The ranks that share a micro-batch of ``count`` pipelines, see :class:`.MergedGroups`."""
+    sets: list[list[int]] = []
+    for numbers in alike(strategy).values():
+        scheme = strategy[numbers[0]]
+        whole = len(numbers) // count * count  # a set that is not whole cannot be asked for
+        firsts = np.array([strategy[number].first for number in numbers[:whole]], np.int64)
+        places = np.arange(scheme.size).reshape(-1, scheme.context, scheme.tensor)
+        # [set, pipeline, stage, context, tensor]
+        ranks = firsts.reshape(-1, count, 1, 1, 1) + places
+        rows = np.moveaxis(ranks, (2, 4), (1, 2))
+        sets += rows.reshape(-1, count * scheme.context).tolist()
+    return sets
 
 
 def _along(strategy: Strategy, axis: int) -> list[list[int]]:

@@ -3,7 +3,8 @@
 The error stays what it is and gets a note, which Python prints below its message. The bytes are
 those of the memory model (``cost/memory.py``) with all micro-batches like the one of the rank that
 would need most, the account by which ``lightning-wlb plan`` says what fits. So they are an upper
-bound of what is modelled; fragmentation and communication buffers are not.
+bound of what is modelled; fragmentation and communication buffers are not. Of a step on pipelines
+of its own it is the memory of a mesh of pipelines like the rank's, as in planning.
 
 Cost: nothing until there is an error.
 """
@@ -17,7 +18,9 @@ from typing import get_args
 
 from lightning_wlb.cost.memory import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.links.layout import rank_in
 from lightning_wlb.plan import MicroBatch, Recompute
+from lightning_wlb.planning.pool import mesh_like
 from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.profiling.memory import is_out_of_memory
 from lightning_wlb.schedule.actions import Action
@@ -42,9 +45,15 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
         yield
     except Exception as error:
         batch = HERE.batch
-        # The advice is about the mesh.
-        if is_out_of_memory(error) and batch is not None and not batch.plan.strategy:
-            error.add_note(note(HERE.action, batch, executor.pipeline, memory()))
+        if is_out_of_memory(error) and batch is not None:
+            pipeline, model = executor.pipeline, memory()
+            strategy = batch.plan.strategy
+            if strategy:
+                # Not from the executor, which might have to make it, together with other ranks.
+                own, rank = strategy[batch.replica], rank_in(strategy, pipeline.rank.index)
+                pipeline = replace(pipeline, rank=rank, stages=own.layers)
+                model = replace(model, mesh=mesh_like(own, model.mesh))
+            error.add_note(note(HERE.action, batch, pipeline, model))
         raise
 
 
@@ -54,10 +63,13 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
     Args:
         action: what ran; None if no action had begun.
         batch: this rank's part of the step.
-        pipeline: the one that the rank is in.
-        model: memory of the model on the mesh.
+        pipeline: the one that the rank is in, in this step.
+        model: memory of the model on the mesh, or on one of pipelines like this one.
     """
+    strategy = batch.plan.strategy
     said = f"WLBStrategy: out of memory in step {batch.plan.step}"
+    if strategy:
+        said += f", which left the mesh, in the pipeline on {strategy[batch.replica]}"
     units = batch.units
     if action is not None:
         running = units.forward[action.micro_batch]
@@ -92,12 +104,15 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
                 number,
                 units.tokens_of(longest),
                 batch.plan.nominal_tokens // batch.plan.micro_batches,
+                bool(strategy),
             )
             if needed < held
         ),
         reverse=True,
     )
     options = "; ".join(f"{option}: {_megabytes(saved)} less" for saved, option in less)
+    if strategy:
+        options += "; WLBStrategy(dynamic=...) without this strategy, or 'off'"
     gaps = ""
     if pipeline.device.type == "cuda" and not has_expandable_segments():
         gaps = f" {ALLOCATOR}={EXPANDABLE} leaves fewer gaps between tensors of changing sizes."
@@ -117,8 +132,12 @@ def _options(
     micro_batches: int,
     tokens: int,
     window: int,
+    elsewhere: bool,
 ) -> Iterator[tuple[str, int]]:
-    """Options and the bytes that this rank needs with each; some need more than without."""
+    """Options and the bytes that this rank needs with each; some need more than without.
+
+    Other sizes of the mesh do not change a step ``elsewhere``.
+    """
     rows, recompute = longest.rows, longest.recompute
     for mode in get_args(Recompute):
         yield (
@@ -129,6 +148,8 @@ def _options(
     if tokens > window:
         shorter = -(-rows * window // tokens // unit) * unit
         yield f"cap={window}", model.rank_bytes(parts, count, shorter, micro_batches, recompute)
+    if elsewhere:
+        return
     # On as many devices where the data-parallel ranks can be halved, else on twice as many.
     data = mesh.data // 2 if mesh.data % 2 == 0 else mesh.data
     wider = replace(model, mesh=replace(mesh, data=data, context=2 * mesh.context))

@@ -72,8 +72,8 @@ def parallelize(
 
     deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred:
-        _refuse_empty_buffers(model)
-    _replace_parameters(
+        refuse_empty_buffers(model)
+    convert_tensors(
         model,
         lambda tensor: tensor.to(
             None if tensor.is_meta else device,
@@ -83,7 +83,7 @@ def parallelize(
     )
     fsdp.shard(model, data_context(mesh))
     if deferred:
-        _replace_parameters(
+        convert_tensors(
             model,
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor,
         )
@@ -163,7 +163,7 @@ def check_parameters(model: Decoder, pipeline: int) -> None:
             )
 
 
-def _refuse_empty_buffers(model: nn.Module) -> None:
+def refuse_empty_buffers(model: nn.Module) -> None:
     """Raise ValueError for buffers that were made on the meta device: nothing fills them."""
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
@@ -174,7 +174,7 @@ def _refuse_empty_buffers(model: nn.Module) -> None:
         )
 
 
-def _replace_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+def convert_tensors(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer; one that two modules share stays shared.
 
     ``Module.to_empty`` and ``Module.to`` would untie it.

@@ -12,9 +12,10 @@ Cost: nothing for a mesh that has been made before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -92,7 +93,7 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
         mesh = device_mesh(rank.mesh, device.type, timeout)
         channels = pipeline_groups(rank, timeout)
         _connect(rank, device, mesh, channels)
-        merged = MergedGroups(rank, timeout)
+        merged = MergedGroups(partial(merged_sets, rank.mesh), rank.index, timeout)
         _made[key] = MeshGroups(mesh, channels, merged, _gathering_group(rank, mesh, timeout))
     if timeout is not None:
         _made[key].set_timeout(timeout)
@@ -130,17 +131,45 @@ def _connect(
     if rank.mesh.pipeline == 1:
         return
     dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
-    ranks = rank.group("pipeline")
+    connect_channels(rank.group("pipeline"), rank.index, device, channels)
+
+
+def connect_channels(
+    ranks: Sequence[int],
+    global_rank: int,
+    device: torch.device,
+    channels: Mapping[Channel, dist.ProcessGroup],
+) -> None:
+    """Let neighbours in a pipeline connect; collective over its ranks.
+
+    Args:
+        ranks: the global rank at each place of the pipeline.
+        global_rank: this rank.
+        device: of this rank.
+        channels: the process group of each channel.
+    """
     for channel, group in channels.items():
         hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
         if channel.kind != FORWARD:
             hops = [(end, begin) for begin, end in reversed(hops)]
         token = torch.zeros(1, device=message_device(device, group))
         for sender, receiver in hops:
-            if rank.index == sender:
+            if global_rank == sender:
                 dist.send(token, receiver, group)
-            elif rank.index == receiver:
+            elif global_rank == receiver:
                 dist.recv(token, sender, group)
+
+
+def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group connect with each other; collective over them.
+
+    An uneven all-to-all connects two ranks under NCCL when something first travels between them,
+    and holds each up in that call until the other has come to it too: it may be one that the step
+    waits for.
+    """
+    count = group.size()
+    sent, each = torch.zeros(count, device=device), [1] * count
+    dist.all_to_all_single(torch.empty_like(sent), sent, each, each, group=group)
 
 
 def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, dist.ProcessGroup]:
@@ -167,18 +196,27 @@ class MergedGroups:
     A document whose work exceeds a replica's share is spread over the context-parallel groups of an
     aligned power-of-two set of replicas, for its own micro-batch only. Parameters do not move:
     every rank of the set holds the same stage anyway, and gradients are summed over data and
-    context alike.
+    context alike. So do pipelines of a step's strategy that are alike.
 
     The groups over sets of one size are made at the start of the first step in which any replica
     needs one: by every rank, for the set that it is in. All ranks hold the whole plan and so agree
     on it. The ranks of the micro-batch alone could not make theirs: with NCCL a new group is split
     off that of all ranks, which waits for every one of them.
+
+    Args:
+        sets: number of replicas -> the global ranks of every aligned set of so many, on every stage
+            and tensor place; of each set ordered by replica, then by context rank.
+        global_rank: this rank.
+        timeout: how long an operation may wait; None: torch's default.
     """
 
-    def __init__(self, rank: Rank, timeout: timedelta | None) -> None:
-        self._rank = rank
+    def __init__(
+        self, sets: Callable[[int], list[list[int]]], global_rank: int, timeout: timedelta | None
+    ) -> None:
+        self._sets, self._rank = sets, global_rank
         self._timeout = timeout
         self._groups: dict[int, dist.ProcessGroup] = {}
+        self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations on these groups, and on those made later, wait so long."""
@@ -189,23 +227,24 @@ class MergedGroups:
         """Make the groups that a step needs and that are not there yet; collective over all ranks.
 
         Returns:
-            All that have been made: number of replicas -> group of their context-parallel ranks on
-            this stage, ordered by replica, then by context rank.
+            All that this rank is in: number of replicas -> group of their context-parallel ranks on
+            this stage.
         """
         counts = {len(each.replicas) for replica in plan.replicas for each in replica.forward}
-        for count in sorted(counts - {1} - set(self._groups)):
-            group = own_group(self._sets(count), self._rank.index, self._timeout)
+        for count in sorted(counts - {1} - self._made):
+            self._made.add(count)
+            group = own_group(self._sets(count), self._rank, self._timeout)
             if group is not None:
                 self._groups[count] = group
         return self._groups
 
-    def _sets(self, count: int) -> list[list[int]]:
-        """Global ranks of every aligned set of ``count`` replicas, on every stage."""
-        mesh = self._rank.mesh
-        whole = mesh.data // count * count  # a set that is not whole cannot be asked for
-        ranks = mesh.groups("data", "context").reshape(-1, mesh.data, mesh.context)
-        sets: list[list[int]] = ranks[:, :whole].reshape(-1, count * mesh.context).tolist()
-        return sets
+
+def merged_sets(mesh: Mesh, count: int) -> list[list[int]]:
+    """The ranks of a mesh that share a micro-batch of ``count`` replicas, see MergedGroups."""
+    whole = mesh.data // count * count  # a set that is not whole cannot be asked for
+    ranks = mesh.groups("data", "context").reshape(-1, mesh.data, mesh.context)
+    sets: list[list[int]] = ranks[:, :whole].reshape(-1, count * mesh.context).tolist()
+    return sets
 
 
 def own_group(
@@ -215,8 +254,8 @@ def own_group(
 
     Every rank makes one group, however many sets there are. ``dist.new_group`` for each set would
     take every rank through all of them: hundreds on a thousand ranks. Where the group of all ranks
-    is bound to a device (NCCL), all are split off it in one call; else the members of a set make
-    theirs among themselves.
+    is bound to a device (NCCL), all are split off it in one call, which ranks that no set holds
+    have to make too (read in torch 2.13); else the members of a set make theirs among themselves.
 
     Args:
         sets: global ranks, the same on every rank; collective over all ranks.

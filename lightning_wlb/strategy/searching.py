@@ -22,15 +22,14 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -50,11 +49,21 @@ from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.meshes.search import Progress, choose_mesh
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.strategy.strategies import blank_model
 
 PREPARING = timedelta(days=100)
 """How long ranks wait for a node's first one to prepare documents; tokenising may take hours."""
 
 _ANSWER = "choice.json"
+
+
+class _Kept(Protocol):
+    """What can be kept as text."""
+
+    def to_json(self) -> str: ...
+
+
+_Answer = TypeVar("_Answer", bound=_Kept)
 
 
 class Asked(NamedTuple):
@@ -100,7 +109,7 @@ def agreed_mesh(
     ranks, requests = Ranks(), []
 
     def facts() -> dict[str, str]:
-        requests.append(_request(asked, trainer, data, module, profile))
+        requests.append(request_of(asked, trainer, data, module, profile))
         return _facts(requests[0])
 
     compare(ranks.every(facts))
@@ -110,20 +119,33 @@ def agreed_mesh(
 
 def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
     first = trainer.local_rank == 0 and (data.prepare_data_per_node or trainer.node_rank == 0)
-    group = dist.new_group(backend="gloo", timeout=PREPARING)
+    with waiting(PREPARING) as ranks:
+        ranks.each(lambda: data.prepare_data() if first else None)
+
+
+@contextmanager
+def waiting(timeout: timedelta) -> Iterator[Ranks]:
+    """All ranks, which may wait so long for one of them; collective at both ends."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
     try:
-        Ranks(group).each(lambda: data.prepare_data() if first else None)
+        yield Ranks(group)
     finally:
         dist.destroy_process_group(group)
 
 
-def _request(
+def request_of(
     asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
 ) -> MeshRequest:
-    store, model = data.store, module.model
-    if model is None:
-        with torch.device("meta"):
-            model = module.build_model()
+    """What a mesh, or a pool of strategies, is chosen for.
+
+    Args:
+        asked: sizes that are given, and devices.
+        trainer: that is to run.
+        data: its data module.
+        module: its model.
+        profile: of the devices.
+    """
+    store, model = data.store, blank_model(module)
     fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if isinstance(n, int)}
     if "tensor" not in fixed and not _can_split(model):
         fixed["tensor"] = 1
@@ -228,25 +250,41 @@ def _shown(row: MeshRow) -> str:
 
 def _recalled(request: MeshRequest) -> MeshChoice:
     """The answer in the cache folder, or the search's, which is put there."""
+    return recalled(
+        f"mesh-{request.digest[:16]}",
+        lambda tell: choose_mesh(request, progress=tell),
+        MeshChoice.from_json,
+    )
+
+
+def recalled(
+    name: str, choose: Callable[[Progress], _Answer], read: Callable[[str], _Answer]
+) -> _Answer:
+    """What is in the cache folder, or is chosen now and put there.
+
+    Args:
+        name: says what is chosen for; the code, which decides the answer too, is added.
+        choose: is given what to tell how far it is.
+        read: the inverse of the answer's ``to_json``; raises ValueError for other text.
+    """
     package = Path(__file__).parents[1]
-    # The code decides the answer too.
     code = fingerprint(sorted(package.rglob("*.py")), package)
-    made: list[MeshChoice] = []
+    made: list[_Answer] = []
 
     def search(folder: Path | None = None) -> None:
         with progress_bar() as tell:
-            made.append(choose_mesh(request, progress=tell))
+            made.append(choose(tell))
         if folder is not None:
             (folder / _ANSWER).write_text(made[0].to_json())
 
     try:
-        folder = built_once(f"mesh-{request.digest[:16]}-{code}", search)
+        folder = built_once(f"{name}-{code}", search)
     except OSError:  # a disk that is full costs another search the next time
         if not made:
             raise
     if not made:
         try:
-            return MeshChoice.from_json((folder / _ANSWER).read_text())
+            return read((folder / _ANSWER).read_text())
         except (OSError, ValueError):  # as does an answer that a crash or a clean-up has damaged
             search()
     return made[0]

@@ -6,37 +6,61 @@ over all ranks, or, over several nodes, one over the rail and one in the node. A
 nothing joins it with nothing to receive, so that all ranks post the same collectives in the same
 order whatever their stages are.
 
-A :class:`Pull` posts all of a step's parameters at once. Over two hops it waits for what comes over
-the rails before it returns: pipeline ranks that wait for each other's activations could not wait
-for each other's part of the second hop too. A :class:`Push` posts slots from the last to the first,
-each when its gradients are complete, and waits for none before :meth:`.Push.finish`. A sum is
-made in the order of ranks: a step gives the same bits again, and copies of a parameter at rest get
-the same bits.
+A :class:`Pull` posts all of a step's parameters at once. A :class:`Push` posts slots from the last
+to the first, each when its gradients are complete, and waits for none before :meth:`.Push.finish`.
+A sum is made in the order of ranks: a step gives the same bits again, and copies of a parameter at
+rest get the same bits.
 
-Cost: beside what the link counts, each piece is copied once where it is sent and once where it
-arrives, with a call for each piece; what is sent is held until it is waited for. Not run on CUDA.
+Over two hops the second one of a slot is posted as soon as the first one has arrived, beside the
+step (:mod:`.relay`). It must not wait for the step's own thread: pipeline ranks of one node that
+wait for each other's activations would wait for each other's part of the second hop too. A rail
+and a node have process groups of their own. A rank's step begins to push when its relay has posted
+all that it pulls, so that on every group each rank posts pulls by slot, and then pushes from the
+last slot to the first.
+
+Cost: beside what the link counts, what is copied and held on the way (:mod:`.posts`). Not run on
+CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from lightning_wlb.links.layout import Weights
-from lightning_wlb.links.link import Exchange, Link, Parts
+from lightning_wlb.links.link import Exchange, Link
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import placement_of
-from lightning_wlb.strategy.process_groups import own_group
+from lightning_wlb.strategy.mesh import is_cuda_over_gloo
+from lightning_wlb.strategy.posts import Held, Middle, Post, Views
+from lightning_wlb.strategy.process_groups import connect_all, own_group
+from lightning_wlb.strategy.relay import Relay, done
 
-Groups = Callable[[range], dist.ProcessGroup]
-"""Global ranks, among them this one -> their process group, which carries this traffic alone."""
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """What the exchanges of a rank's links travel over, and nothing else does.
+
+    Args:
+        made: global ranks, among them this one -> their process group.
+        relay: makes the second hop; None: there is one hop.
+    """
+
+    made: Mapping[range, dist.ProcessGroup]
+    relay: Relay | None = None
+
+    def settle(self) -> None:
+        """Wait until the relay posts nothing, so that this thread may."""
+        if self.relay is not None:
+            self.relay.settle()
 
 
 def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
@@ -51,15 +75,22 @@ def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
             model.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    frozen = frozenset(n for n, each in model.named_parameters() if not each.requires_grad)
     split = {}
     for size in {*sizes} - {1}:
         plan = model.tensor_parallel_plan(size)
         placed = {name: placement_of(name, plan) for name in shapes}
         split[size] = {n: each.dim for n, each in placed.items() if isinstance(each, Shard)}
-    return Weights(shapes, split, frozenset(model.tied.values()))
+    return Weights(shapes, split, frozenset(model.tied.values()), frozen)
 
 
-def travel_groups(rank: int, ranks: int, per_node: int, timeout: timedelta | None) -> Groups:
+def travel_groups(
+    rank: int,
+    ranks: int,
+    per_node: int,
+    timeout: timedelta | None,
+    device: torch.device | str = "cpu",
+) -> Groups:
     """The process groups of all exchanges of a rank's links; collective over all ranks.
 
     Args:
@@ -67,9 +98,11 @@ def travel_groups(rank: int, ranks: int, per_node: int, timeout: timedelta | Non
         ranks: their number.
         per_node: those of a node.
         timeout: how long an exchange may take; None: torch's default.
+        device: of this rank.
     """
     sets = [[range(ranks)]]
-    if 1 < per_node < ranks:
+    two_hops = 1 < per_node < ranks
+    if two_hops:
         rails = [range(place, ranks, per_node) for place in range(per_node)]
         sets = [rails, [range(first, first + per_node) for first in range(0, ranks, per_node)]]
     made: dict[range, dist.ProcessGroup] = {}
@@ -77,7 +110,14 @@ def travel_groups(rank: int, ranks: int, per_node: int, timeout: timedelta | Non
         group = own_group(each, rank, timeout)
         assert group is not None, "every rank is in one of the sets"
         made |= {own: group for own in each if rank in own}
-    return made.__getitem__
+    device = torch.device(device)
+    for group in made.values():
+        connect_all(group, device)
+    if not two_hops:
+        return Groups(made)
+    by_gloo = any(is_cuda_over_gloo(device, group) for group in made.values())
+    waits_on_device = device.type == "cuda" and not by_gloo
+    return Groups(made, Relay(device if waits_on_device else None))
 
 
 class Pull:
@@ -99,28 +139,38 @@ class Pull:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._link = link
-        self._values = _Held(link, link.units, rest=False)
-        self._values.make(dtype, device)
-        source: _Views = _Held(link, range(len(link.weights.units)), rest=True, given=rest)
-        slots = range(link.slots)
-        self._posts = [_Post(link.exchange(n, 0), groups, source, dtype, device) for n in slots]
-        if link.hops == 2:
-            source = _Middle(dtype, device)
-            for slot in slots:
-                self._posts[slot].arrive(source)
-                exchange = link.exchange(slot, 1)
-                self._posts[slot] = _Post(exchange, groups, source, dtype, device)
+        self._link, self._dtype, self._device = link, dtype, device
+        self._values = Held(link, link.units, rest=False)
+        source = Held(link, range(len(link.weights.units)), rest=True, given=rest)
+        groups.settle()
+        posts = [
+            Post(link.exchange(slot, 0), groups.made, source, dtype, device)
+            for slot in range(link.slots)
+        ]
+        if groups.relay is None:
+            self._posts = list(map(done, posts))
+            return
+        middle = Middle(dtype, device, zeros=False)
+
+        def hand_out(slot: int, post: Post) -> Post:
+            post.arrive(middle)
+            return Post(link.exchange(slot, 1), groups.made, middle, dtype, device)
+
+        self._posts = [
+            groups.relay.submit(partial(hand_out, slot, post)) for slot, post in enumerate(posts)
+        ]
 
     def arrive(self, slot: int) -> dict[str, Tensor]:
         """Wait for a slot of this rank; its parameters by name in the whole model."""
-        self._posts[slot].arrive(self._values)
-        return self._values.of_unit(self._link.units[slot])
+        post, unit = self._posts[slot].result(), self._link.units[slot]
+        self._values.make(unit, self._dtype, self._device, zeros=False)
+        post.arrive(self._values)
+        return self._values.of_unit(unit)
 
     def finish(self) -> None:
         """Wait for the slots in which this rank only sends."""
         for post in self._posts[len(self._link.units) :]:
-            post.arrive(self._values)
+            post.result().arrive(self._values)
 
 
 class Push:
@@ -144,8 +194,10 @@ class Push:
         device: torch.device,
     ) -> None:
         self._link, self._groups, self._dtype, self._device = link, groups, dtype, device
-        self._sums = _Held(link, link.units, rest=False, given=sums)
-        self._posts: list[_Post] = []
+        self._sums = Held(link, link.units, rest=False, trained=True, given=sums)
+        self._middle = Middle(dtype, device, zeros=True)
+        self._posts: list[Future[Post]] = []
+        groups.settle()
 
     @property
     def next(self) -> int:
@@ -154,166 +206,27 @@ class Push:
 
     def post(self) -> None:
         """Send the gradients of the next slot."""
-        self._posts.append(self._send(self.next, self._link.hops - 1, self._sums))
+        slot, relay = self.next, self._groups.relay
+        post = self._send(slot, self._link.hops - 1, self._sums)
+        self._posts.append(
+            done(post) if relay is None else relay.submit(partial(self._hand_on, slot, post))
+        )
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the sums of all ranks: of each shard that rests here, by name."""
+        """Wait for the sums of all ranks: of each trained shard that rests here, by name."""
         units = range(len(self._link.weights.units))
-        totals = _Held(self._link, units, rest=True)
-        totals.make(self._dtype, self._device)
-        if self._link.hops == 2:
-            middle = _Middle(self._dtype, self._device)
-            for number, post in enumerate(self._posts):
-                post.arrive(middle, add=True)
-                self._posts[number] = self._send(self._link.slots - 1 - number, 0, middle)
+        totals = Held(self._link, units, rest=True, trained=True)
+        for unit in units:
+            totals.make(unit, self._dtype, self._device, zeros=True)
         for post in self._posts:
-            post.arrive(totals, add=True)
+            post.result().arrive(totals, add=True)
         return {name: total for unit in units for name, total in totals.of_unit(unit).items()}
 
-    def _send(self, slot: int, hop: int, source: _Views) -> _Post:
+    def _hand_on(self, slot: int, post: Post) -> Post:
+        post.arrive(self._middle, add=True)
+        return self._send(slot, 0, self._middle)
+
+    def _send(self, slot: int, hop: int, source: Views) -> Post:
         ranks, out, into = self._link.exchange(slot, hop, push=True)
         back = Exchange(ranks, out=into, into=out)
-        return _Post(back, self._groups, source, self._dtype, self._device)
-
-
-class _Views(Protocol):
-    """Tensors of one rank."""
-
-    def views(self, parts: Parts) -> list[Tensor]:
-        """The elements of each part."""
-
-
-class _Held:
-    """A rank's box of each parameter of some units.
-
-    Args:
-        link: of the rank.
-        units: numbers of the units.
-        rest: the boxes at rest; else those in the step.
-        given: the tensors by name in the whole model; None until :meth:`make`.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        units: Sequence[int],
-        *,
-        rest: bool,
-        given: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self._weights = link.weights
-        self._boxes = {
-            (unit, parameter): box
-            for unit in units
-            for parameter, box in link.boxes(unit, rest=rest).items()
-        }
-        self._begins = {key: box[:, 0].tolist() for key, box in self._boxes.items()}
-        self._tensors: dict[tuple[int, int], Tensor] = {}
-        for key in self._boxes if given is not None else ():
-            assert given is not None
-            name, shape = self._name(*key), self._shape(*key)
-            if given[name].shape != shape:
-                raise ValueError(
-                    f"{name}: rank {link.rank} has a tensor of shape {tuple(given[name].shape)}"
-                    f" where the link has {shape}. Was the link made for this mesh and strategy?"
-                )
-            self._tensors[key] = given[name]
-
-    def make(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Zeros in place of given tensors."""
-        for key in self._boxes:
-            self._tensors[key] = torch.zeros(self._shape(*key), dtype=dtype, device=device)
-
-    def of_unit(self, number: int) -> dict[str, Tensor]:
-        """The tensors of a unit, by name in the whole model."""
-        return {self._name(*k): tensor for k, tensor in self._tensors.items() if k[0] == number}
-
-    def views(self, parts: Parts) -> list[Tensor]:
-        """The elements of each part."""
-        found = []
-        for unit, parameter, box in _rows(parts):
-            tensor, begins = self._tensors[unit, parameter], self._begins[unit, parameter]
-            ends = zip(box[: tensor.ndim], begins, strict=False)
-            found.append(tensor[tuple(slice(start - at, stop - at) for (start, stop), at in ends)])
-        return found
-
-    def _name(self, unit: int, parameter: int) -> str:
-        return self._weights.units[unit].names[parameter]
-
-    def _shape(self, unit: int, parameter: int) -> tuple[int, ...]:
-        dims = len(self._weights.shapes[self._name(unit, parameter)])
-        box = self._boxes[unit, parameter]
-        return tuple((box[:dims, 1] - box[:dims, 0]).tolist())
-
-
-class _Middle:
-    """What a rank hands on between two hops: whole pieces, zeros where they are first asked for."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._pieces: dict[tuple[int, ...], Tensor] = {}
-
-    def views(self, parts: Parts) -> list[Tensor]:
-        """The elements of each part, flat."""
-        found = []
-        for (unit, parameter, box), count in zip(
-            _rows(parts), parts.elements.tolist(), strict=True
-        ):
-            key = unit, parameter, *(start for start, _ in box)
-            if key not in self._pieces:
-                self._pieces[key] = torch.zeros(count, dtype=self._dtype, device=self._device)
-            found.append(self._pieces[key])
-        return found
-
-
-class _Post:
-    """One all-to-all on its way, of the elements of ``source``; collective over its ranks."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        groups: Groups,
-        source: _Views,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        ranks, out, self._into = exchange
-        sizes = [out.elements, self._into.elements]
-        self._sent, self._got = (
-            torch.empty(int(each.sum()), dtype=dtype, device=device) for each in sizes
-        )
-        places = self._sent.split(sizes[0].tolist())
-        for view, place in zip(source.views(out), places, strict=True):
-            place.view(view.shape).copy_(view)
-        self._work = dist.all_to_all_single(
-            self._got,
-            self._sent,
-            _counts(self._into, ranks),
-            _counts(out, ranks),
-            group=groups(ranks),
-            async_op=True,
-        )
-
-    def arrive(self, target: _Views, *, add: bool = False) -> None:
-        """Wait, and copy into the target or add to it."""
-        self._work.wait()
-        parts = self._got.split(self._into.elements.tolist())
-        for view, part in zip(target.views(self._into), parts, strict=True):
-            if add:
-                view.add_(part.view(view.shape))
-            else:
-                view.copy_(part.view(view.shape))
-
-
-def _counts(parts: Parts, ranks: range) -> list[int]:
-    """Elements to or from each rank of an exchange."""
-    places = (parts.peer - ranks.start) // ranks.step
-    counts = np.zeros(len(ranks), np.int64)
-    np.add.at(counts, places, parts.elements)
-    result: list[int] = counts.tolist()
-    return result
-
-
-def _rows(parts: Parts) -> list[tuple[int, int, list[list[int]]]]:
-    """Unit, parameter and box of each part, as Python numbers."""
-    return list(zip(parts.unit.tolist(), parts.parameter.tolist(), parts.box.tolist(), strict=True))
+        return Post(back, self._groups.made, source, self._dtype, self._device)

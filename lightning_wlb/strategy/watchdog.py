@@ -116,7 +116,7 @@ class Watchdog(threading.Thread):
         selector = selectors.DefaultSelector()
         selector.register(self._link.connection, selectors.EVENT_READ)
         selector.register(self._woken, selectors.EVENT_READ)
-        due = 0.0
+        due, told = 0.0, False
         while not self._over:
             for key, _ in selector.select(0.5):
                 if key.fileobj is self._woken:
@@ -129,6 +129,11 @@ class Watchdog(threading.Thread):
                 due = now + self._beat
                 self._link.send(
                     progress=HERE.progress(), doing=str(HERE), seconds=round(HERE.seconds(), 1)
+                )
+            if HERE.failed and not (told or self._came_out):
+                told = True
+                self._link.send(
+                    place=f"a thread of rank {self._rank}", text=f"{HERE}: {HERE.failed}"
                 )
             if now >= self._end_at:
                 self._end()

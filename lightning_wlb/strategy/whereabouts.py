@@ -39,7 +39,12 @@ class Position(NamedTuple):
 
 
 class Whereabouts:
-    """What the main thread does, and how far it is."""
+    """What the main thread does, and how far it is.
+
+    Attributes:
+        failed: the error of another thread on which the step depends; the main thread may never
+            come to where it is raised.
+    """
 
     def __init__(self) -> None:
         # Replaced as a whole: another thread must not see the batch of one step and the action of
@@ -58,6 +63,7 @@ class Whereabouts:
 
     def begin(self) -> None:
         """A run begins or has ended; its batch may be freed."""
+        self.failed = ""
         self._now = Position(0, None, BETWEEN, "setting up", time.monotonic())
 
     @property
@@ -88,7 +94,12 @@ class Whereabouts:
 
     def __str__(self) -> str:
         _, batch, _, doing, _ = self._now
-        step = "before the first step" if batch is None else f"step {batch.plan.step}"
+        step = "before the first step"
+        if batch is not None:
+            plan = batch.plan
+            step = f"step {plan.step}"
+            if plan.strategy:
+                step += f" on the pipeline of {plan.strategy[batch.replica]}"
         if WAIT.since is not None:
             return f"{step}, then waiting for the loader"
         if batch is None or not isinstance(doing, Action):

@@ -54,7 +54,7 @@ from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.strategy.out_of_memory import explained
 from lightning_wlb.strategy.parallelize import parallelize
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
-from lightning_wlb.strategy.strategies import Dynamic, run_elsewhere, weights_for
+from lightning_wlb.strategy.strategies import Dynamic
 
 
 class WLBStrategy(ChoosingStrategy):
@@ -95,16 +95,18 @@ class WLBStrategy(ChoosingStrategy):
             ``"float32"``, or, where a precision computes in bfloat16, ``"bfloat16"``, which halves
             these messages and rounds where two ranks' values meet. None: float32 or wider.
             Gradients of parameters are added up in float32 or wider, whatever this is.
-        dynamic: strategies, each a :class:`.Scheme` for every pipeline, that a step may take in
-            place of the mesh's pipelines. It takes the one whose simulated step is shortest, which
-            needs a device profile; parameters and optimizer state stay where the mesh has them.
-            ``"off"``: all steps run on the mesh.
+        dynamic: strategies, each a :class:`.Scheme` for every pipeline, that a training step may
+            take in place of the mesh's pipelines. It takes the one whose simulated step is
+            shortest, which needs a device profile; parameters and optimizer state stay where the
+            mesh has them. ``"auto"``: up to four that are simulated to make the run's first steps
+            faster by 2 % or more, or none, of which the log has the figure. ``"off"``: all steps
+            run on the mesh.
 
     Raises:
         MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
             runs) the sizes do not fit the number of devices.
         ValueError: if the schedule is unknown or cannot run so many stages per rank, another
-            ``on_nonfinite`` or ``reduce_dtype``, or ``dynamic`` with anything but strategies.
+            ``on_nonfinite`` or ``reduce_dtype``, or ``dynamic`` with anything but these.
     """
 
     strategy_name = "wlb"
@@ -147,7 +149,6 @@ class WLBStrategy(ChoosingStrategy):
         )
         # A step that has run, and its loss, until its gradients are there.
         self._ran: tuple[StepBatch, Tensor] | None = None
-        self.executor: Executor | None = None
         self.guard = StepGuard(on_nonfinite)
 
     def __repr__(self) -> str:
@@ -196,6 +197,8 @@ class WLBStrategy(ChoosingStrategy):
         self.model_to_device()
         assert self.executor is not None
         self.executor.begin(self.reduce_dtype)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._prepare_strategies()
         module.executor = self._run_step
         self._guard(trainer)
         self._ran = None
@@ -224,13 +227,12 @@ class WLBStrategy(ChoosingStrategy):
                 " group alone between the two."
             )
         self._ties = previous._ties
-        self.executor = previous.executor
+        self.executor, self._runs = previous.executor, previous._runs
 
     def _split_for(self) -> str:
         return (
             f"the mesh {self.mesh}, schedule {self.schedule!r} with {self.mesh.virtual_stages}"
             f" stages per rank, precision {self.precision_plugin.precision!r}"
-            f"{f', strategies {self.dynamic}' if self.dynamic else ''}"
         )
 
     def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
@@ -240,7 +242,6 @@ class WLBStrategy(ChoosingStrategy):
         # What a layer costs per token depends on how much a token attends to.
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         stages = model_stages(shape, mesh.stages, attended)
-        weights = weights_for(self.dynamic, module, mesh.tensor) if self.dynamic else None
         precision = self.precision_plugin
         self._ties, gathering = parallelize(
             model,
@@ -267,9 +268,7 @@ class WLBStrategy(ChoosingStrategy):
             self.mesh_groups,
             gathering,
         )
-        if weights is not None:
-            given = self.num_processes, precision.sum_dtype, self._timeout
-            run_elsewhere(self.executor, self.dynamic, module, weights, *given)
+        self._runs = ()
         model.parallelized_by = self  # type: ignore[assignment]
 
     def model_to_device(self) -> None:

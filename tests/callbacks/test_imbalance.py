@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,19 +15,22 @@ from lightning_wlb.callbacks.imbalance import (
     Level,
     context_level,
     data_level,
+    in_pipelines,
     measured_imbalance,
     micro_batch_seconds,
-    on_mesh,
     pipeline_level,
     planned_work,
     rank_timings,
+    shapes_of,
+    shares_of,
     slots,
     step_flops,
 )
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.links.layout import rank_in
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.timeline import Timing
 
@@ -72,10 +77,20 @@ def test_timings_stand_at_their_micro_batch_and_pass():
 
 def test_ranks_land_at_their_mesh_coordinate():
     mesh = Mesh(data=2, pipeline=3, context=2, tensor=2)
-    placed = on_mesh(np.arange(mesh.devices, dtype=float)[:, None], mesh)
+    shapes = shapes_of(make_plan([[], []], 1), mesh)
+    placed = in_pipelines(np.arange(mesh.devices, dtype=float)[:, None], shapes)
     for rank in range(mesh.devices):
         at = mesh.coordinate(rank)
-        assert placed[at.data, at.pipeline, at.context, at.tensor] == rank
+        assert placed[at.data][at.pipeline, at.context, at.tensor] == rank
+
+
+def test_ranks_land_at_their_place_in_pipelines_that_differ():
+    strategy = Scheme(0, (1, 1), context=2), Scheme(4, (2,)), Scheme(5, (2,), tensor=3)
+    shapes = shapes_of(replace(make_plan([[], [], []], 1), strategy=strategy), Mesh(data=8))
+    placed = in_pipelines(np.arange(8.0)[:, None], shapes)
+    for rank in range(8):
+        at = rank_in(strategy, rank)
+        assert placed[at.data][at.pipeline, at.context, at.tensor] == rank
 
 
 def test_a_micro_batch_takes_its_slowest_rank_on_each_stage_and_pass():
@@ -91,18 +106,54 @@ def test_a_micro_batch_takes_its_slowest_rank_on_each_stage_and_pass():
 
 def test_levels_of_a_step_worked_out_by_hand():
     seconds = np.zeros((2, 1, 2, 1, 2, 2, 2))
-    # Replica 0 has micro-batches of 6 and 2 seconds, replica 1 one of 4.
+    # Replica 0 has micro-batches of 6 and 2 seconds on 2 ranks, replica 1 one of 4.
     seconds[0, 0, :, 0, 0, 0, COMPUTE] = 6.0, 5.0
     seconds[0, 0, :, 0, 1, 0, COMPUTE] = 1.0, 2.0
     seconds[1, 0, :, 0, 0, 1, COMPUTE] = 4.0, 4.0
     seconds[0, 0, :, 0, 0, 0, ATTENTION] = 3.0, 1.0
     seconds[1, 0, :, 0, 0, 1, ATTENTION] = 1.0, 2.0
     result = measured_imbalance(seconds, slots=4)
-    assert result.pipeline == Level(6.0 * 4, 12.0)
+    assert result.pipeline == Level(2 * 6.0 * 4, 2 * 12.0)
     assert result.pipeline.degree == 2.0
-    assert result.data == Level(8.0 * 2, 12.0)
+    assert result.data == Level(2 * 8.0 * 2, 2 * 12.0)
     assert result.data.degree == 4 / 3
-    assert result.context == Level(3.0 + 2.0, 2.0 + 1.5)
+    assert result.context == Level(2 * (3.0 + 2.0), 2 * (2.0 + 1.5))
+
+
+def test_levels_of_pipelines_that_differ_worked_out_by_hand():
+    # Of 4 ranks, two stages have a micro-batch of 3 + 1 seconds; two context ranks two of 2 and 4.
+    deep, wide = np.zeros((2, 1, 1, 2, 2, 2)), np.zeros((1, 2, 1, 2, 2, 2))
+    deep[:, 0, 0, 0, 0, COMPUTE] = 3.0, 1.0
+    wide[0, :, 0, 0, 0, COMPUTE] = 2.0, 2.0
+    wide[0, :, 0, 1, 1, COMPUTE] = 1.0, 4.0
+    deep[1, 0, 0, 0, 0, ATTENTION] = 1.0
+    wide[0, :, 0, 1, 1, ATTENTION] = 1.0, 3.0
+    result = measured_imbalance([deep, wide], slots=3)
+    # Rank-seconds: 4, and 4 and 8. Each pipeline has 2 of 4 ranks, so that its share is 1.
+    assert result.pipeline == Level(8.0 * 3, 16.0)
+    assert result.data == Level(12.0 * 2, 16.0)
+    # Two ranks wait until 3 of the 4 seconds have passed; on a rank alone there is no waiting.
+    assert result.context == Level(1.0 + 2 * 3.0, 1.0 + 4.0)
+    # One more rank alone, with as much for each of its ranks as the heaviest pipeline.
+    alone = np.zeros((1, 1, 1, 2, 2, 2))
+    alone[0, 0, 0, 0, 0, COMPUTE] = 6.0
+    result = measured_imbalance([deep, wide, alone], slots=3)
+    # If all 5 ranks had 6 seconds to do.
+    assert result.data.degree == pytest.approx(5 * 6 / (4 + 12 + 6))
+
+
+def test_pipelines_with_work_by_their_ranks_are_even():
+    strategy = Scheme(0, (1, 1)), Scheme(2, (2,)), Scheme(3, (2,), context=2, tensor=2)
+    work = np.array([[2.0, 2.0], [1.0, 1.0], [4.0, 4.0]])
+    plan = replace(make_plan([[[1], [1]]] * 3, micro_batches=6), strategy=strategy)
+    assert data_level(work, shares_of(plan)).degree == pytest.approx(1.0)
+    # Two micro-batches each, by their ranks, are two of the whole step's.
+    assert slots(plan) == pytest.approx(6)
+    assert pipeline_level(work, slots(plan), shares_of(plan)).degree == pytest.approx(1.0)
+    # As if they were pipelines alike they were not.
+    assert data_level(work).degree > 1.7
+    # Three of nine are left out, each as large as a micro-batch of the mean pipeline.
+    assert slots(replace(plan, micro_batches=9)) == pytest.approx(9)
 
 
 def test_forward_and_backward_of_attention_count_apart():

@@ -60,6 +60,21 @@ def test_figures_by_hand():
     assert summary["imbalance_pipeline_planned_mean"] == 1.25
 
 
+def test_each_strategy_has_its_figures_and_a_warm_up_of_its_own():
+    records = Records(devices=1, warm_up_steps=1)
+    added = [
+        records.add(record(seconds=seconds, tokens=tokens), strategy)
+        for strategy, seconds, tokens in [(0, 9, 1), (2, 8, 2), (0, 1, 3), (0, 3, 4), (2, 5, 5)]
+    ]
+    assert added == [False, False, True, True, True]
+    assert records.timed == 3
+    assert records.summary()["seconds_per_step"] == 3
+    of_mesh, other, none = (records.summary(number) for number in (0, 2, 1))
+    assert (of_mesh["steps"], of_mesh["timed_steps"], of_mesh["seconds_per_step"]) == (3, 2, 2)
+    assert (other["steps"], other["timed_steps"], other["seconds_per_step"]) == (2, 1, 5)
+    assert (of_mesh["tokens"], other["tokens"], none["steps"]) == (8, 7, 0)
+
+
 def test_the_aggregate_is_that_of_sums_not_a_mean_of_degrees():
     records = Records(devices=1)
     records.add(record(pipeline=(20.0, 10.0)))

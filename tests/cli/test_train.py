@@ -14,11 +14,13 @@ from lightning.pytorch import Trainer
 from lightning_wlb.cli.main import main, parser
 from lightning_wlb.cli.train import SUBCOMMANDS, WLBCLI
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+SCHEMES = [[Scheme(0, (2,), tensor=2)], [Scheme(0, (1, 1))]]
 DATA = ["--data.documents=stdlib", "--data.context_window=512", "--data.micro_batches=2"]
 
 
@@ -38,6 +40,35 @@ def test_the_strategy_takes_its_sizes_from_its_section():
     assert isinstance(strategy, WLBStrategy)
     assert "('auto', 2, 'auto', 'auto')" in repr(strategy)
     assert strategy.schedule == "interleaved"
+
+
+def test_strategies_that_steps_may_take_come_from_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+
+    def read(text: str) -> WLBCLI:
+        file.write_text(text)
+        return cli("--trainer.accelerator=cpu", "--config", str(file))
+
+    section = "trainer: {strategy: wlb}\nwlb: {dynamic: %s}"
+    by_class = (
+        "trainer: {strategy: {class_path: lightning_wlb.WLBStrategy, init_args: {dynamic: %s}}}"
+    )
+    for text, strategies in (
+        ("[[{first: 0, stages: [2], tensor: 2}], [{first: 0, stages: [1, 1]}]]", SCHEMES),
+        ("auto", "auto"),
+        ("off", "off"),  # which YAML reads as False
+    ):
+        made = read(section % text)
+        # As a run saves it, too.
+        others = (
+            [read(by_class % text), read(made.parser.dump(made.config))] if text[0] == "[" else []
+        )
+        for each in [made, *others]:
+            strategy = each.trainer.strategy
+            wanted = WLBStrategy(dynamic=strategies)
+            assert strategy._arguments(None) == wanted._arguments(None)
+    with pytest.raises(SystemExit):
+        cli("--trainer.strategy=wlb", "--wlb.dynamic=sometimes")
 
 
 def test_another_strategy_leaves_the_section_alone():

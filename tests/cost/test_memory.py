@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.cost.memory import MemoryModel, StageParts, communicators, usable_bytes
+from lightning_wlb.cost.communicators import communicators, communicators_elsewhere
+from lightning_wlb.cost.memory import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import Recompute
+from lightning_wlb.plan import Recompute, Scheme
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import layout, rank_indices
 
@@ -253,6 +254,20 @@ def test_process_groups_are_counted_on_a_gpu_that_is_too_small_for_them() -> Non
     assert usable_bytes(small, mesh) == 24 * 10**9 * 97 // 100 - taken
     assert usable_bytes(replace(small, memory_bytes=10**9), mesh) == 0
     assert usable_bytes(replace(small, device_type="cpu"), mesh) == 24 * 10**9 * 92 // 100
+    each = 24 * (4_194_304 + 4_915_200 + 524_288)
+    assert usable_bytes(small, mesh, 14) == usable_bytes(small, mesh) - 3 * each
+
+
+def test_steps_elsewhere_take_the_groups_of_every_strategy() -> None:
+    """On the rank that is in most of them, and those over which parameters travel once."""
+    pairs = tuple(Scheme(first, (2, 2)) for first in (0, 2))
+    mixed = (Scheme(0, (4,), context=2), Scheme(2, (4,)), Scheme(3, (4,)))
+    assert communicators_elsewhere([], 4) == 0
+    # Two channels, and the pair of pipelines that may share micro-batches; all ranks.
+    assert communicators_elsewhere([pairs], 4) == 2 + 1 + 1
+    assert communicators_elsewhere([pairs], 2) == 2 + 1 + 2, "a rail and a node"
+    assert communicators_elsewhere([pairs, mixed], 2) == 2 + 1 + 1 + 2
+    assert communicators_elsewhere([(Scheme(0, (1, 3), 2, 2),)], 8) == 2 + 1 + 1 + 1
 
 
 def test_sums_that_travel_narrower_are_copied_for_it() -> None:

@@ -10,11 +10,15 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES
 from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.placement import predictor_of
 from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.plan import Scheme
+from lightning_wlb.planning.pool import Pool
 from lightning_wlb.sharding import choose
 from tests.data.test_datamodule import SHAPE, data
 
@@ -70,6 +74,27 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
     assert data(profile="h100").profile == h100
     with pytest.raises(ValueError, match="h1000"):
         data(profile="h1000")
+
+
+def test_process_groups_of_strategies_take_room_of_every_step() -> None:
+    """On a GPU that is too small for them; with the mesh's own, and of all strategies."""
+    h100 = Profile.load("h100")
+    small = replace(h100, memory_bytes=10**10, device_type="cuda")
+    mesh, pairs = Mesh(4), tuple(Scheme(first, (1, 1)) for first in (0, 2))
+    found = []
+    for dynamic in ((), (pairs,)):
+        trainer = SimpleNamespace(strategy=SimpleNamespace(dynamic=dynamic, executor=EXECUTOR))
+        predictor = predictor_of(trainer, small, replace(SHAPE, layers=2), mesh)
+        assert predictor is not None
+        found.append(predictor.usable_bytes)
+        if dynamic:
+            (kinds,) = Pool.of(dynamic, predictor).kinds.values()
+            assert {kind.predictor.usable_bytes for kind in kinds.values()} == {found[-1]}
+    # Two channels, a pair of pipelines that share a micro-batch, all ranks.
+    assert found[0] - found[1] == 4 * COMMUNICATOR_BYTES
+
+
+EXECUTOR = SimpleNamespace(pipeline=SimpleNamespace(stages=(range(2),), schedule="1f1b"))
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:

@@ -15,8 +15,13 @@ from lightning_wlb.plan import Scheme
 Key = tuple[int, int]  # unit, parameter
 
 
-def weights(layers: int, tied: bool = False, rows: int = 8) -> Weights:
-    """Layers of two kinds; ``kv`` is split over 2 ranks and whole on each of 4."""
+def weights(
+    layers: int, tied: bool = False, rows: int = 8, frozen: tuple[str, ...] = ()
+) -> Weights:
+    """Layers of two kinds; ``kv`` is split over 2 ranks and whole on each of 4.
+
+    Parameters get no gradients whose names begin with one of ``frozen``.
+    """
     shapes = {"embed.weight": (2 * rows, 3)}
     split = {"embed.weight": 0}
     for number in range(layers):
@@ -32,7 +37,8 @@ def weights(layers: int, tied: bool = False, rows: int = 8) -> Weights:
         shapes["head.weight"] = (2 * rows, 3)
         split["head.weight"] = 0
     few = {name: dim for name, dim in split.items() if not name.endswith("kv")}
-    return Weights(shapes, {2: split, 4: few}, frozenset({"embed.weight"} if tied else ()))
+    none = frozenset(name for name in shapes if name.startswith(frozen))
+    return Weights(shapes, {2: split, 4: few}, frozenset({"embed.weight"} if tied else ()), none)
 
 
 def stages(layers: int, count: int) -> tuple[int, ...]:
@@ -50,7 +56,8 @@ def uniform(ranks: int, layers: int, pipeline: int, context: int, tensor: int) -
 def links(draw: st.DrawFn) -> list[Link]:
     """The links of all ranks between two random layouts of a random model."""
     layers = draw(st.integers(1, 4))
-    model = weights(layers, draw(st.booleans()), draw(st.sampled_from((4, 8, 12))))
+    frozen = draw(st.sampled_from(((), ("embed", "layers.0.up"), ("layers.0", "head"))))
+    model = weights(layers, draw(st.booleans()), draw(st.sampled_from((4, 8, 12))), frozen)
     per_node, nodes = draw(st.sampled_from(((1, 3), (4, 1), (2, 2), (2, 4), (3, 2), (4, 2))))
     ranks = per_node * nodes
     sizes = st.tuples(st.integers(1, layers), st.integers(1, 3), st.sampled_from((1, 2, 4)))

@@ -11,11 +11,17 @@ from lightning_wlb.plan import Scheme
 from tests.links.layouts import Memory, held, links, run, uniform, weights
 
 
-def masks(link: Link, *, rest: bool) -> list[dict[tuple[int, int], np.ndarray]]:
-    """Of each rank which elements of each parameter it holds."""
-    of = held(link, rest=rest)
+def masks(
+    link: Link, *, rest: bool, trained: bool = False
+) -> list[dict[tuple[int, int], np.ndarray]]:
+    """Of each rank which elements of each parameter it holds; ``trained``: that gets gradients."""
+    of, units = held(link, rest=rest), link.weights.units
     return [
-        {key: ~np.isnan(value) for key, value in Memory(link, of, rank, 1).values.items()}
+        {
+            (unit, number): ~np.isnan(value)
+            & (not trained or units[unit].names[number] not in link.weights.frozen)
+            for (unit, number), value in Memory(link, of, rank, 1).values.items()
+        }
         for rank in range(len(link._slots))
     ]
 
@@ -37,7 +43,8 @@ def unequal() -> list[Link]:
     """Nodes of four ranks; in the second one a layer is used first in other slots by each."""
     strategy = (Scheme(0, (1, 2), tensor=2), Scheme(4, (3,), context=2), Scheme(6, (2, 1)))
     base = uniform(8, 3, pipeline=2, context=1, tensor=2)
-    return [Link(weights(3, tied=True), base, strategy, rank, 4) for rank in range(8)]
+    model = weights(3, tied=True, frozen=("layers.1", "layers.2.up"))
+    return [Link(model, base, strategy, rank, 4) for rank in range(8)]
 
 
 @settings(max_examples=6, deadline=None)
@@ -71,7 +78,8 @@ def test_parameters_arrive_and_only_what_a_rank_or_node_lacks_travels(of_all: li
 def test_gradients_add_up_at_every_copy_and_enter_once_from_each_rank_or_node(
     of_all: list[Link],
 ) -> None:
-    rest, need = (masks(of_all[0], rest=each) for each in (True, False))
+    """Frozen parameters have none, and nothing of them travels."""
+    rest, need = (masks(of_all[0], rest=each, trained=True) for each in (True, False))
     values = np.random.default_rng(0)
     sources = [Memory(link, None, link.rank, 0) for link in of_all]
     true = {key: np.zeros(mask.shape) for key, mask in rest[0].items()}

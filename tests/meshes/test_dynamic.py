@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.links.layout import Strategy
 from lightning_wlb.mesh import Mesh
@@ -43,7 +44,8 @@ def step(on_mesh: int, times: dict[Strategy, int], excess: int = 0) -> dynamic._
 
 
 def test_what_is_promised_is_what_the_planner_plans() -> None:
-    given = asked()
+    profile = Profile.load("h100")
+    given = asked(profile=replace(profile, memory_bytes=8 << 30))  # no long document on one device
     choice = choose_pool(given, MESH)
     assert choice.strategies
     assert choice.gain > dynamic.WORTH
@@ -98,9 +100,34 @@ def test_strategies_are_taken_while_they_save_enough(monkeypatch: pytest.MonkeyP
     assert best([step(1000, {a: 500}, excess=1)], [a], 10) == []  # it does not fit
 
 
+def test_a_model_that_fits_nowhere_else_stays() -> None:
+    small = replace(Profile.load("h100"), memory_bytes=2_000_000_000)
+    assert choose_pool(asked(profile=small), MESH).proposed == 0
+
+
+CHOICE = PoolChoice(
+    (of(2, 1, 1), of(1, 1, 1, 1)),
+    (of(2, 1, 1), of(1, 1, 1, 1)),
+    7,
+    MESH,
+    5_000_000,
+    4_000_000,
+    (1, 2),
+    4,
+)
+
+
+def test_a_choice_is_kept_as_text() -> None:
+    staged = replace(CHOICE, strategies=(), tried=((Scheme(0, (3, 1), 2),),), chosen=(0,))
+    for choice in (CHOICE, staged):
+        assert PoolChoice.from_json(choice.to_json()) == choice
+    for text in ("", "[]", CHOICE.to_json().replace('"first": 2', '"first": -2'), "{}"):
+        with pytest.raises(ValueError, match="not the choice of a pool"):
+            PoolChoice.from_json(text)
+
+
 def test_the_figure_is_said_either_way() -> None:
-    a, b = of(2, 1, 1), of(1, 1, 1, 1)
-    choice = PoolChoice((a, b), (a, b), 7, MESH, 5_000_000, 4_000_000, (1, 2), 4)
+    choice = CHOICE
     assert choice.lines == [
         "Dynamic strategies pay: simulated, 4 steps take 5.0 ms on the mesh 2,1,1,2, and 4.0 ms"
         " where each may leave it for the best 2 of 7 other strategies: 25.0% faster.",

@@ -85,13 +85,23 @@ def test_a_slots_time_is_a_latency_and_its_elements_over_the_link() -> None:
     assert traffic.reduce == (round(6 * 7 * 1000 + whole * 7 / 8 * 4),)
     assert traffic.before == traffic.after == 0
     assert traffic.optimise == base(Mesh(8)).traffic.optimise
-    # Over two hops each node lacks half of the model, of which each of its 4 ranks brings a part.
+    # Over two hops each node lacks half of the model, of which each of its 4 ranks brings a part,
+    # and is there when the next slot is: the first slot and the last are in one hop alone.
     (traffic, *_) = linked_traffic(base(Mesh(8), 4), ALONE).values()
-    assert traffic.before == round(6 * 5000 + whole / 2 / 4 * 2 * 10)
-    assert traffic.after == round(6 * 5000 + whole / 2 / 4 * 4 * 10)
-    assert traffic.gather == (round(6 * 3 * 1000 + whole * 3 / 4 * 2),)
+    embedding, head = SHAPE.vocab_size * SHAPE.dim, SHAPE.vocab_size * SHAPE.dim + SHAPE.dim
+    assert traffic.before == round(5000 + embedding / 2 / 4 * 2 * 10)
+    assert traffic.after == round(5000 + embedding / 2 / 4 * 4 * 10)
+    rails, last = 6 * 5000 + whole / 2 / 4 * 2 * 10, 3 * 1000 + head * 3 / 4 * 2
+    assert traffic.before + traffic.gather[0] == round(rails + last)
+    rails, first = 6 * 5000 + whole / 2 / 4 * 4 * 10, 3 * 1000 + head * 3 / 4 * 4
+    assert traffic.reduce[0] + traffic.after == round(first + rails)
     slower = replace(base(Mesh(8), 4), linked=traffic)
     assert slower.traffic.begins(0, 0) == traffic.before + traffic.gather[0]
+    # Whatever is slower sets the pace: here the nodes' own links, a thousandth as fast.
+    slow = replace(base(Mesh(8), 4).latency.profile, links={**LINKS, "node": Link(1000, 1e6)})
+    own = replace(base(Mesh(8), 4), latency=replace(base(Mesh(8), 4).latency, profile=slow))
+    (paced, *_) = linked_traffic(own, ALONE).values()
+    assert paced.gather == (round(6 * 3 * 1000 + whole * 3 / 4 * 2 * 1000),)
     assert slower.traffic.ends({0: [(7, 0)]}) == 7 + traffic.reduce[0] + traffic.after
     assert slower.traffic.ends({}) == 0
 

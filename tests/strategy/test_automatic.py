@@ -22,13 +22,14 @@ from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data import cached
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.links.layout import Strategy
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy import automatic, choosing
 from lightning_wlb.strategy.automatic import Asked, agreed_profile, decoder_like
 from lightning_wlb.strategy.precision import WLBPrecision, name_of
-from lightning_wlb.strategy.strategies import Dynamic
+from lightning_wlb.strategy.strategies import Dynamic, checked_strategies
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import VOCABULARY, Case, Recorder, data, module, trainer
@@ -225,12 +226,14 @@ def settled(
     base: Profile | None = None,
     outcome: Profile | None = None,
     dynamic: Dynamic = "off",
+    pool: tuple[Strategy, ...] = (),
 ) -> tuple[Profile | None, list[Asked]]:
     """By what a run is planned, and what was to be measured for it."""
     strategy, own = WLBStrategy(dynamic=dynamic), module(CASE)
     standing = SimpleNamespace(state=SimpleNamespace(fn=fn), lightning_module=own)
     own._trainer = standing
-    strategy._rank, strategy.profile, strategy.num_nodes = mesh.coordinate(0), base, nodes
+    strategy._rank, strategy.num_nodes = mesh.coordinate(0), nodes
+    strategy.profile = strategy._base = base
     strategy._lightning_module = own
     strategy.precision_plugin = WLBPrecision("32-true")
     strategy.parallel_devices = [CPU] * 2
@@ -242,10 +245,15 @@ def settled(
 
     with (
         mock.patch.object(choosing, "agreed_profile", measure),
+        mock.patch.object(choosing, "agreed_pool", return_value=pool) as chooses,
+        mock.patch.object(choosing, "run_elsewhere"),
         mock.patch.object(WLBStrategy, "root_device", CPU),
     ):
+        strategy.executor = mock.Mock()
         strategy.settle_profile(documents_)
         strategy.settle_profile(documents_)
+    assert chooses.call_count == (dynamic == "auto")
+    assert strategy.dynamic == checked_strategies(dynamic) + pool
     return strategy.profile, wanted
 
 
@@ -264,6 +272,8 @@ def test_a_device_is_measured_where_plans_depend_on_times() -> None:
     dealt, strategies = fixed | {"packing": "hydraulis"}, [[Scheme(0, (2,)), Scheme(1, (2,))]]
     assert not wants(dealt, mesh=context)
     assert wants(dealt, mesh=context, dynamic=strategies)
+    assert wants(dealt, mesh=context, dynamic="auto")
+    assert not wants(fixed, mesh=context, dynamic="auto")  # which cannot leave the mesh
     assert not wants({"packing": "best_fit", "sharding": "adaptive"})
     assert not wants({"profile": "none"})
     assert not wants({"profile": "cpu"})
@@ -276,6 +286,16 @@ def test_a_device_is_measured_where_plans_depend_on_times() -> None:
     base = replace(measured(1.0), links=network, memory_bytes=123)
     _, (found,) = settled(data(CASE, profile=None), nodes=2, base=base)
     assert (found.link, found.network, found.memory_bytes) == (*network.values(), 123)
+
+
+def test_a_run_that_chooses_no_strategy_is_planned_as_without() -> None:
+    dealt = data(CASE, packing="hydraulis", profile=None)
+    other, pool = measured(3.0), ((Scheme(0, (1, 1)),),)
+    run = {"mesh": Mesh(data=2), "outcome": other, "dynamic": "auto"}
+    assert settled(dealt, **run)[0] is None
+    assert settled(dealt, **run, pool=pool)[0] == other
+    # Its steps on the mesh are planned by times, too.
+    assert settled(data(CASE, profile=None), **run | {"mesh": PIPELINE})[0] == other
 
 
 def test_what_a_checkpoint_brings_goes_before_a_measurement() -> None:

@@ -83,14 +83,16 @@ def plan_of(step: int, strategy: Strategy, own: Sequence[int], store) -> StepPla
     ).validate()  # fmt: skip
 
 
-def executor(number: int) -> tuple[Executor, list[Tie]]:
-    """This rank's, on the mesh and elsewhere."""
+def executor(number: int, frozen: tuple[str, ...] = ()) -> tuple[Executor, list[Tie]]:
+    """This rank's, on the mesh and elsewhere; ``frozen``: how names begin that are not trained."""
 
     def build() -> Transformer:
         with torch.device("meta"):
             return Transformer(config())
 
     model, rank, device = build(), MESH.coordinate(number), torch.device("cpu")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
     weights = weights_of(model, (1, 2, 4))
     groups = mesh_groups(rank, device, None)
     ties, gathering = parallelize(
@@ -129,6 +131,10 @@ def train(number: int) -> dict:
         optimizer.step()
     with pytest.raises(ValueError, match="step 4 has the strategy of the mesh"):
         runner.elsewhere(replace(plan, strategy=OF_MESH))
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=r"has a hook \(register_hook or .* would never run"):
+        runner.run(batch, 1)
+    handle.remove()
     runner.elsewhere = None
     with pytest.raises(ValueError, match="step 4 is planned for pipelines of its own"):
         runner.run(batch, 1)

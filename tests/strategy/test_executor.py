@@ -1,5 +1,6 @@
 import re
 import time
+from random import Random
 
 import lightning.pytorch as L
 import pytest
@@ -13,6 +14,7 @@ from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.schedule.textbook import one_f_one_b
 from tests.strategy.harness import CASES, WINDOW, data, module, trainer
+from tests.strategy.random_plans import batch_of, model_of, plan_of, random_replica, run_step
 
 
 class Clock(L.Callback):
@@ -187,3 +189,20 @@ def test_a_run_relies_on_nothing_that_an_earlier_one_has_agreed_on():
     made.begin(torch.bfloat16)
     assert made._agreed is None
     assert made.reduce_dtype == torch.bfloat16
+
+
+def test_a_first_stage_may_be_frozen():
+    """No gradient enters it; those behind it are what they were, of sliced pieces too."""
+    lengths = [7, 12, 3, 9]
+    replica = random_replica(Random(0), lengths, "asymmetric")
+    batch = batch_of(plan_of(replica, lengths).validate(), lengths)
+    whole, part = model_of(), model_of()
+    part.embed.requires_grad_(False)
+    part.layers["0"].requires_grad_(False)
+    for model in (whole, part):
+        run_step(model, batch, 2)
+    for name, parameter in part.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, whole.get_parameter(name).grad), name
+        else:
+            assert parameter.grad is None

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.strategy.process_groups import (
     MergedGroups,
+    merged_sets,
     mesh_groups,
     own_group,
     pipeline_groups,
@@ -197,7 +199,7 @@ def plan_shared_by(*sizes: int) -> StepPlan:
 
 
 def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
-    merged = MergedGroups(RANK, None)
+    merged = MergedGroups(partial(merged_sets, MESH), RANK.index, None)
     groups = merged.prepare(plan_shared_by(4, 2))
     assert sorted(groups) == [2, 4]
     pair, four = (
@@ -211,6 +213,14 @@ def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
     assert calls == [pair, four]
     assert merged.prepare(plan_shared_by(2, 4, 2)) == groups
     assert len(calls) == 2
+
+
+def test_a_rank_that_no_merged_set_holds_joins_its_making_once(calls):
+    """The others make theirs once, and all ranks have to make as many."""
+    merged = MergedGroups(lambda count: [[0, 1]], RANK.index, None)
+    for _ in range(2):
+        assert merged.prepare(plan_shared_by(2)) == {}
+        assert calls == [[RANK.index]]
 
 
 def sums(rank: int) -> list[int]:

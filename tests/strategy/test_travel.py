@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_wlb.links.layout import Strategy, strategy_of
@@ -13,14 +16,16 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.tensor_parallel import placement_of
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme
+from lightning_wlb.strategy import travel as travelling
 from lightning_wlb.strategy.mesh import data_context, device_mesh
 from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.travel import Pull, Push, travel_groups, weights_of
+from lightning_wlb.strategy.travel import Groups, Pull, Push, travel_groups, weights_of
 from tests.ranks import run_ranks
 
 LAYERS = 3
 STAGES = {1: [range(3)], 2: [range(1), range(1, 3)]}
-BASES = ((Mesh(4), False), (Mesh(1, 2, 1, 2), True))
+BASES = ((Mesh(4), False), (Mesh(1, 2, 1, 2), True))  # tied: without a layer's and some gradients
+FROZEN = ("layers.1.", "layers.2.attention")
 STRATEGIES: tuple[tuple[Strategy, int], ...] = (  # and the ranks of a node
     ((Scheme(0, (3,), tensor=2), Scheme(2, (2, 1))), 2),
     ((Scheme(0, (3,), tensor=4),), 4),  # key and value heads are whole on every rank
@@ -70,6 +75,8 @@ def travel(rank: int) -> int:
         values = {name: each.detach() for name, each in reference.named_parameters()}
         with torch.device("meta"):
             model = Transformer(config(tied))
+        for name, each in model.named_parameters():
+            each.requires_grad_(not (tied and name.startswith(FROZEN)))
         weights = weights_of(model, (1, 2, 4))
         axes = device_mesh(mesh, "cpu")
         stages = STAGES[mesh.pipeline]
@@ -109,12 +116,15 @@ def check_push(reference, link, groups, at_rest: dict[str, DTensor], values) -> 
         for name, view in expected(reference, link.strategy, sums, other).items():
             view += mine[name]
         if other == link.rank:
-            own = mine
+            own = {name: each for name, each in mine.items() if name not in link.weights.frozen}
     push = Push(link, groups, own, torch.float64, torch.device("cpu"))
     while push.next >= 0:
         push.post()
     totals = push.finish()
+    assert not link.weights.frozen & totals.keys()
     for name, rest in at_rest.items():
+        if name in link.weights.frozen:
+            continue
         local = totals.get(name, torch.zeros_like(rest.to_local()))
         found = DTensor.from_local(
             local, rest.device_mesh, rest.placements, shape=rest.shape, stride=rest.stride()
@@ -134,4 +144,26 @@ def test_a_link_for_other_shards_is_refused() -> None:
     link = Link(weights_of(model, (1,)), one, one, 0, 1)
     rest = {name: each[1:] for name, each in model.named_parameters()}
     with pytest.raises(ValueError, match=r"embed.weight: rank 0 has a tensor of shape \(31, 16\)"):
-        Pull(link, dict.get, rest, torch.float32, torch.device("cpu"))
+        Pull(link, Groups({}), rest, torch.float32, torch.device("cpu"))
+
+
+def test_all_who_exchange_have_met_before_a_step(monkeypatch) -> None:
+    """NCCL connects two ranks when something first travels between them, and holds both up."""
+    met = []
+
+    def meet(into, out, counts, of, *, group):
+        assert into.shape == out.shape
+        met.append((counts, of, group.ranks))
+
+    def own(sets, rank, timeout):
+        ranks = next(each for each in sets if rank in each)
+        return SimpleNamespace(ranks=ranks, size=lambda: len(ranks))
+
+    monkeypatch.setattr(travelling, "own_group", own)
+    monkeypatch.setattr(dist, "all_to_all_single", meet)
+    assert set(travel_groups(5, 8, 8, None).made) == {range(8)}
+    assert met == [([1] * 8, [1] * 8, range(8))]
+    met.clear()
+    rail, node = range(1, 8, 4), range(4, 8)
+    assert set(travel_groups(5, 8, 4, None).made) == {rail, node}
+    assert met == [([1] * 2, [1] * 2, rail), ([1] * 4, [1] * 4, node)]

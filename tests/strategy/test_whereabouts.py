@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_wlb.plan import Scheme
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.strategy import whereabouts
 from lightning_wlb.strategy.whereabouts import AFTER, LOADING, REDUCING, RUNNING, Whereabouts
@@ -12,8 +13,12 @@ from lightning_wlb.strategy.whereabouts import AFTER, LOADING, REDUCING, RUNNING
 class Batch:
     """A step of some documents, a micro-batch each; ``meanwhile`` happens while it is looked at."""
 
-    def __init__(self, step: int, documents: list[int], meanwhile=lambda: None) -> None:
-        self._step, self._meanwhile = step, meanwhile
+    replica = 1
+
+    def __init__(
+        self, step: int, documents: list[int], meanwhile=lambda: None, strategy=()
+    ) -> None:
+        self._step, self._meanwhile, self._strategy = step, meanwhile, strategy
         self.units = SimpleNamespace(
             slices=[SimpleNamespace(document=each) for each in documents],
             forward=[SimpleNamespace(slices=[number]) for number in range(len(documents))],
@@ -22,7 +27,7 @@ class Batch:
     @property
     def plan(self):
         self._meanwhile()
-        return SimpleNamespace(step=self._step)
+        return SimpleNamespace(step=self._step, strategy=self._strategy)
 
 
 @pytest.fixture
@@ -53,6 +58,16 @@ def test_a_step_from_its_beginning_to_its_end():
         (1, REDUCING),
         None,
         "step 7, its reduction",
+    )
+
+
+def test_a_step_that_left_the_mesh_is_on_the_pipeline_of_its_replica():
+    here = Whereabouts()
+    here.begin_step(Batch(7, [5, 3], strategy=(Scheme(0, (4,)), Scheme(1, (2, 2)))))
+    here.note(RUNNING, Action(1, FORWARD, 0))
+    assert str(here) == (
+        "step 7 on the pipeline of ranks [1, 3): context 1 × tensor 1, layers 2+2, action 1F0 of"
+        " documents 5"
     )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import ClassVar
 
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dealing import deal_greedily
@@ -33,7 +34,7 @@ from lightning_wlb.planning.replicas import replica_plan, whole
 
 UTILISED_PERCENT = 85  # of a device's efficiency, Appendix C
 NODES = 100
-SOLVES = 4  # most calls of the solver for a pipeline
+SOLVES = 4
 BINARIES = 2000  # more variables than these take a solver minutes, and greed is near the bound
 WORTH_PERCENT = 1
 
@@ -43,6 +44,8 @@ class HydraulisPacker(Packer):
 
     arranges = True
     cap_percent = 100
+    solves: ClassVar[int] = SOLVES
+    """Most calls of the solver for a pipeline."""
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """All pieces in one: which micro-batches there are depends on the mesh."""
@@ -51,7 +54,7 @@ class HydraulisPacker(Packer):
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """Both stages of the assignment."""
         (pieces,) = micro_batches
-        mesh, cap = place.mesh, self.rules.cap
+        mesh, cap = place.mesh, self.cap(place)
         pieces = longest_first(pieces)
 
         def cost(tokens: int) -> int:
@@ -64,7 +67,12 @@ class HydraulisPacker(Packer):
                 [
                     list(map(whole, packed))
                     for packed in pack_pipeline(
-                        [pieces[index] for index in own], mesh.pipeline, cap, cost, self.utilised
+                        [pieces[index] for index in own],
+                        mesh.pipeline,
+                        cap,
+                        cost,
+                        self.utilised,
+                        self.solves,
                     )
                 ],
                 number,

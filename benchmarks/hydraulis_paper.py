@@ -1,0 +1,168 @@
+"""Hydraulis' Figures 10 to 13 and 17 and its Table 2, simulated beside what the paper says.
+
+Hydraulis ("Demystifying Workload Imbalances in Large Transformer Model Training over
+Variable-length Sequences") reports 1.32 to 2.66 times the throughput of the best of Megatron-LM,
+DeepSpeed and HotSPa. Here the question is where such a factor comes from: from packing, from what
+the static search may choose (context parallel, recomputation), or from strategies that differ
+between pipelines and steps (:mod:`benchmarks.hydraulis_runs`).
+
+Models, clusters, windows and tokens of a step are the paper's as far as its text gives them;
+:data:`SETTINGS` was written down before the first run. Of F1 to F3 in its Figure 10 the text says
+that the longest documents have 16K, 32K and 32K tokens; here F1 and F2 have the default of 100K
+tokens in a step, and 200K are in Figure 11. Lengths are those of
+:data:`benchmarks.slimpack_paper.CORPORA`. The paper ran on A800 GPUs, for which there is no
+profile: figures are of another device, which the result names.
+
+Not simulated: HotSPa, which trains each step on several meshes in turn; tensor parallel across
+nodes, which no mesh of ours has (the paper's Megatron takes 16 ranks for a 32B at 32K, here it
+may recompute instead); ZeRO-3, without which DeepSpeed does not hold a 32B.
+
+Parts are written one by one, and what is in the file is not run again, unless ``--anew`` says so.
+
+Run ``python -m benchmarks.hydraulis_paper --help``. Prints tables and, last, one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks import report
+from benchmarks.hydraulis_assignment import figure_17, table_2
+from benchmarks.hydraulis_runs import mesh_of, our_steps, paper_steps, static
+from benchmarks.hydraulis_tables import markdown, picture, show
+from benchmarks.meshes import COMMON_CRAWL, GITHUB, Setting
+from benchmarks.slimpack_paper import K
+from lightning_wlb.cost.profile import Profile
+
+SETTINGS = {
+    "7B on 16, 32K CommonCrawl": Setting("7B", 16, 32 * K, 100_000, COMMON_CRAWL),
+    "7B on 16, 32K GitHub": Setting("7B", 16, 32 * K, 100_000, GITHUB),
+    "7B on 16, 16K CommonCrawl": Setting("7B", 16, 16 * K, 100_000, COMMON_CRAWL),
+    "13B on 32, 32K CommonCrawl": Setting("13B", 32, 32 * K, 100_000, COMMON_CRAWL),
+    "13B on 32, 32K GitHub": Setting("13B", 32, 32 * K, 100_000, GITHUB),
+    "32B on 64, 32K CommonCrawl": Setting("32B", 64, 32 * K, 100_000, COMMON_CRAWL),
+    "32B on 64, 32K GitHub": Setting("32B", 64, 32 * K, 100_000, GITHUB),
+    "32B on 64, 16K CommonCrawl": Setting("32B", 64, 16 * K, 100_000, COMMON_CRAWL),
+    "7B on 16, 32K CommonCrawl, 200K tokens": Setting("7B", 16, 32 * K, 200_000, COMMON_CRAWL),
+    "7B on 32, 32K CommonCrawl, 200K tokens": Setting("7B", 32, 32 * K, 200_000, COMMON_CRAWL),
+    "7B on 64, 32K CommonCrawl, 200K tokens": Setting("7B", 64, 32 * K, 200_000, COMMON_CRAWL),
+    "7B on 16, 64K CommonCrawl, 200K tokens": Setting("7B", 16, 64 * K, 200_000, COMMON_CRAWL),
+    "7B on 16, 128K CommonCrawl, 200K tokens": Setting("7B", 16, 128 * K, 200_000, COMMON_CRAWL),
+    "7B on 16, 32K CommonCrawl, 400K tokens": Setting("7B", 16, 32 * K, 400_000, COMMON_CRAWL),
+}
+"""The first eight are of Figure 10, the others with the first of Figure 11."""
+
+ASSIGNED = "32B on 64, 32K CommonCrawl"
+"""Of Figures 12, 13 and 17 and Table 2, the last two with 200K tokens in a step."""
+LARGER = 16
+"""Times the devices and the tokens of Table 2's second row."""
+NODES = 200
+"""Of the branch-and-bound of Equation 3."""
+PARTS = ("static", "paper", "dynamic")
+
+
+def run_setting(
+    setting: Setting, profile: Profile, steps: int, made: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Add the parts that are missing, and save after each."""
+    runs: dict[str, Callable[[], Any]] = {
+        "static": lambda: static(setting, profile, steps),
+        "paper": lambda: paper_steps(setting, profile, steps, made["static"]["two_stage"]),
+        "dynamic": lambda: our_steps(setting, profile, steps, made["static"]["auto, one stage"]),
+    }
+    for part, run in runs.items():
+        if part not in made:
+            begin = time.process_time()
+            made[part] = run()
+            made.setdefault("cpu", {})[part] = round(time.process_time() - begin, 1)
+            save()
+
+
+def run_assignment(
+    profile: Profile,
+    steps: int,
+    row: dict[str, Any],
+    made: dict[str, Any],
+    save: Callable[[], None],
+) -> None:
+    """Figure 17 and Table 2 on the mesh of ``two_stage``, what is missing of them."""
+    small = replace(SETTINGS[ASSIGNED], tokens=2 * SETTINGS[ASSIGNED].tokens)
+    large = replace(small, devices=LARGER * small.devices, tokens=LARGER * small.tokens)
+    mesh, mode = mesh_of(row), row["checkpointing"]
+    spread = replace(mesh, data=LARGER * mesh.data)
+    runs: dict[str, Callable[[], Any]] = {
+        "figure_17": lambda: figure_17(small, profile, steps, mesh, mode, NODES),
+        f"table_2, {small.devices}": lambda: table_2(small, profile, mesh, mode, NODES),
+        f"table_2, {large.devices}": lambda: table_2(large, profile, spread, mode, NODES),
+    }
+    for part, run in runs.items():
+        if part not in made:
+            made[part] = run()
+            save()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = report.parser("hydraulis_paper", __doc__)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="default: all")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each setting (default 4)")
+    parser.add_argument("--profile", default="h100-fa2", help="device profile (default h100-fa2)")
+    parser.add_argument(
+        "--assignment", action="store_true", help="also Figure 17 and Table 2 (minutes)"
+    )
+    parser.add_argument(
+        "--anew", nargs="+", default=[], choices=[*PARTS, "assignment"], help="parts to run again"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="a .json that is gone on with; page and picture are beside it"
+    )
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.settings) - set(SETTINGS):
+        parser.error(f"unknown settings {sorted(unknown)}; there are {', '.join(SETTINGS)}")
+    profile = Profile.load(arguments.profile)
+    facts = {
+        "benchmark": "hydraulis_paper",
+        "simulated": True,
+        "steps": arguments.steps,
+        "profile": profile.name,
+        "provenance": profile.provenance,
+    }
+    output: Path | None = arguments.output
+    before = json.loads(output.read_text()) if output and output.exists() else facts
+    if any(before[name] != value for name, value in facts.items()):
+        parser.error(f"{output} is of another profile or number of steps: give another file")
+    result: dict[str, Any] = {
+        **before,
+        "settings": before.get("settings", {}),
+        "assignment": {} if "assignment" in arguments.anew else before.get("assignment", {}),
+    }
+    result["asked"] = list(SETTINGS)
+
+    def save() -> None:
+        if output:
+            output.write_text(json.dumps(result) + "\n")
+
+    for name in track(arguments.settings, "Simulating", console=Console(stderr=True)):
+        made = result["settings"].setdefault(name, {})
+        for part in arguments.anew:
+            made.pop(part, None)
+        run_setting(SETTINGS[name], profile, arguments.steps, made, save)
+    if arguments.assignment:
+        row = result["settings"][ASSIGNED]["static"]["two_stage"]
+        run_assignment(profile, arguments.steps, row, result["assignment"], save)
+    show(result, Console(width=200))
+    if output:
+        output.with_suffix(".md").write_text(markdown(result))
+        picture(result, output.with_suffix(".png"))
+    report.finish(result)
+
+
+if __name__ == "__main__":
+    main()

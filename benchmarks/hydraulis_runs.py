@@ -1,0 +1,366 @@
+"""Hydraulis' systems and ours, simulated on one model, cluster and corpus.
+
+*The paper's systems* choose among tensor × pipeline parallel, one checkpointing for all
+micro-batches and one stage for each rank (its §5.1, App. F):
+
+* ``megatron``: the best static mesh with best-fit packing to the window, dealt in turn.
+* ``deepspeed``: the best number of ranks that exchange heads (Ulysses), packed likewise.
+* ``two_stage``: the best static mesh with Hydraulis' two-stage assignment.
+* what :func:`paper_steps` simulates on that mesh: packed to the window after dealing, on
+  each heterogeneous strategy, each step on the best of them.
+
+*Ours* may compute again in each micro-batch what it must, and have virtual stages: static meshes
+without and with context parallel, with best-fit packing, with the two-stage assignment (on meshes
+of one stage for each rank) and with ``auto``; and steps that leave the mesh (:func:`our_steps`).
+
+Documents are dealt by Algorithm 1, to different kinds of pipelines with corrections
+(:func:`.arrange`). Equation 1 is solved greedily: its solver is right for a step, and takes hours
+for the table. Where every step takes the best of all strategies, no choice of a few can be better:
+such times are bounds from below.
+
+Cost: by far most for ``auto``, half a minute of processor time for 64 devices and four steps, and
+as much again for its strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from benchmarks.meshes import Setting
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.links.layout import Strategy, strategy_of
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
+from lightning_wlb.meshes.dynamic import PROPOSED, described
+from lightning_wlb.meshes.evaluate import evaluate
+from lightning_wlb.meshes.legal import Reasons, legal_meshes
+from lightning_wlb.meshes.mixtures import mixtures
+from lightning_wlb.meshes.proposal import proposed_strategies
+from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.meshes.search import choose_mesh
+from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Shape
+from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, Rules
+from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
+from lightning_wlb.planning.planner import Planner
+from lightning_wlb.planning.pool import Pool
+from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import MODES
+from lightning_wlb.sharding import HEADS
+
+
+class GreedyPacker(HydraulisPacker):
+    """Equation 1 without its solver, and with MaxLen of the pipeline (App. B.1) as the cap."""
+
+    solves = 0
+    _longest = 0
+
+    def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
+        """The plans of pipelines that are alike."""
+        (pieces,) = micro_batches
+        self._longest = max(piece.tokens for piece in pieces)
+        return super().replicas(micro_batches, place)
+
+    def cap(self, place: Placement) -> int:
+        """What a pipeline holds in as many micro-batches as it has stages; the longest piece."""
+        judge = place.judge
+        assert isinstance(judge, PredictedJudge)
+        given = judge.activation_checkpointing
+        mode = MODES[-1] if given == "auto" else given
+        held = judge.predictor.longest_micro_batch(place.mesh.pipeline, mode)
+        return max(self._longest, min(self.rules.cap, held))
+
+
+class FullestPacker(GreedyPacker):
+    """As few micro-batches as hold the pieces: the ablation's packing to the longest length."""
+
+    @property
+    def utilised(self) -> int:
+        """More than what a micro-batch may have, so that no number but the least is tried."""
+        return self.rules.cap
+
+
+def row_of(row: MeshRow) -> dict[str, Any]:
+    """What is kept of a mesh; ``of_all`` are its sizes, virtual stages the last."""
+    return {
+        "mesh": name_of(row.mesh),
+        "of_all": [*row.mesh.shape, row.mesh.virtual_stages],
+        "step_ms": round(row.step_ms, 2),
+        "flops": row.flops,
+        "checkpointing": row.activation_checkpointing,
+        "recomputed": round(row.recomputed, 3),
+        "gigabytes": round(row.peak_bytes / 1e9, 1),
+    }
+
+
+def mesh_of(row: dict[str, Any]) -> Mesh:
+    """The mesh of a kept row."""
+    return Mesh(*row["of_all"])
+
+
+def searched(request: MeshRequest) -> MeshChoice | None:
+    """What the search finds; None where no mesh fits."""
+    try:
+        return choose_mesh(request)
+    except ValueError:
+        return None
+
+
+def in_papers_space(request: MeshRequest, mode: ActivationCheckpointing) -> MeshRequest:
+    """Tensor × pipeline parallel, with one checkpointing of all micro-batches."""
+    return replace(request, fixed={"context": 1}, virtual_stages=1, activation_checkpointing=mode)
+
+
+def exchanging_heads(request: MeshRequest, mode: ActivationCheckpointing) -> MeshRequest:
+    """Context parallel by heads alone, with one checkpointing of all micro-batches."""
+    return replace(
+        request,
+        fixed={"pipeline": 1, "tensor": 1},
+        sharding=HEADS,
+        activation_checkpointing=mode,
+    )
+
+
+def best(requests: Iterable[MeshRequest]) -> dict[str, Any] | None:
+    """The fastest mesh that any of them finds."""
+    found = [choice.best for each in requests if (choice := searched(each)) is not None]
+    return row_of(min(found, key=lambda row: row.step_ms)) if found else None
+
+
+def released(request: MeshRequest) -> tuple[list[list[Piece]], Rules]:
+    """The pieces of the first steps of packings that hold nothing back, and the packing's rules."""
+    planner = Planner(request.lengths, request.data, Work.of(request.shape))
+    steps: list[list[Piece]] = []
+    while len(steps) < request.steps:
+        if (release := planner.release()) is not None:
+            steps.append(sorted(piece for own in release.micro_batches for piece in own))
+    return steps, planner.rules
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Steps of a run on a mesh without virtual stages.
+
+    Args:
+        request: documents, model, settings and device.
+        mesh: on which parameters rest.
+    """
+
+    request: MeshRequest
+    mesh: Mesh
+
+    @cached_property
+    def base(self) -> Predictor:
+        """On the mesh."""
+        return self.request.predictor(self.mesh)
+
+    @property
+    def judge(self) -> PredictedJudge:
+        """Of the mesh."""
+        return PredictedJudge(self.base, self.request.activation_checkpointing)
+
+    @cached_property
+    def own(self) -> Strategy:
+        """The mesh's pipelines."""
+        return strategy_of(self.mesh, self.base.stages)
+
+    @cached_property
+    def kinds(self) -> dict[Shape, Receiver]:
+        """What the mesh's pipelines can do."""
+        request = self.request
+        modes, sharding = request.activation_checkpointing, request.sharding
+        return {self.own[0].shape: Receiver(self.own[0], self.base, modes, sharding, len(self.own))}
+
+    def on_mesh(
+        self, pieces: Iterable[Sequence[Piece]], rules: Rules, packer: type[Packer]
+    ) -> list[Arranged]:
+        """Steps whose pieces are dealt to the mesh's pipelines, and packed in each."""
+        return [arrange(each, self.own, self.kinds, rules, packer) for each in pieces]
+
+    def elsewhere(
+        self,
+        strategies: Iterable[Strategy],
+        pieces: Iterable[Sequence[Piece]],
+        rules: Rules,
+        packer: type[Packer],
+    ) -> list[dict[str, Any]]:
+        """Milliseconds of each step on each strategy; None where it does not fit."""
+        others = [each for each in dict.fromkeys(strategies) if each and each != self.own]
+        if not others:
+            return []
+        request = self.request
+        pool = Pool.of(others, self.base, request.activation_checkpointing, request.sharding)
+        arranged = [pool.arranged(each, rules, packer) for each in pieces]
+        return [
+            {
+                "strategy": described(each),
+                "alike": len({scheme.shape for scheme in each}) == 1,
+                "longest": max(kind.longest for kind in pool.kinds[each].values()),
+                "ms": [
+                    milliseconds(step[each].time_ns)
+                    if each in step and not step[each].excess
+                    else None
+                    for step in arranged
+                ],
+            }
+            for each in others
+        ]
+
+
+def milliseconds(ns: int) -> float:
+    return round(ns / 1e6, 2)
+
+
+def two_stage(request: MeshRequest, meshes: Iterable[Mesh], flops: int) -> dict[str, Any] | None:
+    """The fastest of some meshes with Hydraulis' assignment; None where none holds the pieces.
+
+    Args:
+        request: with the packing ``hydraulis``.
+        meshes: to try, without virtual stages.
+        flops: of the steps.
+    """
+    pieces, rules = released(request)
+    longest = max(piece.tokens for step in pieces for piece in step)
+    found = None
+    for mesh in meshes:
+        sample = Sample(request, mesh)
+        (kind,) = sample.kinds.values()
+        if kind.longest < longest:
+            continue
+        steps = sample.on_mesh(pieces, rules, GreedyPacker)
+        time = sum(step.time_ns for step in steps) / len(steps)
+        if any(step.excess for step in steps) or (found and found["step_ms"] <= time / 1e6):
+            continue
+        ends = [sample.judge.ends(step.replicas) for step in steps]
+        found = {
+            "mesh": name_of(mesh),
+            "of_all": [*mesh.shape, 1],
+            "step_ms": milliseconds(round(time)),
+            "flops": flops,
+            "checkpointing": request.activation_checkpointing,
+            "uneven": [unevenness(each) for each in ends],
+        }
+    return found
+
+
+def unevenness(ends: Sequence[int]) -> float:
+    """How much earlier the first pipeline ends than the last, as a share."""
+    return round(1 - min(ends) / max(ends), 3)
+
+
+def static(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
+    """The best static mesh of each way; None where no mesh fits.
+
+    Raises:
+        ValueError: no mesh of the paper's space fits.
+    """
+    packed, dealt, own = (
+        setting.request(packing, profile, steps) for packing in ("best_fit", "hydraulis", "auto")
+    )
+    choice = choose_mesh(own)
+    flops = choice.best.flops
+    spaces = [in_papers_space(dealt, mode) for mode in MODES]
+    in_paper = [two_stage(each, legal_meshes(each, Reasons()), flops) for each in spaces]
+    tried = [row.mesh for row in choice.rows + choice.others if row.mesh.virtual_stages == 1]
+    rows: dict[str, Any] = {
+        "megatron": best(in_papers_space(packed, mode) for mode in MODES),
+        "deepspeed": best(exchanging_heads(packed, mode) for mode in MODES),
+        "two_stage": min(filter(None, in_paper), key=lambda row: row["step_ms"], default=None),
+        "best_fit, no context": best([replace(packed, fixed={"context": 1})]),
+        "best_fit": best([packed]),
+        "hydraulis, no context": two_stage(
+            dealt, [mesh for mesh in tried if mesh.context == 1], flops
+        ),
+        "hydraulis": two_stage(dealt, tried, flops),
+        "auto, no context": row_of(choice.best_by("context")[1]),
+        "auto": row_of(choice.best),
+        # Steps leave a mesh without virtual stages only.
+        "auto, one stage": row_of(choice.best_by("virtual_stages")[1]),
+    }
+    if rows["megatron"] is None or rows["two_stage"] is None:
+        raise ValueError(
+            f"no tensor × pipeline mesh of {setting.devices} devices holds {setting.window} tokens"
+            f" of a {setting.model}. Give it more devices or a shorter window."
+        )
+    rows["megatron"]["uneven"] = _uneven(packed, rows["megatron"])
+    return rows
+
+
+def _uneven(request: MeshRequest, row: dict[str, Any]) -> list[float]:
+    sample = Sample(in_papers_space(request, row["checkpointing"]), mesh_of(row))
+    made = evaluate(sample.request, sample.mesh)
+    return [unevenness(sample.judge.ends(step.plan.replicas)) for step in made.steps]
+
+
+def paper_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, Any]) -> Any:
+    """Steps with Hydraulis' assignment on its best static mesh, and on other strategies.
+
+    Args:
+        setting: model, cluster and documents.
+        profile: of the device.
+        steps: how many.
+        row: ``two_stage`` of :func:`static`.
+    """
+    request = in_papers_space(setting.request("hydraulis", profile, steps), row["checkpointing"])
+    sample = Sample(request, mesh_of(row))
+    pieces, rules = released(request)
+    full, own = (
+        [milliseconds(step.time_ns) for step in sample.on_mesh(pieces, rules, packer)]
+        for packer in (FullestPacker, GreedyPacker)
+    )
+    return {
+        "mesh": row["mesh"],
+        "longest": [max(piece.tokens for piece in step) for step in pieces],
+        "window": setting.window,
+        "packed_full_ms": full,
+        "on_mesh_ms": own,
+        "strategies": sample.elsewhere(paper_strategies(sample), pieces, rules, GreedyPacker),
+    }
+
+
+def paper_strategies(sample: Sample) -> Iterator[Strategy]:
+    """Hydraulis' proposals of tensor × pipeline parallel; the mesh's own pipelines beside others.
+
+    Of the latter all with one, two, four ... of the mesh's pipelines, and all other ranks in
+    smaller ones of another kind.
+    """
+    request = sample.request
+    for each in proposed_strategies(request):
+        if all(scheme.context == 1 for scheme in each):
+            yield each
+    large, own = sample.own[0], len(sample.own)
+    for mesh in legal_meshes(request, Reasons()):
+        (small, *_) = strategy = strategy_of(mesh, request.predictor(mesh).stages)
+        yield strategy
+        number = 1
+        while number < own and small.size < large.size:
+            rest = range(number * large.size, request.devices, small.size)
+            yield sample.own[:number] + tuple(replace(small, first=first) for first in rest)
+            number *= 2
+
+
+def our_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, Any]) -> Any:
+    """Steps with ``auto`` on a mesh, and on the strategies that are proposed for these steps.
+
+    Args:
+        setting: model, cluster and documents.
+        profile: of the device.
+        steps: how many.
+        row: ``auto, one stage`` of :func:`static`.
+    """
+    request = setting.request("auto", profile, steps)
+    sample = Sample(request, mesh_of(row))
+    pieces, rules = released(request)
+    made = evaluate(request, sample.mesh)
+    return {
+        "mesh": row["mesh"],
+        "on_mesh_ms": [milliseconds(step.total_ns) for step in made.steps],
+        "strategies": sample.elsewhere(
+            mixtures(request, pieces, PROPOSED, sample.own), pieces, rules, request.data.packer
+        ),
+    }

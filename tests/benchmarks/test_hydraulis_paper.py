@@ -1,0 +1,176 @@
+"""The benchmark of Hydraulis' figures goes on where it stopped, and its factors multiply."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+import benchmarks.hydraulis_paper
+import benchmarks.meshes
+from benchmarks.hydraulis_assignment import figure_17, table_2
+from benchmarks.hydraulis_paper import SETTINGS, main
+from benchmarks.hydraulis_runs import GreedyPacker, Sample, in_papers_space, released, two_stage
+from benchmarks.hydraulis_tables import (
+    ablation,
+    best_baseline,
+    best_of,
+    chosen,
+    our_factors,
+    papers_factors,
+    tables,
+)
+from benchmarks.meshes import CHATS, Setting
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.mesh import Mesh
+
+H100 = Profile.load("h100-fa2")
+SMALL = Setting("small", 4, 4096, 8_000, CHATS)
+
+STATIC = {
+    "megatron": {"step_ms": 300.0, "flops": 100, "mesh": "1,1,1,4", "uneven": [0.5, 0.3]},
+    "deepspeed": {"step_ms": 280.0, "flops": 70, "mesh": "1,1,4,1"},
+    "two_stage": {"step_ms": 240.0, "flops": 100, "mesh": "2,1,1,2", "uneven": [0.1, 0.2]},
+    "best_fit, no context": {"step_ms": 250.0, "flops": 100, "mesh": "1,2,1,2"},
+    "best_fit": {"step_ms": 200.0, "flops": 100, "mesh": "1,1,2,2"},
+    "hydraulis, no context": {"step_ms": 200.0, "flops": 100, "mesh": "2,1,1,2"},
+    "hydraulis": {"step_ms": 160.0, "flops": 100, "mesh": "2,1,2,1"},
+    "auto, no context": {"step_ms": 150.0, "flops": 100, "mesh": "2,1,1,2"},
+    "auto": {"step_ms": 128.0, "flops": 100, "mesh": "2,2,1,1"},
+}
+MADE = {
+    "static": STATIC,
+    "paper": {
+        "mesh": "2,1,1,2",
+        "window": 100,
+        "packed_full_ms": [300.0, 300.0],
+        "on_mesh_ms": [200.0, 280.0],
+        "strategies": [
+            {"strategy": "alike", "alike": True, "longest": 10, "ms": [150.0, None]},
+            {"strategy": "mixed", "alike": False, "longest": 100, "ms": [160.0, 240.0]},
+            {"strategy": "short", "alike": False, "longest": 99, "ms": [150.0, 100.0]},
+        ],
+    },
+    "dynamic": {
+        "mesh": "2,1,2,1",
+        "on_mesh_ms": [130.0, 130.0],
+        "strategies": [
+            {"strategy": "alike", "alike": True, "longest": 100, "ms": [120.0, 140.0]},
+            {"strategy": "mixed", "alike": False, "longest": 100, "ms": [125.0, 72.0]},
+        ],
+    },
+}  # fmt: skip
+
+
+def test_factors_multiply_to_the_whole_speed_up() -> None:
+    assert best_baseline(STATIC) == ("megatron", 1)  # For as much work DeepSpeed takes 400.
+    faster = {**STATIC, "deepspeed": {"step_ms": 140.0, "flops": 70}}
+    assert best_baseline(faster) == ("deepspeed", 300 / 200)
+    assert best_baseline({**STATIC, "deepspeed": None}) == ("megatron", 1)
+    paper = papers_factors(MADE)
+    assert paper == {"packing": 300 / 240, "strategies": 240 / 125}
+    ours = our_factors(MADE)
+    expected = [300 / 250, 250 / 200, 200 / 160, 160 / 128, 128 / 96]
+    assert list(ours.values()) == pytest.approx(expected, rel=1e-12)
+    assert prod(ours.values()) == pytest.approx(300 / 96)
+    # Equal pipelines alone: 125 on the best of theirs and the mesh.
+    assert best_of(MADE["dynamic"], alike_only=True) == [120.0, 130.0]
+    # A run that would be slower elsewhere stays on its mesh.
+    slow = {**MADE, "dynamic": {**MADE["dynamic"], "strategies": []}}
+    assert our_factors(slow)["strategies"] == 1
+
+
+def test_ablation_and_choice_by_step() -> None:
+    # (c) is the one mixture that holds a whole window.
+    assert ablation(MADE["paper"]) == {"a": 1, "b": 300 / 240, "c": 300 / 200, "d": 300 / 125}
+    assert chosen(MADE["paper"]) == {"alike": 1, "short": 1}
+    assert chosen({**MADE["paper"], "strategies": []}) == {"the mesh 2,1,1,2": 2}
+    found = {title.partition(":")[0]: rows for title, _, rows in tables(
+        {"settings": {"7B": MADE, "part": {"static": STATIC}}, "assignment": {}}
+    )}  # fmt: skip
+    assert found["Where the speed-up over Megatron comes from, simulated"] == [
+        ["7B", "Megatron 1.00", "1.25", "1.92", "2.40", "1.20", "1.25", "1.25", "1.25", "1.33",
+         "1.02", "3.13", "2.40", "3.13"]
+    ]  # fmt: skip
+    assert found["Figure 11"] == [["7B", "not given in text", "300", "280", "125", "128"]]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ModelShape(1024, 4, 8, 8, 128, 2816, 8000)
+    monkeypatch.setitem(benchmarks.meshes.MODELS, "small", shape)
+
+
+def test_every_part_is_simulated_once(small, tmp_path, capsys, monkeypatch) -> None:
+    pair = replace(SMALL, devices=2)
+    monkeypatch.setattr(benchmarks.hydraulis_paper, "SETTINGS", {"small": pair})
+    output = tmp_path / "paper.json"
+    arguments = ["--settings", "small", "--steps", "1", "--output", str(output)]
+    main(arguments)
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert first == json.loads(output.read_text())
+    made = first["settings"]["small"]
+    assert made["static"]["megatron"]["of_all"][2] == 1
+    assert made["static"]["deepspeed"]["of_all"][1::2] == [1, 1]
+    times = {name: row["step_ms"] for name, row in made["static"].items()}
+    assert times["auto"] <= times["auto, no context"]
+    assert times["hydraulis"] <= times["hydraulis, no context"]
+    # What was chosen by the search is what steps are compared with.
+    assert made["paper"]["on_mesh_ms"] == [times["two_stage"]]
+    assert made["dynamic"]["on_mesh_ms"] == [times["auto, one stage"]]
+    for part in ("paper", "dynamic"):
+        names = [each["strategy"] for each in made[part]["strategies"]]
+        assert len(names) == len(set(names))
+    assert made["paper"]["strategies"]
+    page = output.with_suffix(".md").read_text()
+    assert "NVIDIA H100" in page
+    assert "Not there yet" not in page
+    assert output.with_suffix(".png").stat().st_size > 0
+    # What is there is not run again, unless it is asked for.
+    monkeypatch.setattr(benchmarks.hydraulis_paper, "static", None)
+    main([*arguments, "--anew", "paper"])
+    again = json.loads(output.read_text())
+    assert again["settings"]["small"]["paper"] == made["paper"]
+    with pytest.raises(SystemExit):
+        main([*arguments[:3], "2", *arguments[4:]])
+
+
+def test_equation_1_keeps_to_what_the_pipeline_holds(small) -> None:
+    profile = H100
+    request = in_papers_space(SMALL.request("hydraulis", profile, 1), "none")
+    sample = Sample(request, Mesh(2, 2))
+    (pieces,), rules = released(request)
+    (step,) = sample.on_mesh([pieces], rules, GreedyPacker)
+    held = sample.base.longest_micro_batch(2, "none")
+    assert rules.cap == SMALL.window
+    tokens = [
+        sum(part.tokens for part in replica.slices_of(each))
+        for replica in step.replicas
+        for each in replica.forward
+    ]
+    assert sum(tokens) == sum(piece.tokens for piece in pieces)
+    assert max(tokens) <= min(held, rules.cap)
+    # No mesh holds the pieces of a device without memory for them.
+    assert two_stage(request, [], 1) is None
+
+
+def test_dealing_and_planning_time(small) -> None:
+    found = figure_17(SMALL, H100, 1, Mesh(2, 1, 1, 2), "none", nodes=20)
+    first, *mixed = found["strategies"].values()
+    for each in (first, *mixed):
+        assert each["estimated"][0] >= 0.999
+    row = table_2(SMALL, H100, Mesh(2, 1, 1, 2), "none", nodes=20)
+    assert row["devices"] == 4
+    assert row["tokens"] == sum(
+        piece.tokens for piece in released(SMALL.request("hydraulis", H100, 1))[0][0]
+    )
+    assert all(row[what] >= 0 for what in ("proposal", "ideal", "greedy", "packing"))
+
+
+def test_settings_are_the_papers() -> None:
+    assert {(each.model, each.devices) for each in SETTINGS.values()} == {
+        ("7B", 16), ("7B", 32), ("7B", 64), ("13B", 32), ("32B", 64),
+    }  # fmt: skip
