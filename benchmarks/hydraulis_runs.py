@@ -11,12 +11,13 @@ micro-batches and one stage for each rank (its §5.1, App. F):
 
 *Ours* may compute again in each micro-batch what it must, and have virtual stages: static meshes
 without and with context parallel, with best-fit packing, with the two-stage assignment (on meshes
-of one stage for each rank) and with ``auto``; and steps that leave the mesh (:func:`our_steps`).
+of one stage for each rank; with context parallel those that the search for best-fit simulates) and
+with ``auto``; and steps that leave the mesh (:func:`our_steps`).
 
 Documents are dealt by Algorithm 1, to different kinds of pipelines with corrections
-(:func:`.arrange`). Equation 1 is solved greedily: its solver is right for a step, and takes hours
-for the table. Where every step takes the best of all strategies, no choice of a few can be better:
-such times are bounds from below.
+(:func:`.arrange`). Equation 1 is solved greedily, since its solver would be asked thousands of
+times. Where every step takes the best of all strategies, no choice of a few can be better: such
+times are bounds from below.
 
 Cost: by far most for ``auto``, half a minute of processor time for 64 devices and four steps, and
 as much again for its strategies.
@@ -132,6 +133,11 @@ def best(requests: Iterable[MeshRequest]) -> dict[str, Any] | None:
     return row_of(min(found, key=lambda row: row.step_ms)) if found else None
 
 
+def fastest(rows: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Of rows of the same steps; None where there is none."""
+    return min(filter(None, rows), key=lambda row: row["step_ms"], default=None)
+
+
 def released(request: MeshRequest) -> tuple[list[list[Piece]], Rules]:
     """The pieces of the first steps of packings that hold nothing back, and the packing's rules."""
     planner = Planner(request.lengths, request.data, Work.of(request.shape))
@@ -217,7 +223,7 @@ def milliseconds(ns: int) -> float:
 
 
 def two_stage(request: MeshRequest, meshes: Iterable[Mesh], flops: int) -> dict[str, Any] | None:
-    """The fastest of some meshes with Hydraulis' assignment; None where none holds the pieces.
+    """The fastest of some meshes with Hydraulis' assignment; None where none holds a window.
 
     Args:
         request: with the packing ``hydraulis``.
@@ -225,12 +231,11 @@ def two_stage(request: MeshRequest, meshes: Iterable[Mesh], flops: int) -> dict[
         flops: of the steps.
     """
     pieces, rules = released(request)
-    longest = max(piece.tokens for step in pieces for piece in step)
     found = None
     for mesh in meshes:
         sample = Sample(request, mesh)
         (kind,) = sample.kinds.values()
-        if kind.longest < longest:
+        if kind.longest < request.data.context_window:
             continue
         steps = sample.on_mesh(pieces, rules, GreedyPacker)
         time = sum(step.time_ns for step in steps) / len(steps)
@@ -253,34 +258,46 @@ def unevenness(ends: Sequence[int]) -> float:
     return round(1 - min(ends) / max(ends), 3)
 
 
-def static(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
-    """The best static mesh of each way; None where no mesh fits.
-
-    Raises:
-        ValueError: no mesh of the paper's space fits.
-    """
-    packed, dealt, own = (
-        setting.request(packing, profile, steps) for packing in ("best_fit", "hydraulis", "auto")
-    )
-    choice = choose_mesh(own)
-    flops = choice.best.flops
-    spaces = [in_papers_space(dealt, mode) for mode in MODES]
-    in_paper = [two_stage(each, legal_meshes(each, Reasons()), flops) for each in spaces]
-    tried = [row.mesh for row in choice.rows + choice.others if row.mesh.virtual_stages == 1]
-    rows: dict[str, Any] = {
-        "megatron": best(in_papers_space(packed, mode) for mode in MODES),
-        "deepspeed": best(exchanging_heads(packed, mode) for mode in MODES),
-        "two_stage": min(filter(None, in_paper), key=lambda row: row["step_ms"], default=None),
-        "best_fit, no context": best([replace(packed, fixed={"context": 1})]),
-        "best_fit": best([packed]),
-        "hydraulis, no context": two_stage(
-            dealt, [mesh for mesh in tried if mesh.context == 1], flops
-        ),
-        "hydraulis": two_stage(dealt, tried, flops),
+def with_auto(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
+    """The best static mesh with ``auto``, that without context parallel, and that of one stage."""
+    choice = choose_mesh(setting.request("auto", profile, steps))
+    return {
         "auto, no context": row_of(choice.best_by("context")[1]),
         "auto": row_of(choice.best),
         # Steps leave a mesh without virtual stages only.
         "auto, one stage": row_of(choice.best_by("virtual_stages")[1]),
+    }
+
+
+def static(setting: Setting, profile: Profile, steps: int, flops: int) -> dict[str, Any]:
+    """The best static mesh of each other way; None where no mesh fits.
+
+    Args:
+        setting: model, cluster and documents.
+        profile: of the device.
+        steps: how many.
+        flops: of the steps, all documents in the step in which they arrive.
+
+    Raises:
+        ValueError: no mesh of the paper's space fits.
+    """
+    packed, dealt = (
+        setting.request(packing, profile, steps) for packing in ("best_fit", "hydraulis")
+    )
+    spaces = [in_papers_space(dealt, mode) for mode in MODES]
+    without = legal_meshes(in_papers_space(dealt, "auto"), Reasons())
+    alone = two_stage(dealt, without, flops)
+    choice = choose_mesh(packed)
+    meshes = [row.mesh for row in choice.rows + choice.others if row.mesh.virtual_stages == 1]
+    tried = [mesh for mesh in meshes if mesh.context > 1]
+    rows: dict[str, Any] = {
+        "megatron": best(in_papers_space(packed, mode) for mode in MODES),
+        "deepspeed": best(exchanging_heads(packed, mode) for mode in MODES),
+        "two_stage": fastest(two_stage(space, without, flops) for space in spaces),
+        "best_fit, no context": best([replace(packed, fixed={"context": 1})]),
+        "best_fit": row_of(choice.best),
+        "hydraulis, no context": alone,
+        "hydraulis": fastest([alone, two_stage(dealt, tried, flops)]),
     }
     if rows["megatron"] is None or rows["two_stage"] is None:
         raise ValueError(
@@ -351,7 +368,7 @@ def our_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, Any
         setting: model, cluster and documents.
         profile: of the device.
         steps: how many.
-        row: ``auto, one stage`` of :func:`static`.
+        row: ``auto, one stage`` of :func:`with_auto`.
     """
     request = setting.request("auto", profile, steps)
     sample = Sample(request, mesh_of(row))

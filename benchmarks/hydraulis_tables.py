@@ -111,11 +111,11 @@ def alike(made: Row) -> float:
 
 
 def whole(settings: Row) -> dict[str, Row]:
-    """The settings of which all parts are there."""
+    """The settings of which all parts are there, with all static meshes together."""
     return {
-        name: made
+        name: {**made, "static": {**made["static"], **made["auto"]}}
         for name, made in settings.items()
-        if all(part in made for part in ("static", "paper", "dynamic"))
+        if all(part in made for part in ("auto", "static", "paper", "dynamic"))
     }
 
 

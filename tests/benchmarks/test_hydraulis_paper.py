@@ -12,7 +12,14 @@ import benchmarks.hydraulis_paper
 import benchmarks.meshes
 from benchmarks.hydraulis_assignment import figure_17, table_2
 from benchmarks.hydraulis_paper import SETTINGS, main
-from benchmarks.hydraulis_runs import GreedyPacker, Sample, in_papers_space, released, two_stage
+from benchmarks.hydraulis_runs import (
+    FullestPacker,
+    GreedyPacker,
+    Sample,
+    in_papers_space,
+    released,
+    two_stage,
+)
 from benchmarks.hydraulis_tables import (
     ablation,
     best_baseline,
@@ -42,6 +49,7 @@ STATIC = {
     "auto": {"step_ms": 128.0, "flops": 100, "mesh": "2,2,1,1"},
 }
 MADE = {
+    "auto": {},
     "static": STATIC,
     "paper": {
         "mesh": "2,1,1,2",
@@ -115,7 +123,8 @@ def test_every_part_is_simulated_once(small, tmp_path, capsys, monkeypatch) -> N
     made = first["settings"]["small"]
     assert made["static"]["megatron"]["of_all"][2] == 1
     assert made["static"]["deepspeed"]["of_all"][1::2] == [1, 1]
-    times = {name: row["step_ms"] for name, row in made["static"].items()}
+    rows = made["static"] | made["auto"]
+    times = {name: row["step_ms"] for name, row in rows.items()}
     assert times["auto"] <= times["auto, no context"]
     assert times["hydraulis"] <= times["hydraulis, no context"]
     # What was chosen by the search is what steps are compared with.
@@ -139,22 +148,33 @@ def test_every_part_is_simulated_once(small, tmp_path, capsys, monkeypatch) -> N
 
 
 def test_equation_1_keeps_to_what_the_pipeline_holds(small) -> None:
-    profile = H100
+    profile = replace(H100, memory_bytes=2_200_000_000)
     request = in_papers_space(SMALL.request("hydraulis", profile, 1), "none")
     sample = Sample(request, Mesh(2, 2))
     (pieces,), rules = released(request)
-    (step,) = sample.on_mesh([pieces], rules, GreedyPacker)
     held = sample.base.longest_micro_batch(2, "none")
-    assert rules.cap == SMALL.window
-    tokens = [
-        sum(part.tokens for part in replica.slices_of(each))
-        for replica in step.replicas
-        for each in replica.forward
-    ]
-    assert sum(tokens) == sum(piece.tokens for piece in pieces)
-    assert max(tokens) <= min(held, rules.cap)
-    # No mesh holds the pieces of a device without memory for them.
-    assert two_stage(request, [], 1) is None
+    assert max(piece.tokens for piece in pieces) < held < rules.cap == SMALL.window
+    for packer in (GreedyPacker, FullestPacker):
+        (step,) = sample.on_mesh([pieces], rules, packer)
+        tokens = [
+            sum(part.tokens for part in replica.slices_of(each))
+            for replica in step.replicas
+            for each in replica.forward
+        ]
+        assert sum(tokens) == sum(piece.tokens for piece in pieces)
+        assert max(tokens) <= held
+        assert step.excess == 0
+    # Full micro-batches are as few as hold the pieces.
+    assert len(tokens) == sum(
+        -(-sum(part.tokens for part in replica.slices) // held) for replica in step.replicas
+    )
+    # A static mesh must hold a whole window, also where no piece of the sample is as long.
+    assert two_stage(request, [Mesh(2, 2)], 1) is None
+    large = replace(request, profile=H100)
+    row = two_stage(large, [Mesh(4), Mesh(2, 2)], 1)
+    assert row["step_ms"] == min(
+        two_stage(large, [mesh], 1)["step_ms"] for mesh in (Mesh(4), Mesh(2, 2))
+    )
 
 
 def test_dealing_and_planning_time(small) -> None:
