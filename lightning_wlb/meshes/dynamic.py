@@ -54,7 +54,7 @@ PROPOSED = 12
 """Strategies that are simulated."""
 
 SAMPLE = 8
-"""Steps that are simulated: half to choose the strategies by, and half to judge them."""
+"""Steps that are simulated: as many to choose the strategies by as to judge them."""
 
 MOST = 4
 """Strategies of a pool. Each costs every step its planning, and a rank its process groups."""

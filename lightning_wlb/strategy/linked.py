@@ -13,7 +13,7 @@ Frozen parameters come, and nothing of them goes back. What comes to rest are su
 pipelines, over context ranks and, of what tensor-parallel ranks hold alike, over these; and each
 copy of a tied weight gets the whole sum.
 
-Cost: a step holds its stage whole in both dtypes.
+Cost: a step holds its stage whole in both dtypes, sums from a first gradient to their push.
 """
 
 from __future__ import annotations
@@ -179,12 +179,17 @@ class _Live:
                     module._parameters[attribute] = live
                 if trained and self._training:
                     self._names[slot].add(name)
-                    self._sums[name] = torch.empty_like(value, dtype=self._settings.wide)
                     live.register_post_accumulate_grad_hook(partial(self._add, slot, name))
 
     def _add(self, slot: int, name: str, live: Tensor) -> None:
         gradient, live.grad = live.grad, None
         assert gradient is not None
+        if self._push is not None and slot > self._push.next:
+            raise RuntimeError(
+                f"{name} gets a gradient after its gradients of the step were complete. A"
+                " checkpoint of your model's own with use_reentrant=True does that: use False."
+            )
+        self._make_sum(name)
         if name in self._added:
             self._sums[name] += gradient
         else:
@@ -193,6 +198,12 @@ class _Live:
         if self._push is not None:
             self._awaited[slot].discard(name)
             self._post_complete()
+
+    def _make_sum(self, name: str) -> None:
+        if name not in self._sums:
+            module, attribute = self._here.places[name][0]
+            live = cast(nn.Parameter, module._parameters[attribute])
+            self._sums[name] = torch.empty_like(live, dtype=self._settings.wide)
 
     def awaits_last(self, *, held: bool) -> None:
         """The last backward of the step is next: each parameter's gradient is added once more.
@@ -236,12 +247,17 @@ class _Live:
     def _begin_push(self) -> None:
         settings = self._settings
         self._awaited = {slot: set(names) for slot, names in self._names.items()}
+        for name in (name for names in self._names.values() for name in names):
+            self._make_sum(name)
         self._push = Push(self._here.link, self._groups, self._sums, settings.wide, settings.device)
 
     def _post_complete(self) -> None:
         push = self._push
         assert push is not None
         while push.next >= 0 and not self._awaited.get(push.next):
-            for name in self._names.get(push.next, set()) - self._added:
+            names = self._names.get(push.next, set())
+            for name in names - self._added:
                 self._sums[name].zero_()
             push.post()
+            for name in names:
+                del self._sums[name]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -98,9 +98,12 @@ class OfStrategy:
             if group is not None
         }
         self._groups = ProcessGroups(made[1][0], made[2][0])
-        self._merged = MergedGroups(
-            partial(merged_sets, link.strategy), link.rank, settings.timeout
-        )
+        kinds = [
+            np.array([link.strategy[number].ranks for number in numbers]).reshape(-1, *sizes)
+            for (layers, *among), numbers in alike(link.strategy).items()
+            for sizes in [(len(layers), *among)]
+        ]
+        self._merged = MergedGroups(kinds, link.rank, settings.timeout)
         given = settings.hidden_size, settings.dtype, settings.device
         self.pipeline = _Pipeline(rank, scheme.layers, settings.schedule, channels, *given, scheme)
         # Messages between neighbours that cross must not be what connects them. In a collective
@@ -131,21 +134,6 @@ class OfStrategy:
     def groups_of(self, plan: StepPlan) -> ProcessGroups:
         """What a model's forward communicates over in a step; collective over all ranks."""
         return replace(self._groups, merged=self._merged.prepare(plan))
-
-
-def merged_sets(strategy: Strategy, count: int) -> list[list[int]]:
-    """The ranks that share a micro-batch of ``count`` pipelines, see :class:`.MergedGroups`."""
-    sets: list[list[int]] = []
-    for numbers in alike(strategy).values():
-        scheme = strategy[numbers[0]]
-        whole = len(numbers) // count * count  # a set that is not whole cannot be asked for
-        firsts = np.array([strategy[number].first for number in numbers[:whole]], np.int64)
-        places = np.arange(scheme.size).reshape(-1, scheme.context, scheme.tensor)
-        # [set, pipeline, stage, context, tensor]
-        ranks = firsts.reshape(-1, count, 1, 1, 1) + places
-        rows = np.moveaxis(ranks, (2, 4), (1, 2))
-        sets += rows.reshape(-1, count * scheme.context).tolist()
-    return sets
 
 
 def _along(strategy: Strategy, axis: int) -> list[list[int]]:

@@ -7,12 +7,12 @@ brought that profile, makes the same choice on the same mesh.
 1. Where something keeps all steps on the mesh, such as a packing that deals to equal pipelines
    only, a line says what, and what to do about it.
 2. Else rank 0 takes the answer from the user's cache folder, or simulates; the others wait for it
-   as long as for a rank that starts late, and end with rank 0's error where it has one.
+   as long as it takes, and end with rank 0's error where it has one.
 3. The log has the figure, whether or not it is worth leaving the mesh for.
 
-Cost: that of :func:`~lightning_wlb.meshes.dynamic.choose_pool` on rank 0, once for a mesh, its
-documents, settings and profile; and the whole model is built once more, without memory. Not for an
-evaluation, which runs on the mesh.
+Cost: that of :func:`~lightning_wlb.meshes.dynamic.choose_pool` on rank 0, minutes for many devices,
+once for a mesh, its documents, settings and profile; and the whole model is built once more,
+without memory. Not for an evaluation, which runs on the mesh.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from lightning_wlb.meshes.dynamic import SAMPLE, PoolChoice, choose_pool
 from lightning_wlb.meshes.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.unequal import check_packing
-from lightning_wlb.strategy.launch import RENDEZVOUS
 from lightning_wlb.strategy.rebuilt import check_buffers, check_rebuilt
-from lightning_wlb.strategy.searching import Asked, recalled, request_of, waiting
+from lightning_wlb.strategy.searching import PREPARING, Asked, recalled, request_of, waiting
 from lightning_wlb.strategy.strategies import blank_model
 from lightning_wlb.strategy.travel import weights_of
 
@@ -69,7 +68,7 @@ def agreed_pool(
         virtual_stages=None,
         devices_per_node=profile.devices_per_node,
     )
-    with waiting(RENDEZVOUS) as ranks:
+    with waiting(PREPARING) as ranks:
         choice = ranks.lead(
             lambda: _recalled(request_of(asked, trainer, data, module, profile), mesh)
         )

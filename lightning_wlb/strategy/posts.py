@@ -1,8 +1,8 @@
 """Exchanges on their way, and the tensors between which they carry elements.
 
-A :class:`.Post` is one uneven all-to-all, whose pieces come from and go to :class:`.Views`: a
-rank's boxes of parameters (:class:`.Held`), or what it hands on between two hops
-(:class:`.Middle`).
+A :class:`~lightning_wlb.strategy.posts.Post` is one uneven all-to-all, whose pieces come from and
+go to :class:`.Views`: a rank's boxes of parameters (:class:`.Held`), or what it hands on between
+two hops (:class:`.Middle`).
 
 Cost: each piece is copied once where it is sent and once where it arrives, with a call for each;
 both buffers are freed when the exchange has arrived. Not run on CUDA.
@@ -75,6 +75,11 @@ class Held:
         for key in self._boxes:
             if key[0] == unit:
                 self._tensors[key] = new(self._shape(*key), dtype=dtype, device=device)
+
+    def drop(self, unit: int) -> None:
+        """Let go of the tensors of a unit."""
+        for key in [key for key in self._tensors if key[0] == unit]:
+            del self._tensors[key]
 
     def of_unit(self, number: int) -> dict[str, Tensor]:
         """The tensors of a unit, by name in the whole model."""

@@ -12,14 +12,15 @@ Cost: nothing for a mesh that has been made before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -93,7 +94,8 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
         mesh = device_mesh(rank.mesh, device.type, timeout)
         channels = pipeline_groups(rank, timeout)
         _connect(rank, device, mesh, channels)
-        merged = MergedGroups(partial(merged_sets, rank.mesh), rank.index, timeout)
+        ranks = np.arange(rank.mesh.devices).reshape(rank.mesh.shape)
+        merged = MergedGroups([ranks], rank.index, timeout)
         _made[key] = MeshGroups(mesh, channels, merged, _gathering_group(rank, mesh, timeout))
     if timeout is not None:
         _made[key].set_timeout(timeout)
@@ -204,16 +206,15 @@ class MergedGroups:
     off that of all ranks, which waits for every one of them.
 
     Args:
-        sets: number of replicas -> the global ranks of every aligned set of so many, on every stage
-            and tensor place; of each set ordered by replica, then by context rank.
+        alike: of each kind of replicas int64 [replicas, stages, context, tensor], global ranks.
         global_rank: this rank.
         timeout: how long an operation may wait; None: torch's default.
     """
 
     def __init__(
-        self, sets: Callable[[int], list[list[int]]], global_rank: int, timeout: timedelta | None
+        self, alike: Sequence[NDArray[np.int64]], global_rank: int, timeout: timedelta | None
     ) -> None:
-        self._sets, self._rank = sets, global_rank
+        self._alike, self._rank = alike, global_rank
         self._timeout = timeout
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
@@ -233,18 +234,29 @@ class MergedGroups:
         counts = {len(each.replicas) for replica in plan.replicas for each in replica.forward}
         for count in sorted(counts - {1} - self._made):
             self._made.add(count)
-            group = own_group(self._sets(count), self._rank, self._timeout)
+            sets = [each for ranks in self._alike for each in merged_sets(ranks, count)]
+            group = own_group(sets, self._rank, self._timeout)
             if group is not None:
                 self._groups[count] = group
         return self._groups
 
 
-def merged_sets(mesh: Mesh, count: int) -> list[list[int]]:
-    """The ranks of a mesh that share a micro-batch of ``count`` replicas, see MergedGroups."""
-    whole = mesh.data // count * count  # a set that is not whole cannot be asked for
-    ranks = mesh.groups("data", "context").reshape(-1, mesh.data, mesh.context)
-    sets: list[list[int]] = ranks[:, :whole].reshape(-1, count * mesh.context).tolist()
-    return sets
+def merged_sets(ranks: NDArray[np.int64], count: int) -> list[list[int]]:
+    """The ranks that exchange keys where ``count`` replicas share a micro-batch.
+
+    Args:
+        ranks: [replicas, stages, context, tensor], global ranks of replicas that are alike.
+        count: of the replicas of a set.
+
+    Returns:
+        One set for each aligned range of replicas, stage and tensor place: by replica, then by
+        context rank.
+    """
+    _, stages, context, tensor = ranks.shape
+    whole = len(ranks) // count * count  # a set that is not whole cannot be asked for
+    sets = ranks[:whole].reshape(-1, count, stages, context, tensor).transpose(0, 2, 4, 1, 3)
+    found: list[list[int]] = sets.reshape(-1, count * context).tolist()
+    return found
 
 
 def own_group(

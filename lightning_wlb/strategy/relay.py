@@ -26,7 +26,7 @@ import torch
 
 from lightning_wlb.strategy.whereabouts import HERE
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
@@ -49,9 +49,9 @@ class Relay:
                 target=_work, args=(self._jobs,), name="wlb-relay", daemon=True
             ).start()
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
+    def submit(self, job: Callable[[], _T]) -> Future[_T]:
         """Make a call, without gradients, once all earlier ones have been made."""
-        future: Future[T] = Future()
+        future: Future[_T] = Future()
         if self._stream is None:
             self._jobs.put((future, job))
         else:
@@ -66,9 +66,9 @@ class Relay:
             self._last.result()
 
 
-def done(value: T) -> Future[T]:
+def done(value: _T) -> Future[_T]:
     """The result of a call that needed no relay."""
-    future: Future[T] = Future()
+    future: Future[_T] = Future()
     future.set_result(value)
     return future
 

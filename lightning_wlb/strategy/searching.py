@@ -52,7 +52,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.strategies import blank_model
 
 PREPARING = timedelta(days=100)
-"""How long ranks wait for a node's first one to prepare documents; tokenising may take hours."""
+"""How long ranks wait for what one of them does alone, such as tokenising documents for hours."""
 
 _ANSWER = "choice.json"
 

@@ -205,9 +205,11 @@ class Push:
         return self._link.slots - 1 - len(self._posts)
 
     def post(self) -> None:
-        """Send the gradients of the next slot."""
+        """Send the gradients of the next slot, which are not held from then on."""
         slot, relay = self.next, self._groups.relay
         post = self._send(slot, self._link.hops - 1, self._sums)
+        if slot < len(self._link.units):
+            self._sums.drop(self._link.units[slot])
         self._posts.append(
             done(post) if relay is None else relay.submit(partial(self._hand_on, slot, post))
         )

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,22 @@ from lightning_wlb.strategy import board, executor, travel
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.elsewhere import take_in_turn
-from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer
-from tests.strategy.random_strategies import random_run, reference, train, worst_error
+from tests.strategy.harness import (
+    Case,
+    Recorder,
+    config,
+    data,
+    module,
+    relative_error,
+    trainer,
+)
+from tests.strategy.random_strategies import (
+    random_run,
+    random_scheme,
+    reference,
+    train,
+    worst_error,
+)
 from tests.strategy.test_failures import SAID, outcomes
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
@@ -32,7 +47,7 @@ CASE = Case("slim", "adaptive", tied=True, masked=True, layers=2)
 TIED = {"model.head.weight": "model.embed.weight"}
 
 # Ranks, and runs that are drawn for them.
-DRAWN = ((2, 10), (3, 10), (4, 60), (6, 15), (8, 20))
+DRAWN = ((2, 10), (3, 10), (4, 40), (6, 10), (8, 15))
 TOGETHER = 5  # runs one after another in the same processes
 
 
@@ -98,6 +113,41 @@ def check(of_ranks: Sequence[dict[str, Any]], want: dict[str, Any], steps: slice
             for name, value in got.items():
                 wanted = right[name if name in right else TIED[name]]
                 assert relative_error(value, wanted) <= 1e-10, name
+
+
+def random_case(seed: int, ranks: int) -> tuple[tuple[int, ...], list[Strategy], Case]:
+    """A mesh, strategies other than its pipelines, and what is trained how."""
+    draw = Random(seed)
+    case = Case(
+        draw.choice(("auto", "slim", "hydraulis")),
+        draw.choice(("adaptive", "per_document_contiguous", "hybrid")),
+        tied=draw.random() < 0.5,
+        activation_checkpointing=draw.choice(("auto", "none", "full", "selective")),
+        masked=True,
+        sliding_window=draw.choice((None, 9)),
+        layers=draw.choice((2, 3)),
+    )
+    sizes = config(case.tied, case.sliding_window, case.layers)
+    base = random_scheme(draw, sizes, 0, ranks, divides=True)
+    mesh = ranks // base.size, len(base.stages), base.context, base.tensor
+    strategies: list[Strategy] = []
+    while len(strategies) < 3:
+        made: list[Scheme] = []
+        while (first := sum(each.size for each in made)) < ranks:
+            made.append(random_scheme(draw, sizes, first, ranks))
+        if {(len(each.stages), *each.shape[1:]) for each in made} != {mesh[1:]}:
+            strategies.append(tuple(made))
+    return mesh, strategies, case
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_runs_that_the_planner_arranges(seed: int) -> None:
+    """By the run's own packing, whose pipelines share pieces where these are long."""
+    mesh, strategies, case = random_case(seed, 4)
+    of_ranks = run_ranks(fit, 4, mesh, strategies, case, timeout=300, process_group=False)
+    plans = [StepPlan.from_json(text) for text in of_ranks[0]["plans"]]
+    assert [plan.strategy for plan in plans] == [*strategies, ()]
+    check(of_ranks, alone(case), slice(None))
 
 
 ON_EIGHT: tuple[Strategy, ...] = (

@@ -96,6 +96,20 @@ def documents(lengths: Sequence[int]) -> InMemoryDocuments:
     return InMemoryDocuments(texts, masks, vocab_size=VOCABULARY)
 
 
+def random_scheme(
+    draw: Random, config: TransformerConfig, first: int, ranks: int, divides: bool = False
+) -> Scheme:
+    """Any pipeline on some of the ranks from ``first`` on."""
+    while True:
+        depth = draw.randint(1, config.layers)
+        context, tensor = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 4))
+        size = depth * context * tensor
+        if size <= ranks - first and not (divides and ranks % size):
+            cuts = sorted(draw.sample(range(1, config.layers), depth - 1))
+            ends = zip([0, *cuts], [*cuts, config.layers], strict=True)
+            return Scheme(first, tuple(stop - start for start, stop in ends), context, tensor)
+
+
 def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
     """Any run on so many ranks; every other run has tied embeddings."""
     draw = Random(seed)
@@ -110,7 +124,7 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
         tied_embeddings=seed % 2 == 0,
         sliding_window=draw.choice((None, None, 6)),
     )
-    of_mesh = _scheme(draw, config, 0, ranks, divides=True)
+    of_mesh = random_scheme(draw, config, 0, ranks, divides=True)
     mesh = Mesh(ranks // of_mesh.size, len(of_mesh.stages), of_mesh.context, of_mesh.tensor)
     per_node = draw.choice([count for count in range(1, ranks + 1) if ranks % count == 0])
     lengths = (17, *(draw.choice((1, 2, 3, 5, 8, 13, 24)) for _ in range(9)))
@@ -118,27 +132,13 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
     for step in range(steps):
         strategy: list[Scheme] = []
         while (first := sum(each.size for each in strategy)) < ranks:
-            strategy.append(_scheme(draw, config, first, ranks))
+            strategy.append(random_scheme(draw, config, first, ranks))
         on_mesh = step == steps - 2 or tuple(strategy) == own
         made = own if on_mesh else tuple(strategy)
         plan = _plan(draw, step, made, lengths)
         plans.append(replace(plan, strategy=() if on_mesh else made).validate())
     frozen = draw.randrange(config.layers) if seed % 3 == 0 else -1
     return Run(config, mesh, of_mesh.layers, per_node, lengths, tuple(plans), frozen)
-
-
-def _scheme(
-    draw: Random, config: TransformerConfig, first: int, ranks: int, divides: bool = False
-) -> Scheme:
-    """Any pipeline on some of the ranks from ``first`` on."""
-    while True:
-        depth = draw.randint(1, config.layers)
-        context, tensor = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 4))
-        size = depth * context * tensor
-        if size <= ranks - first and not (divides and ranks % size):
-            cuts = sorted(draw.sample(range(1, config.layers), depth - 1))
-            ends = zip([0, *cuts], [*cuts, config.layers], strict=True)
-            return Scheme(first, tuple(stop - start for start, stop in ends), context, tensor)
 
 
 def _plan(draw: Random, step: int, strategy: Strategy, lengths: Sequence[int]) -> StepPlan:

@@ -11,12 +11,11 @@ from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.links.layout import Strategy, rank_in
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import Piece, Scheme, StepPlan, alike
+from lightning_wlb.plan import Piece, Scheme, StepPlan
 from lightning_wlb.planning.replicas import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
 from lightning_wlb.strategy.linked import Linked
-from lightning_wlb.strategy.of_strategy import merged_sets
 from lightning_wlb.strategy.travel import Push
 from tests.oracle import oracle
 from tests.ranks import run_ranks
@@ -116,16 +115,3 @@ def test_gradients_are_those_of_one_process() -> None:
                 assert relative_error(value, want[tied]) <= 1e-10, (step, name)
             # Pushed early by those whose last micro-batch is their own.
             assert early == ((rank_in(strategy, number).data,) in dealt), (step, number)
-
-
-def test_pipelines_that_are_alike_form_one_set_on_each_stage_and_tensor_place() -> None:
-    big, small = Scheme(0, (1, 2), context=2, tensor=2), Scheme(8, (3,), context=2)
-    strategy = (
-        big, small, Scheme(10, (1, 2), context=2, tensor=2), Scheme(18, (3,), context=2),
-        Scheme(20, (3,), context=2),
-    )  # fmt: skip
-    assert list(alike(strategy).values()) == [[0, 2], [1, 3, 4]]
-    assert merged_sets(strategy, 2) == [
-        [0, 2, 10, 12], [1, 3, 11, 13], [4, 6, 14, 16], [5, 7, 15, 17], [8, 9, 18, 19],
-    ]  # fmt: skip
-    assert merged_sets(strategy, 4) == []

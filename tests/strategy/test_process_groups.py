@@ -3,8 +3,8 @@
 import os
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -199,7 +199,7 @@ def plan_shared_by(*sizes: int) -> StepPlan:
 
 
 def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
-    merged = MergedGroups(partial(merged_sets, MESH), RANK.index, None)
+    merged = MergedGroups([np.arange(MESH.devices).reshape(MESH.shape)], RANK.index, None)
     groups = merged.prepare(plan_shared_by(4, 2))
     assert sorted(groups) == [2, 4]
     pair, four = (
@@ -215,9 +215,18 @@ def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
     assert len(calls) == 2
 
 
+def test_replicas_form_one_set_on_each_stage_and_tensor_place() -> None:
+    """Of three on two stages, two context and two tensor ranks, the second on ranks 10 to 17."""
+    ranks = np.array([range(8), range(10, 18), range(20, 28)]).reshape(-1, 2, 2, 2)
+    assert merged_sets(ranks, 2) == [
+        [0, 2, 10, 12], [1, 3, 11, 13], [4, 6, 14, 16], [5, 7, 15, 17],
+    ]  # fmt: skip
+    assert merged_sets(ranks, 4) == []
+
+
 def test_a_rank_that_no_merged_set_holds_joins_its_making_once(calls):
     """The others make theirs once, and all ranks have to make as many."""
-    merged = MergedGroups(lambda count: [[0, 1]], RANK.index, None)
+    merged = MergedGroups([np.arange(2).reshape(2, 1, 1, 1)], RANK.index, None)
     for _ in range(2):
         assert merged.prepare(plan_shared_by(2)) == {}
         assert calls == [[RANK.index]]

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.links.layout import rank_in
+from lightning_wlb.links.layout import rank_in, slots
 from lightning_wlb.links.link import Link
 from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.elsewhere import Travel, threads_elsewhere
-from lightning_wlb.schedule.programs import program_of
+from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.rendezvous import Post, Wait, run_to_the_end
 from lightning_wlb.strategy import travel
 from lightning_wlb.strategy.posts import Post as Exchanged
@@ -25,6 +26,7 @@ from lightning_wlb.strategy.travel import Groups, Pull, weights_of
 from lightning_wlb.strategy.whereabouts import HERE
 from tests.ranks import run_ranks
 from tests.strategy.harness import relative_error, whole
+from tests.strategy.random_strategies import random_run
 from tests.strategy.test_dynamic import (
     OF_MESH,
     PER_NODE,
@@ -210,6 +212,34 @@ def test_a_step_posts_what_the_proof_is_about_and_waits_for_no_rail_at_first() -
             assert relative_error(value, right[tied]) <= 1e-10, name
     trained = {name for name in right if not name.startswith(FROZEN)}
     assert {name for _, own in found for name in own} == {*trained, "head.weight"}
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_no_step_of_random_runs_can_deadlock(ranks: int) -> None:
+    """Any pipelines, nodes, slices, asymmetric plans and shared micro-batches."""
+    merged = 0
+    for seed in range(4):
+        run = random_run(seed, ranks)
+        with torch.device("meta"):
+            weights = weights_of(run.model(), (1, 2, 4))
+        for plan in run.plans:
+            strategy = plan.strategy or run.of_mesh
+            executed = [
+                units(replica, scheme.context, scheme.tensor)
+                for replica, scheme in zip(plan.replicas, strategy, strict=True)
+            ]
+            programs = [
+                [
+                    program_of("1f1b", place, len(scheme.stages), 1, executed, number)
+                    for place in range(len(scheme.stages))
+                ]
+                for number, scheme in enumerate(strategy)
+            ]
+            travels = Travel((slots(weights, strategy) >= 0).sum(axis=1).tolist(), run.per_node)
+            shared = meetings_of(executed)
+            merged += shared is not None
+            assert run_to_the_end(threads_elsewhere(strategy, programs, travels, shared)) == []
+    assert merged
 
 
 def test_what_fails_beside_a_step_fails_where_it_is_waited_for(monkeypatch) -> None:
