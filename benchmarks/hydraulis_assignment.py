@@ -153,12 +153,12 @@ def table_2(
         "tokens": sum(piece.tokens for piece in pieces),
         "documents": len(pieces),
         "proposed": len(proposed),
-        "proposal": round(proposal, 2),
+        "proposal": round(proposal, 3),
         "ideal": None,
-        "greedy": round(greedy, 2),
-        "packing": round(packing, 2),
+        "greedy": round(greedy, 3),
+        "packing": round(packing, 3),
     }
     if len(pieces) * len(sample.own) <= MOST_VARIABLES:
         ideal, (_, proven) = seconds(lambda: deal_exactly(dealt.costs, dealt.depths, nodes))
-        row |= {"ideal": round(ideal, 2), "proven": proven}
+        row |= {"ideal": round(ideal, 3), "proven": proven}
     return row

@@ -339,7 +339,7 @@ def markdown(result: Row) -> str:
 def picture(result: Row, path: Path) -> None:
     """Stacked factors of each setting, the paper's space above ours, on a logarithmic axis."""
     made = whole(result["settings"])
-    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.75 * max(len(made), 1)))
+    figure, axes = plt.subplots(figsize=(11, 1.5 + 0.75 * max(len(made), 1)), layout="constrained")
     colours = {part: f"C{number}" for number, part in enumerate((*OUR_PARTS, "packing"))}
     labelled = set()
     for place, each in enumerate(made.values()):
@@ -369,7 +369,6 @@ def picture(result: Row, path: Path) -> None:
         " {} to {} over the best baseline".format(*GAINS),
         fontsize=9,
     )
-    axes.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
+    figure.legend(fontsize=8, loc="outside lower center", ncols=8)
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -43,7 +43,7 @@ from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
 
-Sizes = TypeVar("Sizes", int, Integers)  # of one micro-batch, or of many
+_Sizes = TypeVar("_Sizes", int, Integers)  # of one micro-batch, or of many
 
 USABLE_PERCENT = 92
 """Percent of a device's memory that a plan may fill at most."""
@@ -216,26 +216,26 @@ class MemoryModel:
         return int(self.transient_bytes_of_all(parts, rows, keys, recompute, segments))
 
     def transient_bytes_of_all(
-        self, parts: StageParts, rows: Sizes, keys: Sizes, recompute: Recompute, segments: Sizes
-    ) -> Sizes:
+        self, parts: StageParts, rows: _Sizes, keys: _Sizes, recompute: Recompute, segments: _Sizes
+    ) -> _Sizes:
         """:meth:`transient_bytes` of many micro-batches that recompute the same, as int64."""
-        most: Sizes = parts.head * self._head_transient_bytes(rows)
+        most: _Sizes = parts.head * self._head_transient_bytes(rows)
         for layer, count in zip(self.shape.kinds, parts.layers, strict=True):
             if count:
                 inside = self._transient_bytes(layer, rows, keys, recompute, segments)
                 most = np.maximum(most, inside)
         return most
 
-    def _head_transient_bytes(self, rows: Sizes) -> Sizes:
+    def _head_transient_bytes(self, rows: _Sizes) -> _Sizes:
         """Of one chunk the logits; their gradient, for half types; that of the matrix (loss.py)."""
         words = self.shape.vocab_size // self.mesh.tensor
-        logits: Sizes = np.minimum(rows, chunk_rows(words, self.accelerator)) * words
+        logits: _Sizes = np.minimum(rows, chunk_rows(words, self.accelerator)) * words
         narrow = self._width if self._width < self._wide else 0
         return (self._wide + narrow) * (logits + words * self.shape.dim)
 
     def _transient_bytes(
-        self, layer: LayerShape, rows: Sizes, keys: Sizes, recompute: Recompute, segments: Sizes
-    ) -> Sizes:
+        self, layer: LayerShape, rows: _Sizes, keys: _Sizes, recompute: Recompute, segments: _Sizes
+    ) -> _Sizes:
         width, size = self._width, self.mesh.tensor
         result = (recompute != "none") * self._feed_forward_half(layer, rows)
         result += (recompute == "full") * self._attention_half(layer, rows)
@@ -249,10 +249,12 @@ class MemoryModel:
             reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
             widths = self._wide + (reduced if reduced < self._wide else 0)
             attention += self._key_bytes(layer, self.mesh.context * rows, widths)
-        most: Sizes = np.maximum(feed_forward, attention)
+        most: _Sizes = np.maximum(feed_forward, attention)
         return result + most + 2 * rows * self.shape.dim * width
 
-    def _kernel_bytes(self, layer: LayerShape, rows: Sizes, keys: Sizes, segments: Sizes) -> Sizes:
+    def _kernel_bytes(
+        self, layer: LayerShape, rows: _Sizes, keys: _Sizes, segments: _Sizes
+    ) -> _Sizes:
         """What the kernel's backward adds gradients up in, beside the gradients themselves.
 
         Every FlashAttention has a float32 gradient of the queries, each segment with a tile of rows
@@ -273,7 +275,7 @@ class MemoryModel:
             return result + 2 * 4 * kv_heads * padded * (keys + beyond)
         return result + 2 * self._width * heads * wide * keys
 
-    def _attention_half(self, layer: LayerShape, rows: Sizes) -> Sizes:
+    def _attention_half(self, layer: LayerShape, rows: _Sizes) -> _Sizes:
         heads = layer.heads // self.mesh.tensor
         queries = rows * heads * layer.head_width * self._width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
@@ -286,16 +288,16 @@ class MemoryModel:
             + rows * heads * 4  # log-sum-exp
         )
 
-    def _feed_forward_half(self, layer: LayerShape, rows: Sizes) -> Sizes:
+    def _feed_forward_half(self, layer: LayerShape, rows: _Sizes) -> _Sizes:
         gate = 4 * rows * layer.gated_width(self.shape.dim) // self.mesh.tensor * self._width
         return self._norm(rows) + rows * self.shape.dim * self._width + gate
 
-    def _key_bytes(self, layer: LayerShape, rows: Sizes, width: int) -> Sizes:
+    def _key_bytes(self, layer: LayerShape, rows: _Sizes, width: int) -> _Sizes:
         """Keys and values of one layer, ``width`` bytes per element."""
         kv_heads = max(layer.kv_heads // self.mesh.tensor, 1)
         return 2 * rows * kv_heads * layer.head_width * width
 
-    def _norm(self, rows: Sizes) -> Sizes:
+    def _norm(self, rows: _Sizes) -> _Sizes:
         """An RMSNorm's input, and one number per row."""
         copies = 1 if self.accelerator else 2
         return rows // self.mesh.tensor * (copies * self.shape.dim * self._width + 4)

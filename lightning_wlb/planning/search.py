@@ -18,11 +18,14 @@ more so the more it does.
 Where a device is known, and an action may cost much, whole pieces are also tried as ``best_fit``
 packs them: full micro-batches, and what is left in a last one, for which a pipeline waits little.
 
-On one stage, where memory is known, whole pieces are tried in about the nominal number of
-micro-batches and in fewer, which waste less time, and whole ones and such cut apart in more, which
-need less recomputation.
+On one stage, where a device is known, whole pieces are tried in about the nominal number of
+micro-batches and in fewer, which waste less time. Where these recompute, whole ones and such cut
+apart are also tried in more, which need less of it. Of those within 2 % of the shortest step the
+one with the fewest micro-batches is taken: a prediction is no better than that, and what every
+micro-batch costs beside its model it may not know in full.
 
-Cost: 7 to 10 ways, one more where a device is known, each O(P·log P + M·stages) for P pieces. Where
+Cost: 7 to 10 ways, one more where a device is known, each O(P·log P + M·stages) for P pieces; on
+one stage 4, and about ten more where memory is short. Where
 times do not fall and rise so, it finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks
 for cases where another packing is better.
 """
@@ -45,6 +48,7 @@ from lightning_wlb.planning.slicing import slice_pieces
 
 HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # M over half of the nominal number
 START = HALVES.index(12)
+NEAR_PERCENT = 102  # of the least predicted time, in which fewer micro-batches are better
 
 Kind = Literal["whole", "filled", "equal", "tapered", "apart"]
 
@@ -129,10 +133,14 @@ class Candidates:
             if not self.judge.longest:
                 return fewest
             self._walk("whole", 1)
-            self._walk("whole", START)
-            if self.slices:
-                self._walk("apart", START)
-            return min((fewest, *self._scores), key=self.score)
+            if self._is_short_of_memory(min((fewest, *self._scores), key=self.score)):
+                self._walk("whole", START)
+                if self.slices:
+                    self._walk("apart", START)
+            best = min(self._scores.values())
+            near = Score(best.excess, best.time * NEAR_PERCENT // 100)
+            good = [way for way, score in self._scores.items() if score <= near]
+            return min(good, key=lambda way: (len(self.packs(way)), self.score(way)))
         begin = START if begin is None else begin
         filled = [FILLED] if self.judge.longest else []
         if not self.slices:
@@ -156,6 +164,11 @@ class Candidates:
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             ways.insert(1, Way("whole", halves))
         return min((*ways, *self._scores), key=self.score)
+
+    def _is_short_of_memory(self, way: Way) -> bool:
+        """Whether more micro-batches than those of a way may need less recomputation."""
+        most = max(sum(part.tokens for part in pack) for pack in self.packs(way))
+        return self.score(way).excess > 0 or most > self.judge.longest[0]
 
     def _walk(self, kind: Kind, at: int) -> int:
         """To the neighbour with the best score while there is a better one; an index of HALVES."""

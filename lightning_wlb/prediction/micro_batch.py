@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -151,30 +152,23 @@ def by_mode(
         refetches: whether a backward that recomputes no attention repeats the forward's exchange.
     """
     forward, backward, again = kind.rows_ns(rows)
-    ranks = [(*own, *keys) for own, keys in zip(attention, exchange, strict=True)]
+    first, second = zip(*attention, strict=True)
+    fetches, gathers = zip(*exchange, strict=True)
+    mean, there = sum(first) / len(first), forward + max(map(add, first, fetches))
 
-    def times(attends_again: bool) -> tuple[tuple[int, int], tuple[float, float], int, int]:
-        """Attention on the slowest and on the mean rank; forward and backward with exchange."""
-        first = [there for there, *_ in ranks]
-        second = [back + attends_again * there for there, back, *_ in ranks]
-        fetches = attends_again or refetches
-        layer = [
-            back + attends_again * there + gathers + fetches * fetch
-            for there, back, fetch, gathers in ranks
-        ]
-        return (
-            (max(first), max(second)),
-            (sum(first) / len(ranks), sum(second) / len(ranks)),
-            max(there + fetch for there, _, fetch, _ in ranks),
-            max(layer),
-        )
+    def times(attends_again: bool) -> tuple[tuple[int, int], tuple[float, float], int]:
+        """Attention on the slowest and on the mean rank; backward of the layer."""
+        attends = list(map(add, second, first)) if attends_again else second
+        moves = map(add, gathers, fetches) if attends_again or refetches else gathers
+        back = backward + max(map(add, attends, moves))
+        return (max(first), max(attends)), (mean, sum(attends) / len(attends)), back
 
-    kernel = {"none": times(False), "full": times(True)}
-    kernel["selective"] = kernel["none"]
+    once = times(False)
+    kernel = {"none": once, "selective": once, "full": times(True)}
     result = []
     for mode, added in zip(MODES, again, strict=True):
-        slowest, mean, there, back = kernel[mode]
-        result.append(PassTimes(slowest, mean, ((there + forward, back + backward + added),)))
+        slowest, average, back = kernel[mode]
+        result.append(PassTimes(slowest, average, ((there, back + added),)))
     return result
 
 

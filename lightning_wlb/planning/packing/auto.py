@@ -24,14 +24,14 @@ Nothing waits, because slices fill the pipeline without; only where a very long 
 more tokens than two global batches have, the rest is carried. On a pipeline of one stage there is
 no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows. Where memory is
 known and the user gave no cap, they may there be as long as memory allows, several numbers of them
-are tried, and pieces may also be shared because none of the replicas could hold them without
-recomputation. Where the schedule runs no slices (GPipe), pieces stay whole and none is shared.
+are tried, and pieces that no replica can hold without recomputation may also be shared. Where the
+schedule runs no slices (GPipe), pieces stay whole and none is shared.
 
 Cost, in plans judged: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to three of the step;
-at one stage under known memory 11 for a search, and up to fifteen dealings. That is milliseconds
-for hundreds of pieces (``benchmarks/results/packing.md``), several times that by a device profile.
-On thousands of ranks it is most of a plan (``docs/scale.md``).
+at one stage under known memory 4 for a search, and where it is short 14 and up to fifteen dealings.
+That is milliseconds for hundreds of pieces (``benchmarks/results/packing.md``), several times that
+by a device profile. On thousands of ranks it is most of a plan (``docs/scale.md``).
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class AutoPacker(Packer):
         fewest = _Dealing(pieces, mesh.data, work, 0, held)
         yield fewest
         loads = fewest.merged.loads
-        by_memory = bool(judge.longest) and mesh.pipeline == 1
+        longest = max((piece.tokens for piece in pieces), default=0)
+        by_memory = mesh.pipeline == 1 and any(tokens < longest for tokens in judge.longest)
         if not by_memory and 100 * len(loads) * max(loads) <= UNBALANCED_PERCENT * sum(loads):
             return
         seen = [fewest.merged]
