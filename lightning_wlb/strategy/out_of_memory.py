@@ -110,9 +110,9 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
         ),
         reverse=True,
     )
-    options = "; ".join(f"{option}: {_megabytes(saved)} less" for saved, option in less)
+    options = [f"{option}: {_megabytes(saved)} less" for saved, option in less]
     if strategy:
-        options += "; WLBStrategy(dynamic=...) without this strategy, or 'off'"
+        options.append("WLBStrategy(dynamic=...) without this strategy, or 'off'")
     gaps = ""
     if pipeline.device.type == "cuda" and not has_expandable_segments():
         gaps = f" {ALLOCATOR}={EXPANDABLE} leaves fewer gaps between tensors of changing sizes."
@@ -120,7 +120,7 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
         f"{said}. By the memory model this rank needs {_megabytes(held)}:"
         f" {_megabytes(model.state_bytes(parts))} for parameters, gradients and optimizer state,"
         f" the rest for {count} open micro-batches of {longest.rows} rows. What takes less:"
-        f" {options}.{gaps}"
+        f" {'; '.join(options)}.{gaps}"
     )
 
 

@@ -21,11 +21,11 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import Scheme, StepPlan
+from lightning_wlb.plan import ReplicaPlan, Scheme, StepPlan
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.messages import Pipeline
-from lightning_wlb.strategy.out_of_memory import explained
+from lightning_wlb.strategy.out_of_memory import explained, note
 from lightning_wlb.strategy.whereabouts import HERE, RUNNING
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.device import BACKEND
@@ -72,6 +72,27 @@ def test_a_step_that_runs_out_of_memory_names_its_pipeline_and_what_that_needs()
     assert f"activation_checkpointing='full': {(needed - full) / 1e6:,.1f} MB less" in said
     assert "parallel_size" not in said, "sizes of the mesh do not change this step"
     assert "WLBStrategy(dynamic=...) without this strategy" in said
+
+
+def test_where_nothing_else_takes_less_the_strategy_is_to_go() -> None:
+    shape = TransformerConfig.preset("7b").shape
+    plan = plan_of([[[900]], [[900]]])
+    full = tuple(
+        ReplicaPlan(
+            each.slices, *(tuple(replace(m, recompute="full") for m in p) for _, p in each.passes)
+        )
+        for each in plan.replicas
+    )
+    strategy = tuple(Scheme(rank, (shape.layers,)) for rank in range(2))
+    plan = replace(plan, replicas=full, strategy=strategy, nominal_tokens=10**6)
+    batch = StepBatch(plan, 1, plan.replicas, [], {}, 0, False)
+    mesh = Mesh(data=2)
+    given = (range(shape.layers),), "1f1b", {}, 1, torch.bfloat16, torch.device("cpu")
+    pipeline = Pipeline(mesh.coordinate(1), *given)
+    said = note(None, batch, pipeline, MemoryModel(shape, mesh))
+    assert said.endswith(
+        "What takes less: WLBStrategy(dynamic=...) without this strategy, or 'off'."
+    )
 
 
 class Bad(Transformer):
