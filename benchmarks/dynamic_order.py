@@ -226,9 +226,9 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="default: all")
     add("--profile", help="in place of one that is measured: a name or a file")
-    add("--seconds", type=float, default=20.0, help="to measure the device (default 20)")
-    add("--rounds", type=int, default=2, help="in each every way runs twice")
-    add("--steps", type=int, default=6, help="of a turn, beside the first")
+    add("--seconds", type=float, default=12.0, help="to measure the device (default 12)")
+    add("--rounds", type=int, default=1, help="in each every way runs twice")
+    add("--steps", type=int, default=4, help="of a turn, beside the first")
     add("--window", type=int, default=4096)
     add("--micro-batches", type=int, default=4, help="N of a global batch")
     add("--output", type=Path, help="where to write the JSON object too")
