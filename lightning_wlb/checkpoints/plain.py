@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,12 +40,10 @@ def check(state: Any) -> None:
 
 
 def _leaves(state: Any, where: str) -> Iterator[tuple[str, Any]]:
-    if type(state) in (dict, OrderedDict):  # torch 2.11 gives a model's state as the second
+    if type(state) is dict:
         for key, value in state.items():
             yield f"the key {key} in {where or 'it'}", key
             yield from _leaves(value, f"{where}[{key!r}]")
-        for name, value in getattr(state, "__dict__", {}).items():
-            yield from _leaves(value, f"{where}.{name}")
     elif type(state) in (list, tuple):
         for index, value in enumerate(state):
             yield from _leaves(value, f"{where}[{index}]")

@@ -31,7 +31,6 @@ class State:
         ({"a": deque([1])}, "['a']", "collections.deque"),
         ({"a": lambda: 1}, "['a']", "builtins.function"),
         ({"a": {np.int64(1): 1}}, "the key 1 in ['a']", "numpy.int64"),
-        (OrderedDict(a=Path()), "['a']", f"{type(Path()).__module__}.PosixPath"),
     ],
 )
 def test_what_could_not_be_read_is_named(state, where, kind):
@@ -48,18 +47,3 @@ def test_what_can_be_read_passes():
             "more": [torch.float32, torch.Size((1,)), OrderedDict(a=1), {1, 2}],
         }
     )
-
-
-class Sharded(torch.Tensor):
-    """As a DTensor is: a checkpoint's reader makes it anew, which torch.load would refuse."""
-
-
-def test_the_state_of_a_model_is_looked_into():
-    """torch 2.11 gives it as an ordered dictionary of DTensors."""
-    shard = torch.zeros(2).as_subclass(Sharded)
-    assert not plain._readable(shard)
-    plain.check({"model": OrderedDict(weight=shard)})
-    state = OrderedDict(weight=shard)
-    state._metadata = {"": Path()}  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=re.escape("['model']._metadata['']: an object of")):
-        plain.check({"model": state})
