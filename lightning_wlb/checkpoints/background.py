@@ -8,7 +8,8 @@ The threads are daemons: a process whose peers have died must be able to end alt
 for them. What such a save has written is no checkpoint, and the next save removes it.
 
 Cost: memory of the CPU for each save that is not finished (this rank's parameters and optimizer
-state once), which is kept for the next one. Not for a save after which the process may end.
+state once), which is kept for the next one unless torch gives it back (:data:`SERVES_ONCE`). Not
+for a save after which the process may end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from lightning_wlb.checkpoints.writing import Parts
 COPIES = 2
 """Saves that may be unfinished at a time: ModelCheckpoint may make two at the end of a step."""
 
+SERVES_ONCE = torch.__version__ < "2.13"
+"""Whether torch's stager gives its memory back after every copy, and cannot make another (2.11)."""
+
 
 class Stager:
     """Copies what a checkpoint consists of, to memory that is used again.
@@ -39,13 +43,13 @@ class Stager:
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        options = StagingOptions(
+        self._options = StagingOptions(
             use_pinned_memory=cuda,
             use_shared_memory=False,
             use_async_staging=False,
             use_non_blocking_copy=cuda,
         )
-        self._stagers = [DefaultStager(options) for _ in range(COPIES)]
+        self._stagers = [DefaultStager(self._options) for _ in range(COPIES)]
         self._used = 0
 
     def stage(self, parts: Parts, busy: bool) -> Parts:
@@ -56,6 +60,8 @@ class Stager:
             busy: whether the last copy is still needed; no more than one may be.
         """
         self._used = (self._used + 1) % COPIES if busy else 0
+        if SERVES_ONCE:
+            self._stagers[self._used] = DefaultStager(self._options)
         state = self._stagers[self._used].stage(parts.state)
         assert isinstance(state, dict)
         return Parts(state, copy.deepcopy(parts.rest))

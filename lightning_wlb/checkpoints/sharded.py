@@ -62,7 +62,8 @@ def collect(
         renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
             that a single process knows by its other name.
     """
-    state: dict[str, Any] = {WEIGHTS: get_model_state_dict(model, options=_OPTIONS)}
+    # torch 2.11 has an ordered dictionary, which is not looked into where state is checked.
+    state: dict[str, Any] = {WEIGHTS: dict(get_model_state_dict(model, options=_OPTIONS))}
     for index, optimizer in enumerate(optimizers):
         stepped = bool(optimizer.state)
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)

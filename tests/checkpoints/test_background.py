@@ -6,7 +6,7 @@ from threading import Event, Thread, current_thread
 
 import torch
 
-from lightning_wlb.checkpoints.background import COPIES, Background, Stager
+from lightning_wlb.checkpoints.background import COPIES, SERVES_ONCE, Background, Stager
 from lightning_wlb.checkpoints.writing import Parts
 
 
@@ -86,4 +86,6 @@ def test_copies_are_apart_from_what_they_copy_and_from_one_another():
     # A third while the second is needed takes the memory of the first, and so does one alone.
     for busy in (True, False):
         again = stager.stage(Parts({"model": {"w": value}}, rest), busy)
-        assert again.state["model"]["w"].data_ptr() == copies[0].state["model"]["w"].data_ptr()
+        assert again.state["model"]["w"].tolist() == value.tolist()
+        memory = again.state["model"]["w"].data_ptr()
+        assert SERVES_ONCE or memory == copies[0].state["model"]["w"].data_ptr()

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import time
+from collections import OrderedDict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -391,3 +392,9 @@ def broken_saves(rank: int, scratch: Path) -> list[str]:
 def test_saves_that_die_leave_a_whole_checkpoint_and_are_cleaned_up(tmp_path):
     (left,) = run_ranks(broken_saves, 1, tmp_path, process_group=False)
     assert left == ["run.ckpt"]
+
+
+def test_a_models_state_is_a_plain_dictionary(monkeypatch):
+    """As torch 2.11 gives it, it would be no state of plain types."""
+    monkeypatch.setattr(sharded, "get_model_state_dict", lambda *_, **__: OrderedDict(w=1))
+    assert type(sharded.collect(torch.nn.Module(), [], {}, {}).state[sharded.WEIGHTS]) is dict
