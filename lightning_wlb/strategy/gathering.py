@@ -153,15 +153,7 @@ class Gathering:
             sums = [entry for each in self._open for entry in each.reduced()]
             self._add_parts([value for share, value in sums if share.is_part])
             for share, value in sums:
-                rest = share.at_rest
-                rest.grad = DTensor.from_local(
-                    value.to(rest.dtype),
-                    rest.device_mesh,
-                    rest.placements,
-                    run_check=False,
-                    shape=rest.shape,
-                    stride=rest.stride(),
-                )
+                set_gradient(share.at_rest, value)
         self._forget()
 
     def advance(self) -> None:
@@ -377,6 +369,18 @@ class _InStep:
         for number, share, part in zip(self._trained, shares, parts, strict=True):
             rows = self._rest[number].to_local().shape[share.dim]
             yield share, part.view(share.chunk).narrow(share.dim, 0, rows)
+
+
+def set_gradient(rest: DTensor, value: Tensor) -> None:
+    """Set ``.grad`` of a parameter at rest; ``value``: that of this rank's shard, of any dtype."""
+    rest.grad = DTensor.from_local(
+        value.to(rest.dtype),
+        rest.device_mesh,
+        rest.placements,
+        run_check=False,
+        shape=rest.shape,
+        stride=rest.stride(),
+    )
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.schedule.actions import BACKWARD, Action
-from lightning_wlb.strategy.gathering import cast_floats
+from lightning_wlb.strategy.gathering import cast_floats, set_gradient
 from lightning_wlb.strategy.of_strategy import OfStrategy, Settings
 from lightning_wlb.strategy.travel import Groups, Pull, Push
 from lightning_wlb.strategy.units import refuse_hooks
@@ -100,14 +100,7 @@ class Linked:
                 total = totals.get(name)
                 if total is None:  # a rank may have no row of a parameter
                     total = torch.zeros_like(rest.to_local())
-                rest.grad = DTensor.from_local(
-                    total.to(rest.dtype),
-                    rest.device_mesh,
-                    rest.placements,
-                    run_check=False,
-                    shape=rest.shape,
-                    stride=rest.stride(),
-                )
+                set_gradient(rest, total)
 
     def _check(self, at_rest: Mapping[str, DTensor]) -> None:
         """Refuse parameters that were frozen or unfrozen since the run began, or have hooks."""

@@ -157,13 +157,20 @@ ON_EIGHT: tuple[Strategy, ...] = (
 )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_eight_ranks(tied: bool) -> None:
-    case = replace(CASE, tied=tied)
+@pytest.mark.parametrize(
+    ("tied", "packing"), [(False, "hydraulis"), (True, "hydraulis"), (True, CASE.packing)]
+)
+def test_eight_ranks(tied: bool, packing: str) -> None:
+    """Pipelines that are alike are idle where there are too few pieces, or share these."""
+    case = replace(CASE, tied=tied, packing=packing)
     of_ranks = run_ranks(fit, 8, (2, 2, 1, 2), ON_EIGHT, case, timeout=300, process_group=False)
     plans = [StepPlan.from_json(text) for text in of_ranks[0]["plans"]]
     assert [plan.strategy for plan in plans] == [*ON_EIGHT, ()]
-    assert not all(replica.forward for replica in plans[2].replicas)
+    forwards = [replica.forward for replica in plans[2].replicas]
+    if packing == "hydraulis":
+        assert not all(forwards)
+    else:
+        assert any(len(each.replicas) > 1 for forward in forwards for each in forward)
     check(of_ranks, alone(case), slice(None))
 
 
