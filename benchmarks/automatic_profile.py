@@ -35,7 +35,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.measured import RankStep, train
 from benchmarks.slimpack_measured import CONFIG, chosen, documents, figures
-from lightning_wlb.data.cached import cache_folders
+from lightning_wlb.data.cache import cache_folders
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.profiling.ranks import run_ranks

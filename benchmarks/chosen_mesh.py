@@ -37,11 +37,11 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.choice import name_of
-from lightning_wlb.meshes.evaluate import evaluate
-from lightning_wlb.meshes.legal import Reasons, legal_meshes
-from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.meshes.search import choose_mesh
+from lightning_wlb.mesh_search.choice import name_of
+from lightning_wlb.mesh_search.evaluate import evaluate
+from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings

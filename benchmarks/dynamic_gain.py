@@ -9,7 +9,8 @@ All is simulated by an analytic profile, packed by ``auto``, with one stage on e
 * *Each step its mesh*: if each of these steps could be run on the mesh that is fastest for it, and
   nothing had to travel. More than that no choice among pipelines that are all alike can gain;
   mixtures of pipelines might.
-* *Promised*: what ``dynamic="auto"`` says (:func:`lightning_wlb.meshes.dynamic.choose_pool`): the
+* *Promised*: what ``dynamic="auto"`` says
+  (:func:`lightning_wlb.heterogeneous.pool_search.choose_pool`): the
   pool is chosen by the first part and judged by the second.
 * *Later*: what the same pool gains in the third part, which it knows nothing of.
 
@@ -34,16 +35,16 @@ from benchmarks.meshes import CHATS, COMMON_CRAWL, GITHUB, Setting
 from benchmarks.slimpack_paper import Corpus, K
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.heterogeneous.pool_search import choose_pool, described
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.bound import ClosedForm
-from lightning_wlb.meshes.choice import name_of
-from lightning_wlb.meshes.dynamic import choose_pool, described
-from lightning_wlb.meshes.legal import Reasons, legal_meshes
-from lightning_wlb.meshes.request import MeshRequest
+from lightning_wlb.mesh_search.bound import ClosedForm
+from lightning_wlb.mesh_search.choice import name_of
+from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import Planner
 from lightning_wlb.planning.judge import PredictedJudge, Verdict
-from lightning_wlb.planning.pool import Pool
 
 MANY = 20
 """Meshes that are planned at most."""

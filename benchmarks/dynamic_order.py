@@ -46,18 +46,18 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stdlib import StdlibDocuments
-from lightning_wlb.links.layout import Strategy
+from lightning_wlb.heterogeneous.layouts import Strategy
+from lightning_wlb.heterogeneous.pool import Elected, Pool
+from lightning_wlb.heterogeneous.pool_search import described
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.choice import name_of
-from lightning_wlb.meshes.dynamic import described
+from lightning_wlb.mesh_search.choice import name_of
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.planning.pool import Elected, Pool
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.profiling.links import measure_link
 from lightning_wlb.profiling.quick import measure_quickly
 from lightning_wlb.profiling.ranks import run_ranks
-from lightning_wlb.strategy.overhead import measure_overhead
+from lightning_wlb.training.action_overhead import measure_overhead
 
 CONFIG = TransformerConfig.preset("tiny", dim=128, layers=4, ffn_dim=352)
 CLEARLY = 0.97

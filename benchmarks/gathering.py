@@ -41,9 +41,9 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.profiling.ranks import run_ranks
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.strategy import gathering
-from lightning_wlb.strategy.gathering import Gathering
 from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.training import parameter_buckets as gathering
+from lightning_wlb.training.parameter_buckets import Gathering
 
 all_gather = gathering.all_gather_into
 

@@ -22,16 +22,16 @@ from typing import Any
 from benchmarks.hydraulis_runs import Sample, in_papers_space, paper_strategies, released
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.links.layout import Strategy
+from lightning_wlb.heterogeneous.layouts import Strategy
+from lightning_wlb.heterogeneous.pool import Kinds, Pool
+from lightning_wlb.heterogeneous.pool_search import described
+from lightning_wlb.heterogeneous.proposal import proposed_strategies
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.choice import name_of
-from lightning_wlb.meshes.dynamic import described
-from lightning_wlb.meshes.proposal import proposed_strategies
+from lightning_wlb.mesh_search.choice import name_of
 from lightning_wlb.plan import ActivationCheckpointing, Piece
 from lightning_wlb.planning.dealing import deal_exactly, deal_greedily, lower_bound
 from lightning_wlb.planning.longest_first import longest_first
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
-from lightning_wlb.planning.pool import Kinds, Pool
 
 MOST_VARIABLES = 10_000
 """Pieces times pipelines up to which Equation 3 is solved."""

@@ -33,23 +33,23 @@ from typing import Any
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.links.layout import Strategy, strategy_of
+from lightning_wlb.heterogeneous.dealing import Arranged, Receiver, arrange
+from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
+from lightning_wlb.heterogeneous.mixtures import mixtures
+from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.heterogeneous.pool_search import PROPOSED, described
+from lightning_wlb.heterogeneous.proposal import proposed_strategies
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
-from lightning_wlb.meshes.dynamic import PROPOSED, described
-from lightning_wlb.meshes.evaluate import evaluate
-from lightning_wlb.meshes.legal import Reasons, legal_meshes
-from lightning_wlb.meshes.mixtures import mixtures
-from lightning_wlb.meshes.proposal import proposed_strategies
-from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.meshes.search import choose_mesh
+from lightning_wlb.mesh_search.choice import MeshChoice, MeshRow, name_of
+from lightning_wlb.mesh_search.evaluate import evaluate
+from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Shape
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, Rules
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.planner import Planner
-from lightning_wlb.planning.pool import Pool
-from lightning_wlb.planning.unequal import Arranged, Receiver, arrange
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS

@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 
 from benchmarks import report
-from lightning_wlb.links.layout import Strategy, Weights, strategy_of
-from lightning_wlb.links.link import Link
+from lightning_wlb.heterogeneous.layouts import Strategy, Weights, strategy_of
+from lightning_wlb.heterogeneous.links import Link
+from lightning_wlb.heterogeneous.transfer import weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme
-from lightning_wlb.strategy.travel import weights_of
 
 PER_NODE = 8
 RANKS = (8, 64, 256, 1024)

@@ -18,16 +18,16 @@ import lightning.pytorch as L
 import torch
 
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.heterogeneous.prediction import among
+from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import ActivationCheckpointing, ReplicaPlan, StepPlan, alike
-from lightning_wlb.prediction.elsewhere import among
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
-from lightning_wlb.strategy.strategies import Dynamic
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 

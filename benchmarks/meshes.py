@@ -5,10 +5,10 @@ batches and device profile (analytic) are fixed, and the mesh is free. *Exhausti
 data × pipeline × context × tensor mesh whose sizes are powers of two (data: what is left), with
 1, 2 and 4 stages per pipeline rank, is planned by profile and simulated, with best-fit packing and
 with ``auto``. *Search* is
-:func:`lightning_wlb.meshes.search.choose_mesh`, which simulates few of them. *Regret* is what the
-mesh that it chose takes over the best mesh of the exhaustive simulation, in percent. *Proposal*
-is Hydraulis' dynamic programme (:mod:`lightning_wlb.meshes.proposal`): the best of its meshes, and
-the time to propose and to simulate them.
+:func:`lightning_wlb.mesh_search.search.choose_mesh`, which simulates few of them. *Regret* is what
+the mesh that it chose takes over the best mesh of the exhaustive simulation, in percent. *Proposal*
+is Hydraulis' dynamic programme (:mod:`lightning_wlb.heterogeneous.proposal`): the best of its
+meshes, and the time to propose and to simulate them.
 
 A step's time counts what of the gathering of parameters and of the reduction of gradients is not
 hidden behind actions; it is also given with all of that (``unhidden_ms``) and with none.
@@ -39,12 +39,12 @@ from benchmarks import report
 from benchmarks.slimpack_paper import CORPORA, SHAPES, Corpus, K
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.heterogeneous.proposal import proposed_meshes
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.meshes.choice import name_of
-from lightning_wlb.meshes.evaluate import evaluate
-from lightning_wlb.meshes.proposal import proposed_meshes
-from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.meshes.search import choose_mesh
+from lightning_wlb.mesh_search.choice import name_of
+from lightning_wlb.mesh_search.evaluate import evaluate
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import Predictor
 

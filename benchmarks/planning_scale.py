@@ -42,14 +42,14 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import layers_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.distributed.process_groups import mesh_groups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.prediction.totals import step_totals
-from lightning_wlb.strategy.process_groups import mesh_groups
 
 K = 1024
 RESULTS = Path(__file__).with_name("results") / "planning_scale.json"

@@ -29,8 +29,8 @@ from rich.console import Console
 
 import lightning_wlb as wlb
 from benchmarks import report
-from lightning_wlb.data.assembly import make_step_batch
-from lightning_wlb.data.opening import hold_out
+from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.data.open_documents import hold_out
 from lightning_wlb.prediction.predictor import mean_context_of
 
 CASES = (("flat", "auto", 0), ("flat", "wlb", 0), ("flat", "auto", 10_000), ("arrow", "auto", 0))

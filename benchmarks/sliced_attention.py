@@ -22,17 +22,17 @@ import torch
 
 import lightning_wlb as wlb
 from benchmarks import report
-from lightning_wlb.attention.process_groups import NO_GROUPS
-from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
-from lightning_wlb.strategy.executor import Step
-from lightning_wlb.strategy.messages import Messages, Pipeline
+from lightning_wlb.training.executor import Step
+from lightning_wlb.training.messages import Messages, Pipeline
 
 VOCABULARY = 256
 

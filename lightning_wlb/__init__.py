@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import DocumentStore, InMemoryDocuments
-from lightning_wlb.data.opening import documents
-from lightning_wlb.data.sampler import StepDataset, StepLoader
+from lightning_wlb.data.loader import StepDataset, StepLoader
+from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder

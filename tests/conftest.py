@@ -39,6 +39,9 @@ LONG = (
     "test_recipes.py",
     "launchers",
     "strategy",
+    "training",
+    "heterogeneous",
+    "supervision",
     "cli",
     "attention",
 )

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.attention.reference import dense_attention
+from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.models.transformer import Transformer
 
 

@@ -19,7 +19,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import Grid, measure
 from lightning_wlb.strategy.devices import profile_of
-from lightning_wlb.strategy.overhead import measure_overhead
+from lightning_wlb.training.action_overhead import measure_overhead
 
 LAYERS = ("7b", "llama3-8b")
 """Presets: as many key and value heads as query heads, and a quarter of them."""

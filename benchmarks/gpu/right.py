@@ -36,10 +36,26 @@ GRADIENTS: dict[str, tuple[str, ...]] = {
     "gradients of packed rows": ("tests/models/test_transformer.py", "-k", "gradients"),
     "three steps of one process": ("tests/strategy/test_reference.py",),
     "three steps, one rank": ("tests/strategy/test_gradients.py", "-k", "1x1x1x1"),
-    "three steps, pipeline 2 on one device": ("tests/strategy/test_gradients.py", "-k", "1x2x1x1"),
-    "three steps, context 2 on one device": ("tests/strategy/test_gradients.py", "-k", "1x1x2x1"),
-    "three steps, data 2 on one device": ("tests/strategy/test_gradients.py", "-k", "2x1x1x1"),
-    "three steps, tensor 2 on one device": ("tests/strategy/test_gradients.py", "-k", "1x1x1x2"),
+    "three steps, pipeline 2 on one device": (
+        "tests/strategy/test_gradients.py",
+        "-k",
+        "1x2x1x1",
+    ),
+    "three steps, context 2 on one device": (
+        "tests/strategy/test_gradients.py",
+        "-k",
+        "1x1x2x1",
+    ),
+    "three steps, data 2 on one device": (
+        "tests/strategy/test_gradients.py",
+        "-k",
+        "2x1x1x1",
+    ),
+    "three steps, tensor 2 on one device": (
+        "tests/strategy/test_gradients.py",
+        "-k",
+        "1x1x1x2",
+    ),
 }
 """What is run of the tests of gradients, from the smallest on."""
 

@@ -34,18 +34,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.collectives import (
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.refetch import attend_with_refetch
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.distributed.collectives import (
     all_gather_into,
     padded,
     reduce_dtype,
     reduce_scatter_into,
     summed_by_row,
 )
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
-from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.process_groups import group_size
-from lightning_wlb.attention.refetch import attend_with_refetch
-from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.distributed.process_groups import group_size
 
 
 def context_parallel_attention(

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.kernels_capped import capped_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.segments import Segment, segments_of
 from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
+from lightning_wlb.distributed.collectives import sum_dtype
 
 BLOCK = 256
 """Most queries of a block under a sliding window; a mask has a block times a window elements."""

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_wlb.attention.collectives import sum_dtype
 from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.reference import dense_attention
 from lightning_wlb.attention.segments import Segment, blocks_of, segments_of
+from lightning_wlb.distributed.collectives import sum_dtype
 
 BLOCK = 256
 """Most queries of a block."""

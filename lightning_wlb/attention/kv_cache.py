@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.collectives import sum_dtype
+from lightning_wlb.distributed.collectives import sum_dtype
 from lightning_wlb.sharding.slices import Run
 
 

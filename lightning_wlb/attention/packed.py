@@ -22,10 +22,10 @@ from torch import Tensor
 from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.ulysses import head_parallel_attention
 from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.distributed.process_groups import ProcessGroups
 
 Queries = Tensor | Callable[[], Tensor]
 """Queries, or a function that computes them and is called while keys and values travel."""

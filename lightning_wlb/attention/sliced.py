@@ -26,7 +26,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.collectives import (
+from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
+from lightning_wlb.attention.refetch import attend_with_refetch
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.distributed.collectives import (
     all_gather,
     padded,
     reduce_dtype,
@@ -34,12 +39,7 @@ from lightning_wlb.attention.collectives import (
     sum_dtype,
     summed_by_row,
 )
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
-from lightning_wlb.attention.kv_cache import KeyValueCache
-from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
-from lightning_wlb.attention.process_groups import group_size
-from lightning_wlb.attention.refetch import attend_with_refetch
-from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.distributed.process_groups import group_size
 from lightning_wlb.sharding.slices import OWN
 
 

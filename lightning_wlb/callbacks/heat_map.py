@@ -27,7 +27,7 @@ from matplotlib.image import AxesImage
 
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.drawing import new_figure, save_png, text_colour
-from lightning_wlb.links.layout import Strategy, rank_in
+from lightning_wlb.heterogeneous.layouts import Strategy, rank_in
 from lightning_wlb.mesh import AXES, Mesh, Rank
 
 KEPT_STEPS = 64

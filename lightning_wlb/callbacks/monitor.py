@@ -31,7 +31,6 @@ from rich.console import Console
 
 from lightning_wlb.arguments import flag, whole
 from lightning_wlb.callbacks import imbalance
-from lightning_wlb.callbacks.by_strategy import ByStrategy
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
@@ -40,17 +39,18 @@ from lightning_wlb.callbacks.table import ranks_in_words, strategies_table, summ
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.links.layout import strategy_of
+from lightning_wlb.distributed.process_groups import gather_from_all_ranks
+from lightning_wlb.heterogeneous.layouts import strategy_of
+from lightning_wlb.heterogeneous.monitoring import ByStrategy
+from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import ONE_DEVICE
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning.pool import Pool
 from lightning_wlb.prediction.executed import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.profiling.peaks import peak_flops
-from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.process_groups import gather_from_all_ranks
+from lightning_wlb.training.executor import Executor
 
 
 class ImbalanceMonitor(L.Callback):

@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_wlb.checkpoints import folders, manifest, metadata
+from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.checkpoints.storage import read_shards
-from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.checkpoints.writing import OWN, REST
 
 

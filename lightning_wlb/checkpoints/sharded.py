@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.checkpoints.reading import fill, open_checkpoint
-from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.checkpoints.writing import Parts, write
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lightning_wlb.checkpoints import folders, metadata
+from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.checkpoints.durable import DurableFile
 from lightning_wlb.checkpoints.manifest import File
-from lightning_wlb.checkpoints.together import Ranks
 
 
 class Reader(dcp.FileSystemReader):

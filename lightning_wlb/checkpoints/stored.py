@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_wlb.checkpoints import metadata
+from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.checkpoints.reading import check
 from lightning_wlb.checkpoints.sharded import WEIGHTS
 from lightning_wlb.checkpoints.storage import read_shards
-from lightning_wlb.checkpoints.together import Ranks
 from lightning_wlb.checkpoints.writing import OWN
 
 

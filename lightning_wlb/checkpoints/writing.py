@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_wlb.checkpoints import folders, manifest, plain
+from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.checkpoints.durable import DurableFile
 from lightning_wlb.checkpoints.manifest import File
 from lightning_wlb.checkpoints.storage import write_shards
-from lightning_wlb.checkpoints.together import Ranks
 
 REST = "meta.pt"
 """The file of what is not in shards; Lightning's name for it."""

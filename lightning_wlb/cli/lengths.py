@@ -10,7 +10,7 @@ import numpy.typing as npt
 import yaml
 
 from lightning_wlb.data.mixture import MixedDocuments
-from lightning_wlb.data.opening import documents
+from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.planning.workloads import documents_for, generator_a
 

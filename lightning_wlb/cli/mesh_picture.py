@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lightning_wlb.callbacks.drawing import new_figure, save_png
-from lightning_wlb.meshes.choice import MeshChoice, MeshRow
+from lightning_wlb.mesh_search.choice import MeshChoice, MeshRow
 
 ARITHMETIC = "#08306b"
 # Told apart without colour vision and in print by lightness, in the order of the parts.

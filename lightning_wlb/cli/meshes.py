@@ -1,6 +1,7 @@
 """`lightning-wlb plan --mesh auto`: which mesh to take, what it gains, and what was left out.
 
-The search is :func:`~lightning_wlb.meshes.search.choose_mesh`, once with the packing asked for and
+The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, once with the packing asked
+for and
 once with ``best_fit``, so that the verdict compares each on its own best mesh. Everything is
 simulated from the device profile. Each row that is printed comes out the same when its mesh is
 given (:func:`again`).
@@ -33,13 +34,13 @@ from lightning_wlb.cli.request import (
 )
 from lightning_wlb.cli.verdict import WORTH, attention_share
 from lightning_wlb.mesh import AXES
-from lightning_wlb.meshes.choice import MeshChoice, MeshRow, name_of
-from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.meshes.search import COMPARED_AXES, Progress, choose_mesh
+from lightning_wlb.mesh_search.choice import MeshChoice, MeshRow, name_of
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import COMPARED_AXES, Progress, choose_mesh
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.sharding import ADAPTIVE
-from lightning_wlb.strategy.searching import progress_bar
+from lightning_wlb.strategy.auto_mesh import progress_bar
 
 MESH_STEPS = 3
 """Steps that are planned on each mesh where no number is given."""

@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.arguments import add_model, packing_option_names
-from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, compare
 from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
 from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
@@ -45,7 +44,8 @@ from lightning_wlb.cli.request import (
 from lightning_wlb.cli.timelines import draw_gantt, write_trace
 from lightning_wlb.cli.verdict import Verdict, judged
 from lightning_wlb.cost.profile import shipped_profiles
-from lightning_wlb.meshes.dynamic import SAMPLE
+from lightning_wlb.heterogeneous.pool_search import SAMPLE
+from lightning_wlb.heterogeneous.report import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS

@@ -21,7 +21,7 @@ from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cli.arguments import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.profiling import measure
-from lightning_wlb.strategy.overhead import measure_overhead
+from lightning_wlb.training.action_overhead import measure_overhead
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

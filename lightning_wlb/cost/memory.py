@@ -1,6 +1,6 @@
 """What a rank holds in memory: parameters and their state, and activations.
 
-State is that of ZeRO-1 within a step (strategy/gathering.py): a rank holds its stage's
+State is that of ZeRO-1 within a step (training/parameter_buckets.py): a rank holds its stage's
 tensor-parallel share of the parameters in the compute dtype and of their gradients in at least
 float32, and its data × context shard of the parameters at rest, of AdamW's two moments and, at the
 step's end, of the gradients. Where a rank has no others to share with, its sums of gradients are
@@ -18,7 +18,7 @@ Of layers of another family they are those of a plain decoder's layer with as ma
 feed-forward parameters, which is an estimate.
 
 tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
-tests/strategy/test_activations.py whole steps to what the executor counts.
+tests/training/test_activation_count.py whole steps to what the executor counts.
 
 The caching allocator's fragmentation, the CUDA context and communication buffers are not among
 them: plan with :func:`usable_bytes` of a device. Every call is O(1).

@@ -1,7 +1,7 @@
 """What one rank is given for one step: its plan, and the tensors of its micro-batches.
 
 :class:`StepBatch` is what the loader hands to ``training_step``: made by
-:func:`~lightning_wlb.data.assembly.make_step_batch`, sent by value from a loader worker, pinned
+:func:`~lightning_wlb.data.collate.make_step_batch`, sent by value from a loader worker, pinned
 and moved to the device as a whole.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.data.sample import Sample
+from lightning_wlb.data.corpus_digest import Sample
 from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
 
 IGNORE = -100

@@ -2,7 +2,7 @@
 
 One batch of the loader is one optimiser step of the whole mesh, seen from this rank. One pass of
 the loader is one epoch over the documents, queues drained. Every checkpoint holds the position in
-the documents: that of the last optimiser step taken (:mod:`lightning_wlb.data.sampler`).
+the documents: that of the last optimiser step taken (:mod:`lightning_wlb.data.loader`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_wlb.arguments import choice, flag, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.data import opening
+from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.documents import DocumentStore, name_of
+from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.data.mixture import MixedDocuments
-from lightning_wlb.data.opening import Documents, check_documents, hold_out, is_documents
-from lightning_wlb.data.placement import checkpointing_of, pool_of, predictor_of, rank_of, shape_of
-from lightning_wlb.data.sampler import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.data.open_documents import Documents, check_documents, hold_out, is_documents
+from lightning_wlb.data.planning_context import (
+    checkpointing_of,
+    pool_of,
+    predictor_of,
+    rank_of,
+    shape_of,
+)
 from lightning_wlb.data.trainer_options import (
     refuse_fractions,
     refuse_overfitting,
@@ -48,8 +54,8 @@ class WLBDataModule(L.LightningDataModule):
     """Documents of any length as balanced optimiser steps: one batch is one step.
 
     Args:
-        documents: whatever :func:`~lightning_wlb.data.opening.documents` opens: a path of a corpus,
-            a mapping ``{"path": ..., option: value}``, a document store, sequences of token
+        documents: whatever :func:`~lightning_wlb.data.open_documents.documents` opens: a path of a
+        corpus, a mapping ``{"path": ..., option: value}``, a document store, sequences of token
             numbers, or ``"stdlib"`` (the standard library's top-level definitions as bytes).
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global

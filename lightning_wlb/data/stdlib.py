@@ -28,7 +28,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lightning_wlb.arguments import choice, whole
-from lightning_wlb.data.cached import built_once, fingerprint, shown
+from lightning_wlb.data.cache import built_once, fingerprint, shown
 from lightning_wlb.data.documents import check_lengths
 
 _CACHE_VERSION = 1

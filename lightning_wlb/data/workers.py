@@ -13,7 +13,7 @@ A store must not open a network connection before the workers start and use it i
 place for that anyway.
 
 :data:`WAIT` says that the main thread waits for its loader; a signal may end that wait
-(``strategy/signals.py``).
+(``supervision/signals.py``).
 
 Cost: a worker looks once at its open files, microseconds each.
 """

@@ -33,7 +33,7 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.sampler import StepLoader
+from lightning_wlb.data.loader import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches

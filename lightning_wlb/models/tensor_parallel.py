@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_wlb.attention.collectives import all_gather, reduce_scatter
-from lightning_wlb.attention.process_groups import group_size
+from lightning_wlb.distributed.collectives import all_gather, reduce_scatter
+from lightning_wlb.distributed.process_groups import group_size
 
 _Move = Callable[[Tensor, ProcessGroup], Tensor]
 

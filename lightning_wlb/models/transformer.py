@@ -34,14 +34,14 @@ from torch.utils.checkpoint import checkpoint
 from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.packed import Project, Queries, packed_attention
-from lightning_wlb.attention.process_groups import (
+from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.distributed.process_groups import (
     NO_GROUPS,
     ProcessGroups,
     group_rank,
     group_size,
 )
-from lightning_wlb.attention.varlen import VarlenAttention
-from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.dense import EAGER, Dense

@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from lightning_wlb.arguments import choice
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.heterogeneous.dealing import check_packing
+from lightning_wlb.heterogeneous.pool import Elected, Pool
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, StepPlan
 from lightning_wlb.planning.arrivals import GlobalBatches
@@ -33,9 +35,7 @@ from lightning_wlb.planning.judge import Judge
 from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
 from lightning_wlb.planning.mixture import MixedBatches, Share
 from lightning_wlb.planning.packing.base import MicroBatches, Placement, Rules
-from lightning_wlb.planning.pool import Elected, Pool
 from lightning_wlb.planning.settings import DataSettings
-from lightning_wlb.planning.unequal import check_packing
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, NAMES

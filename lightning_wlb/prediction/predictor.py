@@ -197,7 +197,7 @@ class Predictor:
         if plan.strategy:
             raise ValueError(
                 f"step {plan.step} has a strategy of its own, but is to be predicted on the mesh"
-                f" {mesh}. Use lightning_wlb.prediction.elsewhere.predict_elsewhere."
+                f" {mesh}. Use lightning_wlb.heterogeneous.prediction.predict_elsewhere."
             )
         if len(plan.replicas) != mesh.data:
             raise ValueError(

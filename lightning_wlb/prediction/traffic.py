@@ -1,6 +1,7 @@
 """When parameters have been gathered and gradients reduced, behind the actions of a step.
 
-As :mod:`~lightning_wlb.strategy.gathering` does it: each pipeline rank gathers its units (layers
+As :mod:`~lightning_wlb.training.parameter_buckets` does it: each pipeline rank gathers its units
+(layers
 and ends) one after another from the step's begin on, in the order of its stages, and a forward goes
 on where its next unit is there. Gradients of a unit are reduced when the last backward of every
 replica has passed through it, from the last unit to the first, one after another.
@@ -33,8 +34,8 @@ class Traffic:
         gather: all of a stage.
         reduce: likewise.
         optimise: the optimizer's pass over the shards of the slowest rank.
-        before: until the first unit can travel (:mod:`~lightning_wlb.prediction.linking`): where it
-            takes two hops, over the first one.
+        before: until the first unit can travel (:mod:`~lightning_wlb.heterogeneous.link_times`):
+        where it takes two hops, over the first one.
         after: when the last unit has travelled, until gradients are where they rest.
     """
 

@@ -10,8 +10,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.attention.collectives import all_gather_into
 from lightning_wlb.cost.profile import Link
+from lightning_wlb.distributed.collectives import all_gather_into
 from lightning_wlb.profiling.ranks import run_ranks
 
 SIZES = (2**12, 2**24)

@@ -29,25 +29,25 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.attention.varlen import kernel_name
-from lightning_wlb.checkpoints.together import Ranks
+from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.placement import shape_of
-from lightning_wlb.links.layout import Strategy
+from lightning_wlb.data.planning_context import shape_of
+from lightning_wlb.distributed.device_mesh import Size, is_settled
+from lightning_wlb.heterogeneous.agreed_pool import agreed_pool
+from lightning_wlb.heterogeneous.layouts import Strategy
+from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies, run_elsewhere
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE
-from lightning_wlb.strategy import searching
-from lightning_wlb.strategy.automatic import Asked, agreed_profile, decoder_like
+from lightning_wlb.strategy import auto_mesh as searching
+from lightning_wlb.strategy.auto_profile import Asked, agreed_profile, decoder_like
+from lightning_wlb.strategy.checkpointing import CheckpointStrategy
 from lightning_wlb.strategy.devices import profile_of
-from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.mesh import Size, is_settled
-from lightning_wlb.strategy.pooling import agreed_pool
-from lightning_wlb.strategy.precision import WLBPrecision, name_of
-from lightning_wlb.strategy.saving import CheckpointStrategy
-from lightning_wlb.strategy.strategies import Dynamic, checked_strategies, run_elsewhere
-from lightning_wlb.strategy.whereabouts import BETWEEN, HERE
+from lightning_wlb.supervision.progress import BETWEEN, HERE
+from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.precision import WLBPrecision, name_of
 
 
 class ChoosingStrategy(CheckpointStrategy):

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_wlb.attention.varlen import kernel_name
 from lightning_wlb.cost.profile import Profile, shipped_profiles
-from lightning_wlb.strategy.process_groups import gather_from_all_ranks
+from lightning_wlb.distributed.process_groups import gather_from_all_ranks
 
 FAST_KERNELS = ("flash_attn 3", "flash_attn 4")
 

@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProg
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.distributed.process_groups import gather_from_all_ranks
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.strategy.process_groups import gather_from_all_ranks
 
 
 class Display(pl.Callback):

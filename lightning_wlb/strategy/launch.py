@@ -23,14 +23,14 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero
 from torch import Tensor
 
 from lightning_wlb.data.workers import live_on_without_parent
+from lightning_wlb.distributed.device_mesh import Size, checked_sizes, resolve_mesh
+from lightning_wlb.distributed.process_groups import MeshGroups, mesh_groups
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.strategy.checks import check_process_group, check_script, check_tasks
-from lightning_wlb.strategy.cuda_settings import prepare_cuda
-from lightning_wlb.strategy.faults import Faults
-from lightning_wlb.strategy.launcher import Launcher, die_with_launcher
-from lightning_wlb.strategy.mesh import Size, checked_sizes, resolve_mesh
-from lightning_wlb.strategy.process_groups import MeshGroups, mesh_groups
-from lightning_wlb.strategy.signals import EndOnSignal, Signals, heed_requeue
+from lightning_wlb.supervision.faults import Faults
+from lightning_wlb.supervision.launcher import Launcher, die_with_launcher
+from lightning_wlb.supervision.signals import EndOnSignal, Signals, heed_requeue
+from lightning_wlb.training.cuda_settings import prepare_cuda
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others in training: longer than the longest wait for a loader, and

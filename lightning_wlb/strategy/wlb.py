@@ -31,6 +31,8 @@ from torch.optim import Optimizer
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.memory import MemoryModel
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.distributed.device_mesh import Size
+from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
@@ -46,15 +48,13 @@ from lightning_wlb.strategy.checks import (
 )
 from lightning_wlb.strategy.choosing import ChoosingStrategy
 from lightning_wlb.strategy.display import Display
-from lightning_wlb.strategy.executor import Executor
-from lightning_wlb.strategy.gradients import add_tied_gradients
-from lightning_wlb.strategy.mesh import Size
-from lightning_wlb.strategy.messages import Pipeline
-from lightning_wlb.strategy.nonfinite import OnNonfinite, StepGuard
-from lightning_wlb.strategy.out_of_memory import explained
-from lightning_wlb.strategy.parallelize import parallelize
-from lightning_wlb.strategy.precision import WLBPrecision, name_of
-from lightning_wlb.strategy.strategies import Dynamic
+from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.gradient_norm import add_tied_gradients
+from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.non_finite import OnNonfinite, StepGuard
+from lightning_wlb.training.out_of_memory import explained
+from lightning_wlb.training.parallelize import parallelize
+from lightning_wlb.training.precision import WLBPrecision, name_of
 
 
 class WLBStrategy(ChoosingStrategy):

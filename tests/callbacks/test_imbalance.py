@@ -28,7 +28,7 @@ from lightning_wlb.callbacks.imbalance import (
 )
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.links.layout import rank_in
+from lightning_wlb.heterogeneous.layouts import rank_in
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan
 from lightning_wlb.schedule.actions import Action

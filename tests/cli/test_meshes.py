@@ -12,9 +12,9 @@ import pytest
 from lightning_wlb.cli import meshes
 from lightning_wlb.cli.main import main
 from lightning_wlb.cli.meshes import is_searched
-from lightning_wlb.meshes.choice import MeshChoice
-from lightning_wlb.meshes.request import MeshRequest
-from lightning_wlb.meshes.search import choose_mesh
+from lightning_wlb.mesh_search.choice import MeshChoice
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 MODEL = "dim=512,layers=4,heads=8,kv_heads=4,ffn_dim=1408,vocab_size=32000"

@@ -11,8 +11,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.overrides import TorchFunctionMode
 
 from lightning_wlb.cost.flops import PassWork, Work
-from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.collate import make_step_batch
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning import DataSettings, Planner

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
-from lightning_wlb.data.opening import hold_out
+from lightning_wlb.data.open_documents import hold_out
 
 
 def test_reads_lists_arrays_and_tensors() -> None:

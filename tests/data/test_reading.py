@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_wlb.data.assembly import make_step_batch
+from lightning_wlb.data.collate import make_step_batch
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.reading import check_targets, read_mask, read_tokens
-from lightning_wlb.data.sampler import StepDataset, StepLoader
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_wlb.data import cached, stdlib
+from lightning_wlb.data import cache as cached
+from lightning_wlb.data import stdlib
 from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.stdlib import StdlibDocuments
 

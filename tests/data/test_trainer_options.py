@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
-from lightning_wlb.data.opening import documents
+from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.trainer_options import about_steps
 from lightning_wlb.planning import DataSettings
 

@@ -7,7 +7,7 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_wlb.data.sampler import StepDataset, StepLoader
+from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule

@@ -12,7 +12,7 @@ from lightning_wlb.models.loss import (
     slope_at_once,
     token_loss,
 )
-from lightning_wlb.strategy.activations import ActivationCount
+from lightning_wlb.training.activation_count import ActivationCount
 from tests.oracle import relative_error
 from tests.ranks import run_ranks
 

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_wlb.attention import collectives
-from lightning_wlb.attention.collectives import reducing_in
-from lightning_wlb.attention.process_groups import ProcessGroups
+from lightning_wlb.distributed import collectives
+from lightning_wlb.distributed.collectives import reducing_in
+from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows, shard_parameters

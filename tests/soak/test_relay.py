@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from lightning_wlb.heterogeneous import transfer as travel
 from lightning_wlb.plan import Scheme
-from lightning_wlb.strategy import board, choosing, travel, watchdog
+from lightning_wlb.strategy import choosing
+from lightning_wlb.supervision import heartbeat as board
+from lightning_wlb.supervision import watchdog
 from tests.soak.test_strategies import fit
 from tests.strategy.test_failures import SAID, outcomes
 

@@ -18,12 +18,21 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.links.layout import Strategy
+from lightning_wlb.heterogeneous import transfer as travel
+from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.strategy import board, executor, travel
 from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.supervision import heartbeat as board
+from lightning_wlb.training import executor
+from tests.heterogeneous.elsewhere import take_in_turn
+from tests.heterogeneous.random_strategies import (
+    random_run,
+    random_scheme,
+    reference,
+    train,
+    worst_error,
+)
 from tests.ranks import run_ranks
-from tests.strategy.elsewhere import take_in_turn
 from tests.strategy.harness import (
     Case,
     Recorder,
@@ -32,13 +41,6 @@ from tests.strategy.harness import (
     module,
     relative_error,
     trainer,
-)
-from tests.strategy.random_strategies import (
-    random_run,
-    random_scheme,
-    reference,
-    train,
-    worst_error,
 )
 from tests.strategy.test_failures import SAID, outcomes
 

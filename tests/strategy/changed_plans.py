@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.sampler import StepDataset
+from lightning_wlb.data.loader import StepDataset
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.planning.planner import Release
 from lightning_wlb.prediction.recompute import recomputing

@@ -12,10 +12,10 @@ from random import Random
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.process_groups import NO_GROUPS
-from lightning_wlb.data.assembly import make_step_batch
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.collate import make_step_batch
 from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.transformer import Transformer
@@ -23,8 +23,8 @@ from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, 
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
-from lightning_wlb.strategy.executor import Step
-from lightning_wlb.strategy.messages import Messages, Pipeline
+from lightning_wlb.training.executor import Step
+from lightning_wlb.training.messages import Messages, Pipeline
 from tests.device import DEVICE
 from tests.models.steps import config, documents
 

@@ -14,8 +14,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_wlb.profiling.ranks import start_ranks
-from lightning_wlb.strategy import board
 from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.supervision import heartbeat as board
 from tests.strategy.harness import SMALL, data, module, trainer
 
 LIMIT = 60.0  # seconds

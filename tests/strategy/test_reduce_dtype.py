@@ -12,16 +12,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_wlb.attention.collectives import reduce_dtype, reducing_in
-from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.placement import predictor_of
+from lightning_wlb.data.planning_context import predictor_of
+from lightning_wlb.distributed.collectives import reduce_dtype, reducing_in
+from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.initialise import initialise
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.strategy.precision import WLBPrecision
 from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.training.precision import WLBPrecision
 from tests.models.steps import config, documents, step_batch
 from tests.oracle import relative_error
 from tests.ranks import run_ranks

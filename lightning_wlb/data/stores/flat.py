@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.data.cached import built_once, fingerprint, shown
+from lightning_wlb.data.cache import built_once, fingerprint, shown
 from lightning_wlb.data.stores.base import Array, Empty, MappedDocuments
 
 _BLOCK = 1 << 24

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lightning_wlb.data.cached import BESIDE, built_once, fingerprint, shown
+from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, shown
 from lightning_wlb.data.stores.columns import Columns, columns_of
 from lightning_wlb.data.stores.lists import ListDocuments, shards
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.data.cached import cache_folders
+from lightning_wlb.data.cache import cache_folders
 from lightning_wlb.data.tokenising.job import TokeniseRequest, finished, tokenise
 
 

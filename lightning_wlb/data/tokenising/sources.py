@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from lightning_wlb.data.cached import fingerprint
+from lightning_wlb.data.cache import fingerprint
 
 LINES = (".jsonl", ".jsonl.gz")
 TEXTS = (".txt", ".md")

@@ -25,9 +25,9 @@ from transformers import AttentionInterface
 
 from lightning_wlb.attention.kernel import AttentionOptions
 from lightning_wlb.attention.packed import packed_attention
-from lightning_wlb.attention.process_groups import ProcessGroups
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.plan import Recompute
 
 NAME = "lightning_wlb"

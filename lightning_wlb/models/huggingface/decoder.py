@@ -27,9 +27,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoModelForCausalLM
 
-from lightning_wlb.attention.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.huggingface import lora as adapters
 from lightning_wlb.models.huggingface import tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.process_groups import group_rank, group_size
+from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.huggingface.attention import recomputed, running
 from lightning_wlb.models.loss import chunks, logits_loss, token_loss
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows

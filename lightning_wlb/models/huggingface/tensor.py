@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.collectives import reduce_dtype
-from lightning_wlb.attention.process_groups import group_rank, group_size
+from lightning_wlb.distributed.collectives import reduce_dtype
+from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.huggingface.attention import running
 from lightning_wlb.models.huggingface.styles import (
     REPLICATE,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.data.opening import documents
+from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.arrow import ArrowDocuments
 from tests.data.stores.corpora import (
     TOKENS,

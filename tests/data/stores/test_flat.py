@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.data import cached
-from lightning_wlb.data.opening import documents
+from lightning_wlb.data import cache as cached
+from lightning_wlb.data.open_documents import documents
 from tests.data.stores.corpora import (
     TOKENS,
     Documents,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.data.opening import documents
+from lightning_wlb.data.open_documents import documents
 from tests.data.stores.corpora import TOKENS, Documents, check, check_in_workers, corpora
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}

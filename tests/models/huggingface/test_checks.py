@@ -111,7 +111,7 @@ def test_attention_that_asks_for_more_than_the_kernels_compute_is_refused():
         "bias": {"bias": torch.zeros(1)},
         "without causality": {"is_causal": False},
     }
-    from lightning_wlb.attention.process_groups import NO_GROUPS
+    from lightning_wlb.distributed.process_groups import NO_GROUPS
 
     with during(Running(rows, NO_GROUPS, decoder.attention_kernel, False)):
         out, weights = attention(module, q, q, q, is_causal=True, use_cache=False, bias=None)

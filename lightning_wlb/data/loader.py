@@ -1,0 +1,382 @@
+"""The steps of one epoch, from wherever the run stands, and what "stands" means.
+
+Every rank runs the same planner on the same lengths and so knows every step's plan. A
+:class:`StepDataset` makes this rank's tensors of it. It plans one step ahead, so that a batch
+carries the digest of the following plan: ranks that disagree are told so by the step's last
+collective, before they hang.
+
+Planning runs ahead of training in loader workers: processes, because planning is Python, and a
+thread would take the interpreter's lock from the step. With W workers each makes the tensors of
+every W-th step, so that the order is that of the plans. It plans these steps and, for the digest,
+the ones after them; of the others it only finds out what enters them. So W workers plan W / 2 times
+as fast as one or two.
+
+The position of a run is the planner's state after a step. The step's batch carries it, since
+workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is
+that of the last batch handed out: :meth:`StepLoader.state_dict`. A Trainer takes one batch ahead of
+the one that it trains on, and saves the state of rank 0's loader only. There the position is that
+of the last batch whose optimiser step was taken: :class:`ConsumedState` keeps it, and the data
+module saves it and tells the loader where to begin (``begin_at``).
+
+Either way a resumed run begins with exactly the next step, on any mesh, with any number of workers.
+The state is plain Python, equal on every rank: ``{"planner": the planner's state}``, or ``{}``
+before the first step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.kernel import layers_kernel_cost
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.data import open_documents as opening
+from lightning_wlb.data import workers
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.data.corpus_digest import samples_of
+from lightning_wlb.data.documents import DocumentStore, check_lengths
+from lightning_wlb.data.mixture import MixedDocuments
+from lightning_wlb.data.open_documents import Documents
+from lightning_wlb.data.reading import count_targets
+from lightning_wlb.heterogeneous.layouts import rank_in
+from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.mesh import Rank
+from lightning_wlb.plan import ActivationCheckpointing, StepPlan
+from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
+
+BATCHES_AHEAD = 4
+"""Batches that a loader worker keeps ready. More than torch's 2, because packings that take several
+global batches together plan several steps at once and then none for a while."""
+
+
+@dataclass(eq=False, repr=False)
+class StepDataset(IterableDataset[StepBatch]):
+    """The step batches of one rank: each iteration is one epoch, or the rest of one.
+
+    Every batch that is yielded moves ``state``, so that the next iteration continues where the
+    last one ended or was left. :meth:`for_model` makes a dataset from what a user has.
+
+    Args:
+        store: the documents.
+        data: which documents enter a step.
+        work: forward and backward work of the model, for the packing. Keys beyond its window do not
+            travel.
+        rank: where this rank stands in the mesh.
+        sharding: how micro-batches are spread over the context-parallel group: a name, or
+            ``"adaptive"``.
+        schedule: name of the pipeline's schedule.
+        state: where to begin (a batch's ``state``: after its step); None: the first step of the
+            first epoch. Set it between iterations to begin elsewhere.
+        predictor: of times on a device, by which an adaptive sharding and packings that try several
+            plans of a step choose; None: by the reference kernel cost and by work alone.
+        vocab_size: of the model: no step is made of a token outside ``[0, vocab_size)``; None: any
+            token from 0 on.
+        activation_checkpointing: of every micro-batch; ``"auto"``: by a predictor the least that
+            fits in memory, for each of them, else none.
+        pool: strategies that a step may take in place of the mesh's pipelines; None: none.
+    """
+
+    store: DocumentStore
+    data: DataSettings
+    work: Work
+    rank: Rank = field(default_factory=Rank)
+    sharding: str = ADAPTIVE
+    schedule: str = "1f1b"
+    state: dict[str, Any] | None = None
+    predictor: Predictor | None = None
+    vocab_size: int | None = None
+    activation_checkpointing: ActivationCheckpointing = "auto"
+    pool: Pool | None = None
+
+    @classmethod
+    def for_model(
+        cls,
+        documents: Documents,
+        data: DataSettings,
+        shape: ModelShape,
+        rank: Rank | None = None,
+        sharding: str = ADAPTIVE,
+        schedule: str = "1f1b",
+        predictor: Predictor | None = None,
+        activation_checkpointing: ActivationCheckpointing = "auto",
+    ) -> Self:
+        """The steps of a model of this shape: documents weigh what it computes on them.
+
+        Args:
+            documents: whatever :func:`~lightning_wlb.data.open_documents.documents` opens.
+            data: which documents enter a step.
+            shape: of the model, such as ``LanguageModule.model_shape``.
+            rank: where this rank stands in the mesh; None: the only rank.
+            sharding: as for the class.
+            schedule: as for the class.
+            predictor: as for the class.
+            activation_checkpointing: as for the class.
+
+        Raises:
+            MisconfigurationException: documents that are no store, or a vocabulary smaller than
+                theirs.
+            ValueError: documents that cannot be opened, lengths that are no whole numbers of at
+                least 1, or heads that the sharding cannot spread
+                over the context-parallel group.
+        """
+        opening.check_documents("documents", documents)
+        store, rank = opening.documents(documents), rank or Rank()
+        check_lengths(np.asarray(store.lengths), repr(store))
+        if store.vocab_size is not None and 0 < shape.vocab_size < store.vocab_size:
+            raise MisconfigurationException(
+                f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
+                f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
+            )
+        if sharding == HEADS and rank.mesh.context > 1:
+            for layer in shape.kinds:
+                check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
+        return cls(
+            store,
+            data,
+            Work.of(shape),
+            rank,
+            sharding,
+            schedule,
+            predictor=predictor,
+            vocab_size=shape.vocab_size or store.vocab_size,
+            activation_checkpointing=activation_checkpointing,
+        )
+
+    def planner(self) -> Planner:
+        """A planner that stands at ``state``."""
+        predictor = self.predictor
+        planner = Planner(
+            self.store.lengths,
+            self.data,
+            self.work,
+            self.rank.mesh,
+            sharding=self.sharding,
+            schedule=self.schedule,
+            targets=partial(count_targets, self.store),
+            kernel_cost=(
+                partial(layers_kernel_cost, windows=self.work.total.windows)
+                if predictor is None
+                else predictor.latency.segment_cost
+            ),
+            judge=(
+                None
+                if predictor is None
+                else PredictedJudge(predictor, self.activation_checkpointing)
+            ),
+            activation_checkpointing=self.activation_checkpointing,
+            mixture=self.store.shares if isinstance(self.store, MixedDocuments) else (),
+            pool=self.pool,
+        )
+        if self.state is not None:
+            planner.load_state_dict(self.state)
+        return planner
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        worker = get_worker_info()
+        share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        planner = self.planner()
+        # A run that ended with its epoch (max_tokens) and is continued stands before an empty
+        # rest of that epoch: pass over it.
+        release = planner.release() or planner.release()
+        plan: StepPlan | None = None
+        index = 0
+        while release is not None:
+            state = planner.state_dict()
+            following = planner.release()
+            if following is None:
+                # The epoch or the run is over: a resume must not find an empty rest of it.
+                state = planner.state_dict()
+            ahead: StepPlan | None = None
+            if index % shares == share:
+                plan = plan or planner.place(release)
+                ahead = None if following is None else planner.place(following)
+                place = rank_in(plan.strategy, self.rank.index) if plan.strategy else self.rank
+                batch = make_step_batch(
+                    plan,
+                    self.store,
+                    place,
+                    state,
+                    next_digest=0 if ahead is None else ahead.digest,
+                    last=following is None and planner.finished,
+                    sliding_window=self.work.total.window,
+                    vocab_size=self.vocab_size,
+                )
+                if index == 0:
+                    batch.samples = samples_of(self.store)
+                self.state = state
+                yield batch
+            release, plan = following, ahead
+            index += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch yielded; empty before the first step."""
+        return {} if self.state is None else {"planner": self.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Stand where :meth:`state_dict` stood, on this or another mesh.
+
+        The data settings are compared when the next iteration begins.
+
+        Raises:
+            ValueError: the state of another kind of dataset; or a plain StatefulDataLoader calls
+                it in one of several workers, each of which knows only its own batches.
+        """
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"A StatefulDataLoader with num_workers={worker.num_workers} cannot resume a"
+                " StepDataset, since its state is one of each worker, and which steps are a"
+                " worker's depends on where all began. Use lightning_wlb.StepLoader, which resumes"
+                " with any number of workers."
+            )
+        if set(state_dict) - {"planner"}:
+            raise ValueError(
+                f"A state with the keys {sorted(state_dict)} is not that of a StepLoader, which is"
+                " {'planner': ...}, or empty. Give what its state_dict() returned."
+            )
+        self.state = state_dict.get("planner")
+
+
+class ConsumedState:
+    """The planner's state after the last optimiser step that was really taken."""
+
+    def __init__(self) -> None:
+        self._consumed: dict[str, Any] | None = None
+        self._pending: dict[str, Any] | None = None
+        self._pending_since = 0
+
+    def begin(self, batch: StepBatch, global_step: int) -> None:
+        """A batch is about to be trained on, when ``global_step`` steps have been taken."""
+        self._consumed = self.current(global_step)
+        self._pending, self._pending_since = batch.state, global_step
+
+    def current(self, global_step: int) -> dict[str, Any] | None:
+        """The state once ``global_step`` steps have been taken; None: the run's beginning."""
+        if self._pending is not None and global_step > self._pending_since:
+            return self._pending
+        return self._consumed
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Stand at ``state``, whatever was begun before."""
+        self._consumed, self._pending = state, None
+
+
+class StepLoader(StatefulDataLoader[StepBatch]):
+    """The loader over a :class:`.StepDataset`, with a position that survives its process.
+
+    In a loop without a Trainer::
+
+        for batch in loader:
+            ...  # train on it
+            torch.save({"loader": loader.state_dict(), ...}, path)
+
+    Save once the batch's optimiser step has been taken. An iteration that was left (``break``) is
+    continued by the next one; after the last batch of an epoch the next epoch begins. With
+    ``max_tokens`` the last batch says so (``batch.last``), and later iterations are empty.
+
+    Under Lightning the data module gives ``begin_at``. ``state_dict`` is then empty, and only tells
+    Lightning that a checkpoint inside an epoch resumes exactly.
+
+    Args:
+        dataset: the steps. Its ``state`` is the loader's position.
+        begin_at: returns the state that an iteration begins at, or None for the run's beginning;
+            without this function the loader keeps its position itself.
+        num_workers: processes that plan and read ahead; 0: none, the caller waits for it.
+        pin_memory: whether batches come in page-locked memory.
+    """
+
+    dataset: StepDataset
+
+    def __init__(
+        self,
+        dataset: StepDataset,
+        begin_at: Callable[[], dict[str, Any] | None] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 has deprecated.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            super().__init__(
+                dataset,
+                batch_size=None,
+                num_workers=num_workers,
+                # Persistent workers would begin every epoch where they began the first.
+                prefetch_factor=BATCHES_AHEAD if num_workers else None,
+                # Workers touch neither devices nor process groups, so that they can be forked from
+                # a rank that has both. Any other start would run a script without the guard
+                # `if __name__ == "__main__"` again in every worker.
+                multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+                pin_memory=pin_memory,
+                worker_init_fn=workers.begin,
+                # Its own, or the loader would draw on the global random numbers: a resumed run
+                # makes another number of iterators than an unbroken one.
+                generator=Generator(),
+                # Snapshots of workers could be resumed by as many workers only; a batch carries
+                # the state after its step instead.
+                snapshot_every_n_steps=None,
+            )
+        self.begin_at = begin_at
+        self._left: Iterator[StepBatch] | None = None
+
+    def __iter__(self) -> Any:
+        begin = time.perf_counter()
+        if self.begin_at is not None:
+            self.dataset.state = self.begin_at()
+        # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
+        # here, and with it the workers of a loop that was left.
+        batches = self._get_iterator()
+        workers.can_be_ended(batches)
+        return self._hand_out(batches, time.perf_counter() - begin)
+
+    def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
+        """Hand out the batches, each with the time that was waited for it, and move the position.
+
+        ``waited`` is how many seconds the workers took to start; the first batch counts them too.
+        """
+        handed_out = False
+        while True:
+            begin = time.perf_counter()
+            batch = workers.WAIT.next(batches, handed_out)
+            if workers.WAIT.ended:
+                # The run saves and ends: stuck workers, which torch would wait for first, can wait.
+                self._left = batches
+            if batch is None:
+                return
+            batch.wait_seconds = waited + time.perf_counter() - begin
+            waited, handed_out = 0.0, True
+            # With workers the dataset here has not moved: their copies have.
+            self.dataset.state = batch.state
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out; empty where ``begin_at`` says it."""
+        return {} if self.begin_at is not None else self.dataset.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin where :meth:`state_dict` stood; ``begin_at`` goes before it.
+
+        The number of workers, the mesh and ``max_tokens`` may differ from the run that saved it. A
+        run of other data settings is refused (ValueError) when the iteration begins.
+
+        Raises:
+            ValueError: the state of another kind of loader.
+        """
+        if self.begin_at is None:
+            self.dataset.load_state_dict(state_dict)

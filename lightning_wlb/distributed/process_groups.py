@@ -1,0 +1,376 @@
+"""Process groups: made once in a process, and shared by its Trainers.
+
+A process group lives as long as its process, with its sockets and threads and, under NCCL, its
+buffers on the device. A script that fits, validates and tests with a Trainer each must not add
+groups each time, so :func:`kept` keeps them, by mesh or strategy and kind of device, until the
+default process group is another one. Besides the axes of the mesh there are groups for the channels
+of pipeline messages (:func:`pipeline_groups`) and for replicas that share a micro-batch
+(:class:`MergedGroups`).
+
+Cost: nothing for a mesh or a strategy whose groups have been made before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_wlb.distributed.collectives import all_gather_into
+from lightning_wlb.distributed.device_mesh import (
+    data_context,
+    device_mesh,
+    is_cuda_over_gloo,
+    set_timeout,
+)
+from lightning_wlb.mesh import AXES, Rank
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The process groups of one rank; None in place of a group of one rank.
+
+    Args:
+        context: ranks that share the rows of a micro-batch.
+        tensor: ranks that share every parameter.
+        merged: number of data-parallel replicas that share a micro-batch (DP-Merge) -> the ranks
+            of all of these replicas that share its rows.
+    """
+
+    context: ProcessGroup | None = None
+    tensor: ProcessGroup | None = None
+    merged: Mapping[int, ProcessGroup] = field(default_factory=dict)
+
+    def of_rows(self, replicas: int) -> ProcessGroup | None:
+        """The ranks that share the rows of a micro-batch that ``replicas`` replicas share."""
+        return self.context if replicas == 1 else self.merged[replicas]
+
+
+NO_GROUPS = ProcessGroups()
+"""The process groups of a rank that shares neither rows nor parameters with another."""
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks in a group; 1 if None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """Index of this rank within a group; 0 if None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshGroups:
+    """The process groups of one rank in a mesh.
+
+    Args:
+        mesh: has those of the axes ``data``, ``pipeline``, ``context`` and ``tensor``.
+        channels: that of each channel of pipeline messages; empty without a pipeline.
+        merged: those over several replicas, made when a plan first needs them.
+        gathering: the ranks that share the parameters; a step gathers them over it, nothing else.
+    """
+
+    mesh: DeviceMesh
+    channels: Mapping[Channel, dist.ProcessGroup]
+    merged: MergedGroups
+    gathering: dist.ProcessGroup
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the stages of a replica; None for one rank."""
+        return self._along("pipeline")
+
+    def of_step(self, plan: StepPlan) -> ProcessGroups:
+        """What a model's forward communicates over in a step; collective over all ranks."""
+        return ProcessGroups(
+            self._along("context"), self._along("tensor"), self.merged.prepare(plan)
+        )
+
+    def _along(self, axis: str) -> dist.ProcessGroup | None:
+        return self.mesh.get_group(axis) if self.mesh.size(AXES.index(axis)) > 1 else None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let any operation of the mesh wait so long, and those on the group of all ranks."""
+        flat = data_context(self.mesh).get_group()
+        groups = [*self.mesh.get_all_groups(), *self.channels.values(), flat, self.gathering]
+        set_timeout(timeout, *groups, dist.group.WORLD)
+        self.merged.set_timeout(timeout)
+
+
+class _Groups(Protocol):
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+
+_T = TypeVar("_T", bound=_Groups)
+
+# Made under the default process group _world; under another one they would be dead.
+_made: dict[Hashable, Any] = {}
+_world: dist.ProcessGroup | None = None
+
+
+def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T:
+    """Some process groups, made at the first call with this key; collective over all ranks.
+
+    Args:
+        key: says what they are for, the same on all ranks.
+        make: makes them.
+        timeout: how long an operation of theirs may wait from now on; None: torch's default, or
+            what it was before.
+    """
+    global _world
+    if _world is not dist.group.WORLD:
+        _made.clear()
+        _world = dist.group.WORLD
+    if key not in _made:
+        _made[key] = make()
+    made: _T = _made[key]
+    if timeout is not None:
+        made.set_timeout(timeout)
+    return made
+
+
+def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
+    """The process groups of a mesh, made at the first call; collective over all ranks.
+
+    Args:
+        rank: where this rank stands in the mesh.
+        device: of this rank.
+        timeout: how long an operation of these groups and of that of all ranks may wait from now
+            on; None: torch's default, or what it was before.
+    """
+
+    def make() -> MeshGroups:
+        mesh = device_mesh(rank.mesh, device.type, timeout)
+        channels = pipeline_groups(rank, timeout)
+        _connect(rank, device, mesh, channels)
+        ranks = np.arange(rank.mesh.devices).reshape(rank.mesh.shape)
+        merged = MergedGroups([ranks], rank.index, timeout)
+        return MeshGroups(mesh, channels, merged, _gathering_group(rank, mesh, timeout))
+
+    # Virtual stages need the ring's groups, however many they are.
+    mesh = replace(rank.mesh, virtual_stages=min(rank.mesh.virtual_stages, 2))
+    return kept((mesh, device.type), make, timeout)
+
+
+def _gathering_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> dist.ProcessGroup:
+    """The ranks that share this rank's parameters, in a group of their own.
+
+    torch gives every axis that has all ranks the default group. Keys of context-parallel attention
+    would then wait in line behind all parameters of the step.
+    """
+    group = data_context(mesh).get_group()
+    if group is dist.group.WORLD and group.size() > 1:
+        own = own_group([list(range(group.size()))], rank.index, timeout)
+        assert own is not None
+        return own
+    return group
+
+
+def _connect(
+    rank: Rank,
+    device: torch.device,
+    mesh: DeviceMesh,
+    channels: Mapping[Channel, dist.ProcessGroup],
+) -> None:
+    """Let the process groups of point-to-point messages connect before a step uses them.
+
+    NCCL connects at first use. Where that is a batch of sends and receives, torch asks that *all*
+    ranks of the group join it (``batch_isend_irecv``), and the tied ends of a pipeline are only two
+    of them: so a collective comes first. Outside of a batch the sender waits for the receiver at
+    that very call, so that two neighbours whose first messages cross would wait for each other,
+    whatever the schedule: so each channel carries a message, which a rank receives before it sends.
+    """
+    if rank.mesh.pipeline == 1:
+        return
+    dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
+    connect_channels(rank.group("pipeline"), rank.index, device, channels)
+
+
+def connect_channels(
+    ranks: Sequence[int],
+    global_rank: int,
+    device: torch.device,
+    channels: Mapping[Channel, dist.ProcessGroup],
+) -> None:
+    """Let neighbours in a pipeline connect; collective over its ranks.
+
+    Args:
+        ranks: the global rank at each place of the pipeline.
+        global_rank: this rank.
+        device: of this rank.
+        channels: the process group of each channel.
+    """
+    for channel, group in channels.items():
+        hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
+        if channel.kind != FORWARD:
+            hops = [(end, begin) for begin, end in reversed(hops)]
+        token = torch.zeros(1, device=message_device(device, group))
+        for sender, receiver in hops:
+            if global_rank == sender:
+                dist.send(token, receiver, group)
+            elif global_rank == receiver:
+                dist.recv(token, sender, group)
+
+
+def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group connect with each other; collective over them.
+
+    An uneven all-to-all connects two ranks under NCCL when something first travels between them,
+    and holds each up in that call until the other has come to it too: it may be one that the step
+    waits for.
+    """
+    count = group.size()
+    sent, each = torch.zeros(count, device=device), [1] * count
+    dist.all_to_all_single(torch.empty_like(sent), sent, each, each, group=group)
+
+
+def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, dist.ProcessGroup]:
+    """A process group over this rank's pipeline for each channel of messages; collective.
+
+    With virtual stages, messages also go from the last rank to the first and back.
+    """
+    mesh = rank.mesh
+    if mesh.pipeline == 1:
+        return {}
+    pipelines = mesh.groups("pipeline").tolist()
+    groups = {}
+    for closes_ring in (False, True) if mesh.virtual_stages > 1 else (False,):
+        for kind in (FORWARD, BACKWARD):
+            group = own_group(pipelines, rank.index, timeout)
+            assert group is not None
+            groups[Channel(kind, closes_ring)] = group
+    return groups
+
+
+class MergedGroups:
+    """Context-parallel groups over several replicas, for DP-Merge (SlimPack).
+
+    A document whose work exceeds a replica's share is spread over the context-parallel groups of an
+    aligned power-of-two set of replicas, for its own micro-batch only. Parameters do not move:
+    every rank of the set holds the same stage anyway, and gradients are summed over data and
+    context alike. So do pipelines of a step's strategy that are alike.
+
+    The groups over sets of one size are made at the start of the first step in which any replica
+    needs one: by every rank, for the set that it is in. All ranks hold the whole plan and so agree
+    on it. The ranks of the micro-batch alone could not make theirs: with NCCL a new group is split
+    off that of all ranks, which waits for every one of them.
+
+    Args:
+        alike: of each kind of replicas int64 [replicas, stages, context, tensor], global ranks.
+        global_rank: this rank.
+        timeout: how long an operation may wait; None: torch's default.
+    """
+
+    def __init__(
+        self, alike: Sequence[NDArray[np.int64]], global_rank: int, timeout: timedelta | None
+    ) -> None:
+        self._alike, self._rank = alike, global_rank
+        self._timeout = timeout
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations on these groups, and on those made later, wait so long."""
+        self._timeout = timeout
+        set_timeout(timeout, *self._groups.values())
+
+    def prepare(self, plan: StepPlan) -> dict[int, dist.ProcessGroup]:
+        """Make the groups that a step needs and that are not there yet; collective over all ranks.
+
+        Returns:
+            All that this rank is in: number of replicas -> group of their context-parallel ranks on
+            this stage.
+        """
+        counts = {len(each.replicas) for replica in plan.replicas for each in replica.forward}
+        for count in sorted(counts - {1} - self._made):
+            self._made.add(count)
+            sets = [each for ranks in self._alike for each in merged_sets(ranks, count)]
+            group = own_group(sets, self._rank, self._timeout)
+            if group is not None:
+                self._groups[count] = group
+        return self._groups
+
+
+def merged_sets(ranks: NDArray[np.int64], count: int) -> list[list[int]]:
+    """The ranks that exchange keys where ``count`` replicas share a micro-batch.
+
+    Args:
+        ranks: [replicas, stages, context, tensor], global ranks of replicas that are alike.
+        count: of the replicas of a set.
+
+    Returns:
+        One set for each aligned range of replicas, stage and tensor place: by replica, then by
+        context rank.
+    """
+    _, stages, context, tensor = ranks.shape
+    whole = len(ranks) // count * count  # a set that is not whole cannot be asked for
+    sets = ranks[:whole].reshape(-1, count, stages, context, tensor).transpose(0, 2, 4, 1, 3)
+    found: list[list[int]] = sets.reshape(-1, count * context).tolist()
+    return found
+
+
+def own_group(
+    sets: Sequence[Sequence[int]], global_rank: int, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """The process group of that one of several disjoint sets of ranks that holds ``global_rank``.
+
+    Every rank makes one group, however many sets there are. ``dist.new_group`` for each set would
+    take every rank through all of them: hundreds on a thousand ranks. Where the group of all ranks
+    is bound to a device (NCCL), all are split off it in one call, which ranks that no set holds
+    have to make too (read in torch 2.13); else the members of a set make theirs among themselves.
+
+    Args:
+        sets: global ranks, the same on every rank; collective over all ranks.
+        global_rank: this rank.
+        timeout: how long an operation may wait; None: torch's default.
+
+    Returns:
+        None where no set holds the rank.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    if device is not None and world._get_backend(device).supports_splitting:
+        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
+    own = next((list(ranks) for ranks in sets if global_rank in ranks), None)
+    # torch names such a group by how many its ranks have made, so a rank that is in none makes one
+    # for itself: else it would wait for ever in the next one.
+    made = dist.new_group(own or [global_rank], timeout=timeout, use_local_synchronization=True)
+    return made if own else None
+
+
+def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where tensors of a device have to lie to be sent or received over a group.
+
+    gloo copies what a collective is given to the host and back by itself (broadcast, all-reduce,
+    all-gather, all-to-all, and reduce-scatter, which is an all-reduce there), but to a message it
+    takes the address as it is, and hands one of a GPU to a socket. So these are copied here, which
+    waits for the device: for tests of several ranks on one GPU, not for training. Read in torch
+    2.13, not run on CUDA.
+    """
+    return torch.device("cpu") if is_cuda_over_gloo(device, group) else device
+
+
+def gather_from_all_ranks(mine: Tensor) -> Tensor:
+    """Every rank's vector, [n] -> [world size, n] in rank order; collective.
+
+    Without a process group, the own vector alone.
+    """
+    if not dist.is_initialized():
+        return mine[None]
+    everyone = mine.new_empty(dist.get_world_size() * len(mine))
+    all_gather_into(everyone, mine)
+    return everyone.view(-1, len(mine))

@@ -1,0 +1,1 @@
+"""Steps on pipelines that differ from the mesh and from each other (Hydraulis)."""

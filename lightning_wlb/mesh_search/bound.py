@@ -1,0 +1,293 @@
+"""A closed form of the step time on a mesh: it prunes meshes, and must not choose between them.
+
+Of a sample of global batches it takes the tokens, the attention of all pieces (from the profile,
+summed once for each tensor-parallel size) and the longest piece. On a mesh, with M micro-batches
+for each replica of equal tokens and equal work, a step takes
+
+    M · r + f + 2·(P - 1) · message + gathering and reducing parameters
+
+where r is forward and backward of one micro-batch on all stages of the busiest rank, and f on all
+other stages, over the stages of a rank (the time in which the pipeline fills and drains): matrix
+products at the profile's rate for so many rows, communication over tensor- and context-parallel
+ranks, an even share of the attention. A replica never takes less than its longest piece, unless the
+packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times the least number that the
+cap allows, and as few of them recompute as fit in memory with as many open as 1F1B opens.
+
+What it leaves out is what planning decides: how even micro-batches become. So among good meshes its
+order says next to nothing (rank correlation about 0), but what it finds slow is slow.
+
+Cost: 1 to 2 ms for a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.memory import StageParts
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.plan import Recompute
+from lightning_wlb.planning.planner import arrivals_of
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
+from lightning_wlb.schedule.programs import SCHEDULES
+
+MULTIPLES = (1, 2, 4, 8)
+"""Numbers of micro-batches that are tried, over the least."""
+
+SLICING = ("auto", "slim")
+"""Packings that cut pieces into slices and share pieces between replicas."""
+
+
+class Estimate(NamedTuple):
+    """What the closed form says of a mesh.
+
+    Attributes:
+        step_ns: of a step; 0 where nothing fits.
+        state_bytes: parameters, gradients and optimizer state of the fullest rank.
+    """
+
+    step_ns: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
+    """Estimates steps of a request on any mesh."""
+
+    request: MeshRequest
+
+    def estimate(self, mesh: Mesh) -> Estimate:
+        """The fastest step over numbers of micro-batches and modes that fit."""
+        request = self.request
+        predictor = request.predictor(mesh)
+        state = max(predictor.memory.state_bytes)
+        step_ns = 0
+        if state > predictor.usable_bytes:
+            return Estimate(step_ns, state)
+        for count in self._counts(mesh):
+            step = self._least_ns(predictor, count)
+            if step and (step_ns == 0 or step < step_ns):
+                step_ns = step
+        return Estimate(step_ns, state)
+
+    def _least_ns(self, predictor: Predictor, count: int) -> int:
+        """A step with so many micro-batches, of which as few recompute as fit; 0: none do."""
+        rows, usable = self._rows(predictor.latency.mesh, count), predictor.usable_bytes
+        least, least_held = 0, 0
+        for mode in self.request.modes:
+            held = self._held(predictor, rows, count, mode)
+            step = self._step_ns(predictor, rows, count, mode)
+            if held <= usable:
+                if not least:
+                    return step
+                # Of the micro-batches only a part has this mode, and the others the one before.
+                return least + (step - least) * (least_held - usable) // (least_held - held)
+            least, least_held = step, held
+        return 0
+
+    @cached_property
+    def _pieces(self) -> list[NDArray[np.int64]]:
+        """Tokens of the pieces of the first global batches."""
+        request, data = self.request, self.request.data
+        lengths = request.lengths
+        if data.long_documents == "truncate":
+            lengths = np.minimum(lengths, data.context_window)
+        batches = arrivals_of(lengths, data, request.mixture)
+        drawn = (batches.draw(step) or [] for step in range(request.steps))
+        return [
+            np.array([piece.tokens for piece in pieces], np.int64) for pieces in drawn if pieces
+        ]
+
+    @cached_property
+    def _all(self) -> NDArray[np.int64]:
+        """Tokens of all these pieces, longest last."""
+        return np.sort(np.concatenate(self._pieces))
+
+    @cached_property
+    def _up_to(self) -> NDArray[np.int64]:
+        """Tokens of so many of the shortest pieces together."""
+        return np.concatenate(([0], np.cumsum(self._all)))
+
+    @cached_property
+    def _squares_up_to(self) -> NDArray[np.int64]:
+        """The same of the squares of their tokens."""
+        return np.concatenate(([0], np.cumsum(self._all**2)))
+
+    def _longer(self, tokens: int) -> tuple[int, int]:
+        """Tokens of all pieces longer than this, and their squares."""
+        at = np.searchsorted(self._all, tokens, side="right")
+        sums = self._up_to, self._squares_up_to
+        together, squares = (int(each[-1] - each[at]) for each in sums)
+        return together, squares
+
+    @property
+    def _step_tokens(self) -> int:
+        return int(self._up_to[-1]) // len(self._pieces)
+
+    def _counts(self, mesh: Mesh) -> Iterator[int]:
+        """Numbers of micro-batches of a replica."""
+        least = -(-self._step_tokens // (mesh.data * self.request.data.token_cap))
+        for multiple in MULTIPLES if self._slices(mesh) else MULTIPLES[:1]:
+            yield multiple * least
+
+    def _slices(self, mesh: Mesh) -> bool:
+        return (
+            self.request.data.packing_choice.method in SLICING
+            and SCHEDULES[self.request.schedule_of(mesh)].slices
+        )
+
+    def _rows(self, mesh: Mesh, count: int) -> int:
+        rows = -(-self._step_tokens // (mesh.data * count * mesh.context))
+        return -(-rows // mesh.tensor) * mesh.tensor
+
+    def _held(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
+        """What the first or the last rank holds with as many micro-batches open as 1F1B opens."""
+        memory, mesh = predictor.memory, predictor.latency.mesh
+        ranks, virtual = mesh.pipeline, mesh.virtual_stages
+        opened = -(-((virtual + 1) * ranks - 1) // virtual) if virtual > 1 else ranks
+        return max(
+            memory.model.rank_bytes(parts, min(most, count), rows, count, mode)
+            for parts, most in ((memory.rank_parts[0], opened), (memory.rank_parts[-1], 1))
+        )
+
+    def _step_ns(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
+        latency, mesh = predictor.latency, predictor.latency.mesh
+        cost = self._cost(predictor, rows, count, mode)
+        stages = _stage_ns(predictor, cost)
+        ranks, slices = mesh.pipeline, self._slices(mesh)
+        busy, filling = count * _busiest(stages, ranks), _filling(stages, mesh)
+        if not (slices and mesh.virtual_stages == 1):
+            # The longest piece runs on one replica, in one micro-batch where it is not sliced.
+            longest = _stage_ns(predictor, self._longest(predictor))
+            busy = max(busy, _busiest(longest, ranks))
+            filling = filling if slices else max(filling, _filling(longest, mesh))
+        messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
+        return busy + filling + messages + _exposed_ns(predictor, stages)
+
+    def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
+        """A micro-batch with an even share of everything."""
+        latency, mesh = predictor.latency, predictor.latency.mesh
+        context = mesh.context
+        micro_batches = len(self._pieces) * mesh.data * count
+        # Pieces longer than a rank's rows are on several ranks, which exchange their keys.
+        together, _ = self._longer(rows)
+        travelling = (context - 1) * rows * together // self._step_tokens // len(self._pieces)
+        keys = rows + travelling
+        if self._slices(mesh) and mesh.pipeline > 1:
+            # A slice of s tokens of a piece of L sees (L - s) / 2 earlier keys on average.
+            tokens = rows * context
+            together, squares = self._longer(tokens)
+            earlier = (squares - tokens * together) // (2 * tokens) // micro_batches
+            travelling += (context - 1) * earlier // context
+            keys += earlier
+        attention = self._attention(latency)
+        each = micro_batches * context
+        return _cost_of(
+            latency,
+            rows,
+            [(first // each, second // each) for first, second in attention],
+            (travelling, keys if context > 1 or keys > rows else 0),
+            mode,
+        )
+
+    def _longest(self, predictor: Predictor) -> MicroBatchCost:
+        """The longest piece alone."""
+        latency, longest = predictor.latency, self._all[-1:]
+        ranks = latency.mesh.context
+        attention = [
+            (first // ranks, second // ranks) for first, second in _attention_ns(latency, longest)
+        ]
+        return _cost_of(latency, -(-int(longest[0]) // ranks), attention, (0, 0), "none")
+
+    @cached_property
+    def _by_tensor(self) -> dict[int, list[tuple[int, int]]]:
+        return {}
+
+    def _attention(self, latency: LatencyModel) -> list[tuple[int, int]]:
+        """Of a layer of each kind, forward and backward of all pieces on one rank."""
+        tensor = latency.mesh.tensor
+        if tensor not in self._by_tensor:
+            self._by_tensor[tensor] = _attention_ns(latency, self._all)
+        return self._by_tensor[tensor]
+
+
+def _attention_ns(latency: LatencyModel, pieces: NDArray[np.int64]) -> list[tuple[int, int]]:
+    return [
+        (
+            kind.attention_ns(pieces, pieces, backward=False),
+            kind.attention_ns(pieces, pieces, backward=True),
+        )
+        for kind in latency.kinds
+    ]
+
+
+def _cost_of(
+    latency: LatencyModel,
+    rows: int,
+    attention: list[tuple[int, int]],
+    keys: tuple[int, int],
+    mode: Recompute,
+) -> MicroBatchCost:
+    """A micro-batch of so many rows on a rank: as far as :meth:`.Predictor.action_ns` reads it.
+
+    Args:
+        latency: of the mesh.
+        rows: of each rank.
+        attention: forward and backward of each kind of layer, on a rank.
+        keys: rows of them that a rank gets from others, and all that it puts in order.
+        mode: what it recomputes.
+    """
+    layers = []
+    travelling, read = keys
+    for kind, kernel in zip(latency.kinds, attention, strict=True):
+        exchange = [
+            kind.context_parallel_ns(travelling, read, backward=backward)
+            if latency.mesh.context > 1
+            else kind.slice_keys_ns(read, backward=backward)
+            for backward in (False, True)
+        ]
+        forward, backward = (
+            kernel[each] + kind.linear_ns(rows, backward=bool(each)) + kind.tensor_parallel_ns(rows)
+            for each in (0, 1)
+        )
+        again = kind.again_ns(rows, mode) + (kernel[0] if mode == "full" else 0)
+        # Backward fetches keys anew.
+        layers.append((forward + exchange[0], backward + sum(exchange) + again))
+    times = PassTimes((0, 0), (0.0, 0.0), tuple(layers))
+    return MicroBatchCost(rows, rows, 0, 0, (times,) * len(MODES))
+
+
+def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
+    """Forward and backward of a micro-batch on each stage, virtual ones in order."""
+    of_parts: dict[StageParts, int] = {}
+    for stage, parts in enumerate(predictor.memory.parts):
+        if parts not in of_parts:
+            of_parts[parts] = sum(predictor.action_ns(stage, cost))
+    return [of_parts[parts] for parts in predictor.memory.parts]
+
+
+def _exposed_ns(predictor: Predictor, stage_ns: list[int]) -> int:
+    """What neither a first forward nor a last backward hides of parameters and gradients."""
+    traffic = predictor.traffic
+    backward = [each - each // 3 for each in stage_ns]
+    ends = traffic.ends({stage: [(each, each)] for stage, each in enumerate(backward)})
+    left = max(ends - max(backward), 0)
+    return traffic.begins(0, stage_ns[0] // 3) + left + traffic.optimise
+
+
+def _busiest(stage_ns: list[int], ranks: int) -> int:
+    """Of the busiest rank, which has every so-many-th stage."""
+    return max(sum(stage_ns[rank::ranks]) for rank in range(ranks))
+
+
+def _filling(stage_ns: list[int], mesh: Mesh) -> int:
+    """How long the busiest rank waits for its first micro-batch and after its last."""
+    return (sum(stage_ns) - max(stage_ns)) // mesh.virtual_stages

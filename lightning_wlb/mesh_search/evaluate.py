@@ -1,0 +1,154 @@
+"""The first steps of a run on one mesh, planned and simulated: what meshes are compared by.
+
+The same planner as in training plans the first steps of the run, from the same documents in the
+same order; what enters a step knows no mesh, so all meshes train on the same pieces. Plans are
+chosen by the device profile, as in training with a profile, or by exact work, which is faster and
+knows neither memory nor what keys take to travel. Either way the profile predicts the steps.
+
+Cost: that of planning ``request.steps`` steps and of simulating each once; by profile ``auto``
+simulates five to ten plans of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh_search.choice import MeshRow
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.planner import Planner, plan_steps
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.prediction.step import MODES, PassTimes, StepPrediction
+
+LOSSES = (
+    "pipeline bubble",
+    "gathering parameters",
+    "tensor-parallel communication",
+    "attention imbalance",
+    "exchange of keys",
+    "recomputation",
+)
+"""What ranks spend time on beside arithmetic; the bubble includes waits for slower replicas."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The first steps of a run on a mesh.
+
+    Args:
+        row: their figures.
+        fits: whether they stay within the device's memory.
+        steps: the predicted steps.
+    """
+
+    row: MeshRow
+    fits: bool
+    steps: tuple[StepPrediction, ...]
+
+    @property
+    def order(self) -> tuple[bool, int, tuple[int, ...]]:
+        """For sorting: meshes that fit first, by time; of equals those with most replicas.
+
+        All meshes of a request train on the same pieces, so times compare as they are.
+        """
+        mesh = self.row.mesh
+        sizes = tuple(-size for size in mesh.shape)
+        return not self.fits, self.row.steps_ns, (*sizes, mesh.virtual_stages)
+
+
+def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Evaluation:
+    """Plan and simulate the first steps of the run on a mesh.
+
+    Args:
+        request: documents, model, settings and device.
+        mesh: with its virtual stages.
+        by_profile: whether plans are chosen by the device profile; else by exact work.
+
+    Raises:
+        ValueError: a mesh that the model or the schedule cannot run on.
+    """
+    predictor = request.predictor(mesh)
+    judge = PredictedJudge(predictor, request.activation_checkpointing)
+    planner = Planner(
+        request.lengths,
+        request.data,
+        Work.of(request.shape),
+        mesh,
+        sharding=request.sharding,
+        schedule=predictor.schedule,
+        kernel_cost=predictor.latency.segment_cost,
+        judge=judge if by_profile else None,
+        mixture=request.mixture,
+    )
+    plans = plan_steps(planner, request.steps)
+    if not by_profile:
+        # Exact work knows no memory.
+        plans = [replace(plan, replicas=tuple(judge.settled(plan.replicas))) for plan in plans]
+    steps = tuple(map(predictor.predict, plans))
+    tokens = sum(plan.tokens for plan in plans)
+    peak = max(step.peak_bytes for step in steps)
+    row = MeshRow(
+        mesh=mesh,
+        schedule=predictor.schedule,
+        activation_checkpointing=request.activation_checkpointing,
+        recomputed=sum(map(_recomputed_tokens, plans)) / tokens,
+        by_profile=by_profile,
+        steps_ns=sum(step.total_ns for step in steps),
+        steps=len(steps),
+        tokens=tokens,
+        flops=sum(step.flops for step in steps),
+        peak_bytes=peak,
+        shares=_shares(predictor, steps),
+    )
+    return Evaluation(row, peak <= predictor.usable_bytes, steps)
+
+
+def _recomputed_tokens(plan: StepPlan) -> float:
+    return sum(
+        replica.tokens_of(each) / len(each.replicas)
+        for replica in plan.replicas
+        for each in replica.forward
+        if each.recompute != "none"
+    )
+
+
+def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, float]:
+    """Of the time of all pipeline ranks, what is spent on each of :data:`LOSSES`."""
+    latency = predictor.latency
+    counts, layers = latency.shape.kinds.values(), latency.shape.layers
+
+    def of_layers(times: PassTimes) -> int:
+        return sum(n * sum(of_kind) for n, of_kind in zip(counts, times.layer_ns, strict=True))
+
+    spent = dict.fromkeys(LOSSES, 0.0)
+    whole = 0
+    for step in steps:
+        ranks = latency.mesh.pipeline * latency.mesh.data
+        whole += ranks * step.total_ns
+        spent["pipeline bubble"] += sum(sum(each.idle_ns) for each in step.simulations)
+        spent["gathering parameters"] += sum(
+            latency.mesh.pipeline * (each.begin_ns + each.synchronisation_ns)
+            for each in step.simulations
+        )
+        for cost in (cost for of_replica in step.costs for cost in of_replica):
+            least, rows = cost.by_mode[0], cost.rows
+            parallel = 2 * sum(
+                n * kind.tensor_parallel_ns(rows)
+                for n, kind in zip(counts, latency.kinds, strict=True)
+            )
+            linear = sum(
+                n * kind.linear_ns(rows, backward=backward)
+                for n, kind in zip(counts, latency.kinds, strict=True)
+                for backward in (False, True)
+            )
+            attention = layers * sum(least.attention_ns)
+            spent["tensor-parallel communication"] += parallel
+            spent["attention imbalance"] += attention - layers * sum(least.mean_attention_ns)
+            spent["exchange of keys"] += of_layers(least) - linear - parallel - attention
+            mode = cost.by_mode[MODES.index(cost.recompute)]
+            spent["recomputation"] += of_layers(mode) - of_layers(least)
+    return {name: spent[name] / whole for name in LOSSES}

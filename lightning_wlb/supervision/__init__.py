@@ -1,0 +1,1 @@
+"""How a run ends: signals, exceptions, heartbeats, watchdog, launcher."""

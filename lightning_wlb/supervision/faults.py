@@ -1,0 +1,175 @@
+"""What a rank does with an exception: it says so at once, and waits for no rank that is elsewhere.
+
+Lightning answers an exception with callbacks that save
+(``ModelCheckpoint(save_on_exception=True)``): collectives, in which a rank that failed alone would
+wait for ranks that wait for it in their step. So before any callback the ranks agree
+(:mod:`.board`). An exception that all have at the same place - a signal that they have agreed on,
+data that all refuse - is theirs together, and they save. Else this rank takes part in no collective
+any more: nothing is saved, the last checkpoint stands, and the exception goes on to end the
+process, which closes its connections, so that the others come out too.
+
+An exception inside the optimizer's step leaves some parameters moved and others not. That is no
+state to go on from, so nothing is saved after it, by however many ranks, also by one alone; nor
+after :class:`.StateLost`.
+
+Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds, or
+``board.AGREED_PATIENCE`` where all ranks are to come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import signal
+import socket
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_wlb.data.workers import live_on_without_parent
+from lightning_wlb.distributed.process_groups import gather_from_all_ranks
+from lightning_wlb.supervision.heartbeat import Board, Connection, beat
+from lightning_wlb.supervision.progress import AFTER, CALLBACKS, HERE, OPTIMISING, REDUCING
+from lightning_wlb.supervision.signals import NOTICES
+from lightning_wlb.supervision.watchdog import Watchdog, say
+
+EXIT_SECONDS = 30
+"""How long a process may take to exit after an exception that it has alone."""
+
+TOLD = 2000
+"""Most characters of an error that other ranks repeat."""
+
+
+class StateLost(RuntimeError):
+    """An error of all ranks after which their parameters are no state to go on from."""
+
+
+class Faults(pl.Callback):
+    """Watches a run, and answers its exceptions. ``WLBStrategy`` adds it, as the first callback.
+
+    Attributes:
+        alone: why this rank is to take part in no collective any more; None: it is not.
+    """
+
+    def __init__(self) -> None:
+        self.alone: str | None = None
+        self._rank = 0
+        self._board: Board | None = None
+        self._watchdog: Watchdog | None = None
+        self._held_back: list[ModelCheckpoint] = []  # that would save on an exception
+
+    def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+        """Watch from now on; collective over all ranks."""
+        self.end()
+        self._rank, self.alone = rank, None
+        if world_size == 1:
+            return
+        seconds = timeout.total_seconds()
+        still = max(min(60.0, seconds / 4), 3 * beat(world_size))
+        address: list[Any] = [None, None]
+        if rank == 0:
+            token = secrets.token_hex(16)
+            with suppress(OSError):
+                self._board = Board(world_size, token, still, seconds, lambda text: say(0, text))
+                self._board.start()
+                address = [self._board.port, token]
+        dist.broadcast_object_list(address, 0)
+        link = None
+        host = os.environ.get("MASTER_ADDR", "localhost")  # unset where the user has connected them
+        with suppress(OSError):
+            link = Connection(socket.create_connection((host, address[0]), 20.0))
+        reached = gather_from_all_ranks(torch.tensor([link is not None], device=device)).flatten()
+        if not all(reached.tolist()):
+            missing = [rank for rank, there in enumerate(reached.tolist()) if not there]
+            rank_zero_warn(
+                f"Ranks {missing[:8]} cannot reach port {address[0]} of rank 0: the run is not"
+                " watched, and after an exception nothing is saved. Let ranks connect to any port"
+                " of one another."
+            )
+            self.end()
+            return
+        assert link is not None
+        self._watchdog = Watchdog(rank, world_size, link, address[1], still)
+        self._watchdog.start()
+
+    def end(self) -> None:
+        """The run of this rank is over."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._board is not None:
+            if self.alone is None:
+                self._board.wait_for_ends()
+            self._board.stop()
+        self._watchdog = self._board = None
+        for callback in self._held_back:
+            callback.save_on_exception = True
+        self._held_back.clear()
+        HERE.begin()
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Note that callbacks are next: the Trainer has counted the optimizer's step."""
+        HERE.note(CALLBACKS, "its callbacks")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Let this rank be slower to end than its launcher, whose end would kill it before."""
+        live_on_without_parent()
+
+    def on_save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Note that a checkpoint is next."""
+        HERE.note(CALLBACKS, "the saving of a checkpoint")
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Say what has happened, and whether the ranks can go on together."""
+        live_on_without_parent()
+        lost = isinstance(exception, StateLost) or HERE.part == OPTIMISING
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and not lost):
+            return
+        error = f"{type(exception).__name__}: {exception}".strip()
+        asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
+        if not asked:
+            say(self._rank, f"failed, {HERE}: {error}")
+        # By all ranks at the end of a step or of an evaluated batch (signals.py).
+        agreed = asked and not NOTICES.mine and HERE.part in (REDUCING, AFTER)
+        together, cause = agreed, "the run is not watched"
+        if self._watchdog is not None:
+            place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
+            place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"
+            together, cause = self._watchdog.agree(place, f"{HERE}: {_in_short(error)}", agreed)
+        if together:
+            return
+        if lost:
+            cause = f"the parameters are no state to go on from: {_in_short(error)}"
+        self.alone = cause
+        exception.add_note(f"WLBStrategy: {cause}")
+        say(self._rank, f"nothing is saved, the last checkpoint stands, since {cause}")
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+                callback.save_on_exception = False
+                self._held_back.append(callback)
+        others = dist.get_world_size() > 1
+        if others and threading.current_thread() is threading.main_thread():
+            atexit.register(_exit_soon)
+
+
+def _in_short(error: str) -> str:
+    """The first line of an error, and the last: where a loader worker failed, that says of what."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    ends = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]
+    return " ".join(each[: TOLD // 2 - 5] for each in ends)
+
+
+def _exit_soon() -> None:
+    """Let the kernel end this process if its exit hangs, as on a worker that cannot be killed."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_SECONDS)

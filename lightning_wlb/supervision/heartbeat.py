@@ -1,0 +1,304 @@
+"""Where the ranks tell one another that they live, where they stand, and that they have failed.
+
+Process groups cannot carry that: a rank that has failed is not where the others wait for it. So
+rank 0 listens on a port of its own, in a thread, and every rank keeps a connection to it, rank 0
+too. Messages are lines of JSON. A rank writes where it stands every few seconds, when its main
+thread has an exception, and when its run is over. The kernel closes the connections of a process
+that ends, however it ends: that is how a killed rank is known within milliseconds, under any
+backend.
+
+Rank 0 says to all ranks
+
+* ``together`` once every rank has an exception at the same place: they can still save together;
+* ``alone``, with the cause, as soon as that is impossible: a rank has died, ranks failed at
+  different places, or not all have come within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. No rank
+  may wait for another from then on;
+* ``ended`` when its own run is over, after which nothing is watched any more.
+
+When no rank has got on for a while it names the one that is furthest behind, and asks for its
+stack.
+
+torch's TCPStore is not used for it: a request to a store whose process is stopped waits for ever,
+and one to a store that is gone prints a stack trace of C++ on every rank.
+
+Cost: a line of some hundred bytes from each rank every ``beat`` seconds, so long that rank 0 reads
+at most 100 of them a second, each in some 10 µs. A connection lasts as long as the run, and takes
+one of rank 0's open files. Once all ranks are there nobody else can connect.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_wlb.supervision.progress import RUNNING
+
+PATIENCE = 5.0
+"""Seconds within which all ranks must come to the same place, to save there together."""
+
+AGREED_PATIENCE = 20.0
+"""The same where they have agreed to come, and a callback of one of them may take a while."""
+
+
+def beat(world_size: int) -> float:
+    """Seconds between two signs of life of a rank."""
+    return max(2.0, world_size / 100)
+
+
+class Connection:
+    """One end of a connection; messages are dictionaries."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._rest = b""  # of what has come
+        self._unsent = b""
+        self._lock = threading.Lock()  # the main thread sends, too
+
+    def send(self, **message: Any) -> None:
+        """Send, unless the other end is gone or has read nothing for long."""
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock, suppress(OSError):
+            if len(self._unsent) < 1 << 16:
+                self._unsent += line
+            # Of a message that goes in part only the rest must follow, when the other end reads.
+            self._unsent = self._unsent[self.connection.send(self._unsent) :]
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What has come; None where the other end has closed, or is no rank."""
+        try:
+            data = self.connection.recv(1 << 16)
+            if not data or len(self._rest) > 1 << 20:
+                return None
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            return [dict(json.loads(line)) for line in lines]
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+
+
+@dataclass(eq=False)
+class Peer:
+    """What rank 0 knows of a rank."""
+
+    link: Connection
+    rank: int = -1
+    place: str | None = None  # of its exception
+    text: str = ""
+    ended: bool = False
+    progress: tuple[int, ...] = (0, 0)
+    doing: str = "setting up"
+    heard: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # when it began what it is doing
+
+
+class Board(threading.Thread):
+    """Rank 0's end of all connections.
+
+    Args:
+        world_size: number of ranks.
+        token: what a connection must begin with; others are closed.
+        still: seconds without any progress after which the ranks behind are named.
+        timeout: of collectives, in seconds, for the message.
+        say: prints a message.
+    """
+
+    def __init__(self, world_size: int, token: str, still: float, timeout: float, say: Any) -> None:
+        super().__init__(name="wlb-board", daemon=True)
+        self._world_size, self._token, self._say = world_size, token, say
+        self._still, self._timeout = still, timeout
+        _allow_files(1024 + world_size)
+        both = socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            ("", 0),
+            family=socket.AF_INET6 if both else socket.AF_INET,
+            backlog=world_size,
+            dualstack_ipv6=both,
+        )
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._peers: dict[int, Peer] = {}
+        self._first: Peer | None = None
+        self._all_by = 0.0
+        self._verdict = ""
+        self._told: object = None
+        self._over = False
+        self._woken, self._waker = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def wait_for_ends(self) -> None:
+        """Let slower ranks end, which die with their launcher; ``AGREED_PATIENCE`` s at most."""
+        last = time.monotonic() + AGREED_PATIENCE
+        while self.is_alive() and time.monotonic() < last:
+            if all(peer.ended for peer in list(self._peers.values())):
+                return
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """The run is over here: the others are told so, and no longer watched."""
+        self._over = True
+        self._waker.close()
+        self.join(2.0)
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`."""
+        pause = beat(self._world_size)
+        due = time.monotonic()
+        try:
+            while not self._over:
+                for key, _ in self._selector.select(0.25):
+                    if key.data is not None:
+                        self._read(key.data)
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                now = time.monotonic()
+                self._judge(now)
+                if now >= due:
+                    due = now + pause
+                    self._tell(tick=True)
+                    self._look(now, pause)
+        finally:
+            # Also where there is a mistake in this thread: it must not end a run that trains.
+            self._tell(ended=True)
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+
+    def _tell(self, **message: Any) -> None:
+        for peer in self._peers.values():
+            peer.link.send(**message)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            time.sleep(0.1)  # too many files are open, for now
+            return
+        self._selector.register(connection, selectors.EVENT_READ, Peer(Connection(connection)))
+
+    def _read(self, peer: Peer) -> None:
+        messages = peer.link.receive()
+        for message in messages or ():
+            if peer.rank < 0 and not self._admit(peer, message):
+                messages = None
+                break
+            self._take(peer, message)
+        if messages is None:
+            self._selector.unregister(peer.link.connection)
+            peer.link.connection.close()
+            if self._peers.pop(peer.rank, None) is not None and not peer.ended:
+                self._gone(peer)
+
+    def _admit(self, peer: Peer, message: dict[str, Any]) -> bool:
+        """Whether it is a rank; the last one closes the door, since none ever comes again."""
+        if not hmac.compare_digest(ascii(message.get("token")), ascii(self._token)):
+            return False
+        peer.rank = int(message["rank"])
+        self._peers[peer.rank] = peer
+        if len(self._peers) == self._world_size:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+        return True
+
+    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+        peer.heard = time.monotonic()
+        if "doing" in message:
+            peer.progress, peer.doing = tuple(message["progress"]), message["doing"]
+            peer.since = peer.heard - message["seconds"]
+        if "place" in message:
+            peer.place, peer.text = message["place"], message["text"]
+            if self._first is None:
+                patience = AGREED_PATIENCE if message.get("agreed") else PATIENCE
+                self._first, self._all_by = peer, peer.heard + patience
+        peer.ended = peer.ended or "ended" in message
+
+    def _gone(self, peer: Peer) -> None:
+        """A rank's process has ended before its run was over."""
+        if peer.place is None or self._verdict == "together":
+            cause = f"rank {peer.rank} has died without a word; it was at {peer.doing}"
+            if self._verdict != "alone":
+                self._say(cause)  # at once: NCCL may end this process, too, before it says more
+            self._alone(cause)
+        elif self._verdict == "":
+            self._alone(self._cause())
+
+    def _alone(self, cause: str) -> None:
+        if self._verdict != "alone":
+            self._verdict = "alone"
+            self._tell(alone=cause)
+
+    def _cause(self) -> str:
+        assert self._first is not None
+        silent = ", ".join(
+            f"rank {peer.rank} gives no sign of life"
+            for peer in self._peers.values()
+            if time.monotonic() - peer.heard > 2 * beat(self._world_size)
+        )
+        return f"rank {self._first.rank} failed, {self._first.text}{silent and f'; {silent}'}"
+
+    def _judge(self, now: float) -> None:
+        """Whether the ranks that have failed have done so together."""
+        if self._verdict or self._first is None:
+            return
+        places = [peer.place for peer in self._peers.values() if peer.place is not None]
+        if len(set(places)) > 1 or any(peer.ended for peer in self._peers.values()):
+            self._alone(self._cause())
+        elif len(places) == self._world_size:
+            self._verdict = "together"
+            self._tell(together=True)
+        elif now > self._all_by:
+            self._alone(self._cause())
+
+    def _look(self, now: float, pause: float) -> None:
+        """Say once, where no rank has got on, which is behind."""
+        peers = [peer for peer in self._peers.values() if not peer.ended]
+        over = self._first or self._verdict or not peers
+        if over or max(peer.since for peer in peers) > now - self._still:
+            self._told = None
+            return
+        stands = sorted((peer.rank, peer.progress, peer.doing) for peer in peers)
+        if self._told == stands:
+            return
+        self._told = stands
+        silent = [peer for peer in peers if now - peer.heard > 3 * pause]
+        least = min(peer.progress for peer in peers)
+        behind = silent or [peer for peer in peers if peer.progress == least]
+        others = [peer for peer in peers if peer not in behind]
+        if not silent and not others and least[1] != RUNNING:
+            return  # all save, validate or load: that may take its time
+        seconds = now - max(peer.since for peer in peers)
+        self._say(
+            f"no rank has got on for {seconds:.0f} s."
+            f" {'No sign of life from' if silent else 'Furthest behind:'} {_shown(behind, now)}."
+            + (f" The others wait: {_shown(others, now)}." if others else "")
+            + f" The time-out of {self._timeout:g} s ends the run."
+        )
+        for peer in behind[:4]:
+            peer.link.send(stack=True)
+
+
+def _allow_files(count: int) -> None:
+    """Let this process open so many files, if it may: 1,024 are the usual limit without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = count if hard == unlimited else min(count, hard)
+    if soft != unlimited and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _shown(peers: Iterable[Peer], now: float) -> str:
+    each = [f"rank {p.rank}, at {p.doing} (heard {now - p.heard:.0f} s ago)" for p in peers]
+    return "; ".join(each[:4]) + (f"; and {len(each) - 4} more" if len(each) > 4 else "")

@@ -1,0 +1,221 @@
+"""Signals that end a run: noted when they come, agreed on at a step's end, and obeyed by all ranks.
+
+Lightning acts inside the handler: on Slurm's signal before the time limit it saves, on SIGTERM it
+broadcasts. Both are collectives, and the other ranks are at another place of the step, so that the
+run hangs until it is killed, with nothing saved. Here the handler only sets a flag, which travels
+with the loss in the exchange that ends every step. Then all ranks, in the same place,
+
+* on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
+  auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
+  requeue the job, and end the run. The requeued job resumes from there by itself. A signal that
+  comes during a validation waits for the next training step;
+* on SIGTERM end the run by Lightning's ``SIGTERMException``: the process exits with code 0 unless
+  it is caught;
+* on SIGINT (Ctrl-C) raise KeyboardInterrupt, which Lightning turns into its shutdown and exit code
+  1. A second one ends this process at once.
+
+Outside of fit the requeue signal is only reported: an evaluation has nothing to save, and requeued
+it would begin anew before the same limit. It must not end a process either, so that it is heeded
+from the Trainer's making on, and after the run. SIGTERM before the first step and after the last
+one ends the process, as ever.
+
+A rank that waits for its loader heeds a signal too: after ``LOADER_SECONDS`` the wait ends as if
+there were no more data. Lightning has taken one batch ahead, whose step then is the last one.
+
+Cost: nothing; the exchange takes place anyway. A signal is obeyed after at most one step and what
+is between two, so Slurm must send it early enough for a validation, a step and a save
+(``--signal=SIGUSR1@300``).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_wlb.data.workers import WAIT, WaitEnded
+from lightning_wlb.supervision.progress import AFTER, HERE
+
+REQUEUE, STOP, INTERRUPT, SAVE_FAILED = 1, 2, 4, 8
+"""Bits of a notice: signals, and what saving.py tells."""
+
+LOADER_SECONDS = 5.0
+"""How long a rank that has been signalled still waits for its loader."""
+
+
+class Notices:
+    """What this process has been signalled, and what any rank had been at the last exchange.
+
+    Attributes:
+        mine: bits that this rank has to tell the others.
+        save_failed: whether a save in the background has failed on this rank.
+        seen: bits that all ranks know of.
+        repeated: interrupts that this process has sent to itself, to end a wait.
+    """
+
+    def __init__(self) -> None:
+        self.mine = self.seen = self.repeated = 0
+        self.save_failed = False
+        self._end_wait = False
+
+    @property
+    def bits(self) -> int:
+        """All that this rank has to tell the others."""
+        return self.mine | SAVE_FAILED * self.save_failed
+
+    def obeyed(self) -> None:
+        """All ranks act on what they have seen: a later run in this process begins without."""
+        self.mine = self.seen = 0
+
+    def note(self, number: int, bit: int) -> None:
+        """The handler of a signal; it runs in the main thread, between any two instructions."""
+        if self._end_wait:
+            self._end_wait = False
+            if WAIT.since is not None:
+                self._leave_loader()
+            return
+        if bit == INTERRUPT and self.mine & INTERRUPT:
+            raise KeyboardInterrupt
+        before, self.mine = self.mine, self.mine | bit
+        if not before:
+            threading.Thread(target=self._look_after_loader, args=[number], daemon=True).start()
+
+    def _leave_loader(self) -> None:
+        if WAIT.holds_batch:
+            raise WaitEnded
+        if self.mine & INTERRUPT:
+            raise KeyboardInterrupt
+        if self.mine & STOP:
+            raise SIGTERMException
+        # The requeue signal: there is no step at whose end to save.
+
+    def _look_after_loader(self, number: int) -> None:
+        if self.mine & INTERRUPT:  # a handler must not print: it may have interrupted a print
+            rank_zero_info("WLBStrategy: interrupted. This step is the last; again: at once.")
+        main, begin = threading.main_thread(), time.monotonic()
+        while self.mine and main.is_alive():
+            since = WAIT.since
+            if since is not None and time.monotonic() - max(since, begin) > LOADER_SECONDS:
+                self._end_wait = True
+                self.repeated += number == signal.SIGINT
+                assert main.ident is not None
+                signal.pthread_kill(main.ident, number)  # it also ends a system call
+            time.sleep(LOADER_SECONDS / 5)
+
+
+NOTICES = Notices()
+"""Those of this process."""
+
+
+class Signals(_SignalConnector):
+    """Sets handlers that note, in place of Lightning's; it restores the user's own afterwards."""
+
+    def register_signal_handlers(self) -> None:
+        """Called by the Trainer once the processes are set up."""
+        self.received_sigterm = WAIT.ended = False
+        self._original_handlers = self._get_current_signal_handlers()
+        before = self._original_handlers[signal.SIGTERM]
+
+        def stop(number: int, frame: Any) -> None:
+            NOTICES.note(number, STOP)
+            if callable(before):
+                before(number, frame)
+
+        self._register_signal(signal.SIGTERM, stop)
+        # Where it is ignored, as in a job in a shell's background, or the user's own, it stays so.
+        if self._original_handlers[signal.SIGINT] is signal.default_int_handler:
+            self._register_signal(signal.SIGINT, _interrupt)
+        heed_requeue(self.trainer.strategy.cluster_environment)  # type: ignore[attr-defined]
+
+
+def heed_requeue(environment: Any) -> None:
+    """Note the requeue signal from now on, for good: unheeded it would end the process.
+
+    As in Lightning, the user's own handler stands.
+    """
+    number = _requeue_signal(environment)
+    if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+        _SignalConnector._register_signal(number, _requeue)
+
+
+def _requeue(number: int, _: FrameType | None) -> None:
+    NOTICES.note(number, REQUEUE)
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    NOTICES.note(number, INTERRUPT)
+
+
+def _requeue_signal(environment: Any) -> signal.Signals | None:
+    """Under Slurm, the signal at which to requeue; None where it is not to."""
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
+
+
+class EndOnSignal(pl.Callback):
+    """Does what the ranks have agreed on. ``WLBStrategy`` adds it, as the last callback."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Where a signal has ended the wait for the loader, its epoch goes on all the same."""
+        if WAIT.ended:
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Do what the ranks have agreed on; every other callback has seen the step.
+
+        Raises:
+            SIGTERMException: on every rank, when it has saved.
+            KeyboardInterrupt: on every rank.
+        """
+        HERE.note(AFTER, "what follows on it")
+        if NOTICES.seen & REQUEUE:
+            # This comes before any validation that is due: there is not much time.
+            rank_zero_info("WLBStrategy: the requeue signal has come. Saving, requeueing, ending.")
+            NOTICES.obeyed()
+            requeue = trainer._signal_connector._slurm_sigusr_handler_fn
+            requeue(_requeue_signal(trainer.strategy.cluster_environment), None)  # type: ignore
+            raise SIGTERMException
+        _end_if_asked(trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """End all ranks at this batch; report a requeue signal once.
+
+        Within fit the next training step obeys that signal. A fit that follows in the same script
+        does not know of it.
+        """
+        if trainer.state.fn != TrainerFn.FITTING and NOTICES.seen & REQUEUE:
+            NOTICES.mine &= ~REQUEUE
+            rank_zero_info(
+                "WLBStrategy: the requeue signal has come. An evaluation has nothing to save: it"
+                " goes on, and is not requeued."
+            )
+        _end_if_asked(trainer)
+
+    on_test_batch_end = on_validation_batch_end
+
+
+def _end_if_asked(trainer: pl.Trainer) -> None:
+    seen = NOTICES.seen
+    if not seen & (STOP | INTERRUPT):
+        return
+    NOTICES.obeyed()
+    if seen & STOP:
+        # At once: Lightning would look at the flag after a validation that is due.
+        trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException
+    raise KeyboardInterrupt
+
+
+def heeds_interrupts() -> bool:
+    """Whether Ctrl-C is noted here, and not the user's or Lightning's own affair."""
+    return signal.getsignal(signal.SIGINT) is _interrupt

@@ -1,0 +1,212 @@
+"""A thread of each rank that watches the run, so that no rank waits for ever for one that is gone.
+
+It says every few seconds where the main thread stands (:mod:`.whereabouts`), and listens to what
+rank 0 says of all ranks (:mod:`.board`). It ends the process, with exit code 1 and the cause in its
+last line, ``GRACE`` seconds after the ranks can no longer go on together, unless the main thread
+has come out of its wait by then: under gloo it does, since the other end of its connections closes;
+under NCCL it may wait for its time-out. Should the main thread be in foreign code that holds
+Python's lock, so that no other thread of Python runs, a thread of C (faulthandler's) ends the
+process ``LOCKED`` seconds later. A rank that gives no sign of life, as it is stopped or its host
+is, is reported only: it may come back. The time-out of the process groups ends that run.
+
+A second Ctrl-C, too, ends a process whose main thread cannot heed the first one.
+
+The thread touches no device and no process group, and keeps no process alive. Cost: see
+:mod:`.board`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+from lightning_wlb.supervision.heartbeat import AGREED_PATIENCE, PATIENCE, Connection, beat
+from lightning_wlb.supervision.progress import HERE
+from lightning_wlb.supervision.signals import NOTICES, heeds_interrupts
+
+GRACE = 20.0
+"""Seconds that the main thread has to come out of its wait when the ranks cannot go on together."""
+
+LOCKED = 5.0
+"""Seconds after which the process is ended without this thread."""
+
+
+class Watchdog(threading.Thread):
+    """One rank's end of a connection to the board.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        link: to the board.
+        token: what the board asks for.
+        still: seconds without a word from rank 0 after which it is named.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, link: Connection, token: str, still: float
+    ) -> None:
+        super().__init__(name="wlb-watchdog", daemon=True)
+        self._rank, self._beat, self._still, self._link = rank, beat(world_size), still, link
+        self._verdict = ""
+        self._cause = ""
+        self._came_out = False
+        self._answered = threading.Event()
+        self._over = self._ended = False
+        self._connected = True  # to rank 0
+        self._heard = time.monotonic()
+        self._end_at = float("inf")
+        self._interrupts = NOTICES.repeated
+        self._interrupted_at = 0.0
+        # Also woken by signals, at once, whatever the main thread waits for.
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._wakeup_before: int | None = None
+        if threading.current_thread() is threading.main_thread():
+            self._wakeup_before = signal.set_wakeup_fd(
+                self._waker.fileno(), warn_on_full_buffer=False
+            )
+        link.send(rank=rank, token=token)
+
+    def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
+        """Called by the main thread when it has an exception; answers within some seconds.
+
+        Args:
+            place: what is the same on every rank if all have the exception together.
+            text: what has happened here, for the others.
+            agreed: whether all ranks have said that they will come here.
+
+        Returns:
+            Whether all ranks are at this place and may go on together; if not, the cause.
+        """
+        self._came_out = True
+        self._stay()
+        if not self._verdict:
+            self._link.send(place=place, text=text, agreed=agreed)
+            self._answered.wait((AGREED_PATIENCE if agreed else PATIENCE) + 3)
+        if not self._answered.is_set():
+            self._alone("rank 0, which would know of the others, does not answer")
+        return self._verdict == "together", self._cause
+
+    def stop(self) -> None:
+        """The run of this rank is over."""
+        if self._wakeup_before is not None:
+            signal.set_wakeup_fd(self._wakeup_before)
+            self._wakeup_before = None
+        self._over = True
+        self._link.send(ended=True)
+        with suppress(OSError):
+            self._waker.send(b"\0")
+        self.join(2.0)
+        self._stay()
+        for end in (self._link.connection, self._woken, self._waker):
+            end.close()
+
+    def run(self) -> None:
+        """Watch until :meth:`stop`."""
+        selector = selectors.DefaultSelector()
+        selector.register(self._link.connection, selectors.EVENT_READ)
+        selector.register(self._woken, selectors.EVENT_READ)
+        due, told = 0.0, False
+        while not self._over:
+            for key, _ in selector.select(0.5):
+                if key.fileobj is self._woken:
+                    self._count_interrupts()
+                elif not self._hear():
+                    selector.unregister(self._link.connection)
+                    self._connected = False
+            now = time.monotonic()
+            if now >= due:
+                due = now + self._beat
+                self._link.send(
+                    progress=HERE.progress(), doing=str(HERE), seconds=round(HERE.seconds(), 1)
+                )
+            if HERE.failed and not (told or self._came_out):
+                told = True
+                self._link.send(
+                    place=f"a thread of rank {self._rank}", text=f"{HERE}: {HERE.failed}"
+                )
+            if now >= self._end_at:
+                self._end()
+            if self._connected and not self._ended and now - self._heard > self._still:
+                self._heard = float("inf")  # said once; until it is heard again
+                said = f"no sign of life from rank 0 for {self._still:.0f} s. I am at {HERE}."
+                say(self._rank, said)
+        selector.close()
+
+    def _hear(self) -> bool:
+        """Take what has come; whether the connection stands."""
+        messages = self._link.receive()
+        if messages is None:
+            if not self._ended and self._verdict != "alone":
+                say(self._rank, "rank 0 has died without a word")
+                self._alone("rank 0 has died without a word")
+            return False
+        self._heard = time.monotonic()
+        for message in messages:
+            if "together" in message:
+                self._verdict = "together"
+                self._answered.set()
+            elif "alone" in message:
+                self._alone(message["alone"])
+            elif "ended" in message:
+                self._ended = True
+                if not self._verdict:
+                    self._verdict, self._cause = "alone", "the run of rank 0 is over"
+                    self._answered.set()
+            elif "stack" in message:
+                _print_stack(self._rank)
+        return True
+
+    def _alone(self, cause: str) -> None:
+        # Where all had come out together, the main thread is in what they still do together.
+        if not self._came_out or self._verdict == "together":
+            self._end_in(GRACE)
+        self._verdict, self._cause = "alone", cause
+        self._answered.set()
+
+    def _count_interrupts(self) -> None:
+        now = time.monotonic()
+        # A child that was forked since then tells of the same Ctrl-C, over the same descriptor.
+        if signal.SIGINT not in self._woken.recv(64) or now - self._interrupted_at < 0.25:
+            return
+        self._interrupts, self._interrupted_at = self._interrupts + 1, now
+        if self._interrupts - NOTICES.repeated > 1 and heeds_interrupts():
+            self._cause = self._cause or "it was interrupted twice"
+            self._end_in(2.0)
+
+    def _end_in(self, seconds: float) -> None:
+        self._end_at = min(self._end_at, time.monotonic() + seconds)
+        faulthandler.dump_traceback_later(seconds + LOCKED, exit=True, file=2)
+
+    def _stay(self) -> None:
+        if self._end_at < float("inf"):
+            faulthandler.cancel_dump_traceback_later()
+        self._end_at = float("inf")
+
+    def _end(self) -> NoReturn:
+        say(self._rank, f"this process ends, since {self._cause}. It was at {HERE}.")
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(1)
+
+
+def say(rank: int, text: str) -> None:
+    """Print a line of a rank, where somebody still reads them."""
+    with suppress(OSError, ValueError):
+        print(f"[rank {rank}] WLBStrategy: {text}", file=sys.stderr, flush=True)
+
+
+def _print_stack(rank: int) -> None:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    say(rank, f"is behind, at {HERE}:\n{stack}")

@@ -1,0 +1,1 @@
+"""How a rank runs a step: executor, messages, parameter buckets, precision."""

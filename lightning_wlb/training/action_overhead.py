@@ -1,0 +1,188 @@
+"""What an action of a run takes beside its model: the executor, its hooks, the sums of gradients.
+
+A profile of the bare model leaves that out, and micro-batches chosen by it are too small. So the
+reference decoder, with one layer and with three, runs micro-batches as a rank of a run does
+(:class:`.Step` inside of a :class:`.Gathering`) and bare, in turn. What the former takes more is
+the overhead: of each action, and per parameter of each backward, as three layers need it and one
+does not. Bare backwards add to ``.grad`` in the dtype of the model, so that what is found per
+parameter is what sums in float32 and hooks take more than that.
+
+Cost: a second on a CPU for layers of width 256. Memory of three layers twice, with gradients. It
+says nothing of messages between ranks, which the profile's links are for. The CUDA branch has not
+run on a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_wlb.cost.profile import ActionOverhead
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.loader import StepDataset
+from lightning_wlb.distributed.process_groups import NO_GROUPS
+from lightning_wlb.mesh import Rank
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.planning import DataSettings
+from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
+from lightning_wlb.training import fsdp
+from lightning_wlb.training.buckets import unit
+from lightning_wlb.training.executor import Step
+from lightning_wlb.training.messages import Messages, Pipeline
+from lightning_wlb.training.parameter_buckets import Gathering
+
+VOCABULARY = 256
+"""Words of the models that run: the ends are measured elsewhere."""
+ROWS = {"cpu": 32, "cuda": 4096}
+"""Tokens of a micro-batch: few, to see the rest; on a GPU enough to hide the time of a launch."""
+MICRO_BATCHES = 8
+STEPS = 5
+"""The first of which warms up."""
+
+
+def measure_overhead(
+    config: TransformerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    until: float = inf,
+) -> ActionOverhead:
+    """What actions take on this device beside those of the bare model. Not collective.
+
+    Args:
+        config: of the model; its layers are run.
+        device: to measure.
+        dtype: that the model computes in.
+        backend: of attention.
+        until: when to give up, by ``time.monotonic``.
+
+    Raises:
+        TimeoutError: it is later than ``until``, and not all has been measured twice.
+    """
+    forward, backward, counts = [], [], []
+    with _one_rank(device) as mesh:
+        for layers in (1, 3):
+            small = replace(config, layers=layers, vocab_size=VOCABULARY, tied_embeddings=False)
+            pair = _Pair.of(small, device, dtype, backend, mesh)
+            counts.append(sum(each.numel() for each in pair.bare.parameters()))
+            there, back = pair.more_ns(until)
+            forward.append(there)
+            backward.append(back)
+    each = max(backward[1] - backward[0], 0.0) / (counts[1] - counts[0])
+    rest = min(back - each * count for back, count in zip(backward, counts, strict=True))
+    return ActionOverhead(
+        ns=(float(round(max(min(forward), 0.0))), float(round(max(rest, 0.0)))),
+        parameter_ns=float(f"{each:.4g}"),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """The same model as a rank of a run has it, and bare."""
+
+    pipeline: Pipeline
+    batch: StepBatch
+    run: Transformer
+    gathering: Gathering
+    bare: Transformer
+
+    @staticmethod
+    def of(
+        config: TransformerConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: str,
+        mesh: DeviceMesh,
+    ) -> _Pair:
+        def model() -> Transformer:
+            with device:  # a host takes seconds to draw a billion parameters
+                made = Transformer(config, attention_backend=backend).to(dtype)
+            for parameter in made.parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+            return made
+
+        bare, run = model(), model()
+        fsdp.shard(run, mesh)
+        parts = [each for each in (run.embed, *run.layers.values(), run.head) if each is not None]
+        units = [unit([part], [0], list(part.modules())) for part in parts]
+        wide = torch.promote_types(dtype, torch.float32)
+        layers, rows = range(config.layers), ROWS[device.type]
+        documents = InMemoryDocuments([np.zeros(rows, np.int64)] * MICRO_BATCHES)
+        data = DataSettings(rows, MICRO_BATCHES, packing="best_fit")
+        return _Pair(
+            Pipeline(Rank(), (layers,), "1f1b", {}, config.dim, dtype, device),
+            next(iter(StepDataset.for_model(documents, data, config.shape))).to(device),
+            run,
+            Gathering(units, mesh.get_group(), None, dtype, wide),
+            bare,
+        )
+
+    def more_ns(self, until: float) -> tuple[float, float]:
+        """By how much a forward and a backward of a run take longer, in ns."""
+        samples: dict[tuple[bool, str], list[float]] = {}
+        for number in range(STEPS):
+            if time.monotonic() > until:
+                if number > 1:
+                    break
+                raise TimeoutError("what actions take beside the model took longer than it may")
+            for in_run in (False, True):
+                for action, seconds in self._step(in_run):
+                    if number:
+                        samples.setdefault((in_run, action.kind), []).append(seconds)
+        (bare, back), (run, run_back) = (
+            (median(samples[kind, FORWARD]), median(samples[kind, BACKWARD]))
+            for kind in (False, True)
+        )
+        return 1e9 * (run - bare), 1e9 * (run_back - back)
+
+    def _step(self, in_run: bool) -> list[tuple[Action, float]]:
+        """Seconds of each action of a step."""
+        stopwatch = make_stopwatch(self.pipeline.device)
+        stopwatch.begin_step()
+        if in_run:
+            self._run(stopwatch)
+        else:
+            self._run_bare(stopwatch)
+        return [(each.action, each.compute) for each in stopwatch.timings()]
+
+    def _run(self, stopwatch: Stopwatch) -> None:
+        pipeline, messages = self.pipeline, Messages(self.pipeline, {})
+        program = pipeline.programs(self.batch.executed, 0)[0]
+        step = Step(self.run, pipeline, NO_GROUPS, self.batch, messages, 1, None, None)
+        with self.gathering.step(program):
+            for action in program:
+                with stopwatch.action(action), self.gathering.action(action):
+                    step.run(action)
+
+    def _run_bare(self, stopwatch: Stopwatch) -> None:
+        for number, micro_batch in enumerate(self.batch.micro_batches):
+            with stopwatch.action(Action(0, FORWARD, number)):
+                out = self.bare(micro_batch)
+            with stopwatch.action(Action(0, BACKWARD, number)):
+                torch.autograd.backward(out)
+
+
+@contextmanager
+def _one_rank(device: torch.device) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone, also among others."""
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    own = [dist.get_rank()]
+    group = dist.new_group(own, backend="gloo", use_local_synchronization=True)
+    try:
+        yield DeviceMesh.from_group(group, device.type)
+    finally:
+        dist.destroy_process_group(None if alone else group)

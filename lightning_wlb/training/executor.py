@@ -1,0 +1,388 @@
+"""Runs one rank's share of a step plan: the actions of its schedule, in order, over real tensors.
+
+The plan says how long every micro-batch is, so no message carries a size, and every buffer is
+allocated in the size that the plan gives. ``torch.distributed.pipelining`` sizes all buffers from
+micro-batch 0, which aborts or silently corrupts a step whose micro-batches differ.
+
+A forward leaves what its backward needs: the graph that autograd has recorded and, where pieces are
+sliced, the keys and values that later slices read. Its backward frees all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
+from lightning_wlb.data.corpus_digest import Sample
+from lightning_wlb.distributed.collectives import reducing_in
+from lightning_wlb.distributed.process_groups import (
+    MeshGroups,
+    ProcessGroups,
+    gather_from_all_ranks,
+)
+from lightning_wlb.mesh import Rank
+from lightning_wlb.models.compiled import uncompiled
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
+from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.schedule.receipts import receipts
+from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.supervision.progress import EXCHANGING, HERE, REDUCING, RUNNING
+from lightning_wlb.supervision.signals import NOTICES
+from lightning_wlb.training.activation_count import ActivationCount
+from lightning_wlb.training.messages import Messages, Pipeline
+from lightning_wlb.training.parameter_buckets import Gathering, Travelling
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a step of one rank runs on; the fields are those of :class:`Executor`, of this step."""
+
+    model: nn.Module
+    pipeline: Pipeline
+    groups: ProcessGroups
+    gathering: Travelling
+
+
+class Executor:
+    """Runs steps on one rank.
+
+    Args:
+        model: the rank's stages.
+        pipeline: the pipeline that the rank is in.
+        groups: the rank's process groups; each step passes its own to the model's forward.
+        gathering: of the model's parameters and gradients.
+
+    Attributes:
+        elsewhere: what steps run on whose plan has a strategy of its own; None: they are refused.
+        reduce_dtype: in which what tensor- and context-parallel ranks add up travels.
+    """
+
+    def __init__(
+        self, model: nn.Module, pipeline: Pipeline, groups: MeshGroups, gathering: Gathering
+    ) -> None:
+        self.model = model
+        self.pipeline = pipeline
+        self.groups = groups
+        self.gathering = gathering
+        self.elsewhere: Callable[[StepPlan], Surroundings] | None = None
+        self._travelling: Travelling = gathering
+        self.reduce_dtype = torch.float32
+        self.stopwatch: Stopwatch | None = None
+        self.activations: ActivationCount | None = None
+        self._agreed: int | None = None
+        # Of the last step, while it has not been read: the step, and what each rank has told.
+        self._told: tuple[StepBatch, Tensor] | None = None
+        # Of every rank in the last step; 0 where a rank computes none, or the same as another.
+        self.losses: list[float] = []
+
+    def begin(self, reduce_dtype: torch.dtype) -> None:
+        """Begin a run, whose tensor- and context-parallel sums have this dtype.
+
+        What ranks have agreed on in an earlier one is forgotten: an exception may have ended it
+        before some of them took note.
+        """
+        self.reduce_dtype, self._agreed, self._told = reduce_dtype, None, None
+
+    def measure(self) -> Stopwatch:
+        """Time every action from the next step on; the timings of a step stay until the next."""
+        if self.stopwatch is None:
+            self.stopwatch = make_stopwatch(self.pipeline.device)
+        return self.stopwatch
+
+    def timings(self) -> list[Timing]:
+        """Timings of the last step; empty unless :meth:`measure` was called before it."""
+        return self.stopwatch.timings() if self.stopwatch is not None else []
+
+    def count_activations(self) -> ActivationCount:
+        """Count what is held between forward and backward from the next step on.
+
+        Slows every operation down, and runs compiled blocks uncompiled, which save more: not in
+        steps whose times matter.
+        """
+        if self.activations is None:
+            self.activations = ActivationCount()
+        return self.activations
+
+    def run(self, batch: StepBatch, denominator: int) -> Tensor:
+        """One step of this rank: all forwards and, where gradients are enabled, all backwards.
+
+        Gradients travel from here on; :meth:`.Gathering.finish` waits for them. What the ranks have
+        told each other is not read yet where gradients are enabled: that would wait for the device,
+        and leave it nothing to do meanwhile. :meth:`read` does it. Collective over all ranks.
+
+        Args:
+            batch: this rank's part of the step.
+            denominator: what the summed loss of all ranks is divided by, in tokens.
+
+        Returns:
+            The step's loss, 0-dim float32 (float64 in float64 runs), the same value on every rank.
+
+        Raises:
+            RuntimeError: naming the ranks and digests, if ranks hold different plans, or read
+                different tokens from a store.
+            ValueError: the plan has a strategy of its own that cannot be run.
+        """
+        training = torch.is_grad_enabled()
+        HERE.begin_step(batch)
+        self._check_agreement(batch)
+        here = self._surroundings(batch.plan)
+        pipeline, gathering = here.pipeline, here.gathering
+        programs = pipeline.programs(batch.executed, batch.replica)
+        if not training:
+            programs = {
+                place: [action for action in program if action.kind == FORWARD]
+                for place, program in programs.items()
+            }
+        place, places = pipeline.rank.pipeline, pipeline.rank.mesh.pipeline
+        messages = Messages(pipeline, receipts(programs, place, places, len(pipeline.stages)))
+        step = Step(
+            here.model,
+            pipeline,
+            here.groups,
+            batch,
+            messages,
+            denominator,
+            self.stopwatch,
+            self.activations,
+        )
+        if self.stopwatch is not None:
+            kernel = getattr(here.model, "attention_kernel", None)
+            if kernel is not None:  # each strategy's model has its own
+                kernel.timer = self.stopwatch
+            self.stopwatch.begin_step()
+        if self.activations is not None:
+            self.activations.begin_step()
+        rows = enumerate(batch.micro_batches)
+        shared = {number for number, each in rows if each.attention.replicas > 1}
+        self._travelling = gathering
+        # What is counted in forward must be what a recomputation in backward saves again.
+        eager = uncompiled() if self.activations else nullcontext()
+        gathered = gathering.step(programs[place], shared)
+        with eager, reducing_in(self.reduce_dtype), gathered:
+            if self.activations is not None:
+                gathering.wait()  # parameters are no activations
+            for action in programs[place]:
+                HERE.note(RUNNING, action)
+                with gathering.action(action):
+                    step.run(action)
+            messages.finish()
+        if self.activations is not None:
+            self.activations.sample()
+        HERE.note(EXCHANGING, "the exchange that ends it")
+        loss = self._total_loss(step.loss, pipeline.rank, batch, denominator)
+        HERE.note(REDUCING, "its reduction" if training else "its end")
+        if not training:
+            self.read()
+        return loss
+
+    def finish(self) -> None:
+        """Wait for the gradients of the last step and set ``.grad`` of the parameters at rest."""
+        self._travelling.finish()
+
+    @property
+    def was_elsewhere(self) -> bool:
+        """Whether the last step did not run on the mesh: tied copies then have whole gradients."""
+        return self._travelling is not self.gathering
+
+    def _surroundings(self, plan: StepPlan) -> Surroundings:
+        if not plan.strategy:
+            groups = self.groups.of_step(plan)
+            return Surroundings(self.model, self.pipeline, groups, self.gathering)
+        if self.elsewhere is None:
+            raise ValueError(
+                f"step {plan.step} is planned for pipelines of its own"
+                f" ({'; '.join(map(str, plan.strategy))}), but the run has the mesh"
+                f" {self.pipeline.rank.mesh} in every step. Plan without a strategy."
+            )
+        return self.elsewhere(plan)
+
+    def read(self) -> None:
+        """Take note of what the ranks have told each other in the last step: wait for the device.
+
+        Raises:
+            RuntimeError: naming the ranks and digests, if ranks hold different plans for the next.
+        """
+        assert self._told is not None, "a step has run"
+        (batch, told), self._told = self._told, None
+        losses, digests, notices = told.T.tolist()
+        check_digests(digests, f"step {batch.plan.step + 1}")
+        self._agreed = batch.next_digest or None
+        NOTICES.seen = reduce(or_, notices)
+        self.losses = torch.tensor(losses, dtype=torch.int64).view(torch.float64).tolist()
+
+    def _total_loss(self, loss: Tensor, rank: Rank, batch: StepBatch, denominator: int) -> Tensor:
+        """Sum the loss over ranks; the next plan's digest and a notice travel along."""
+        # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
+        mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
+        bits = mine.to(torch.float64).view(torch.int64)
+        # Filled in, since a copy from the host would wait for the device.
+        others = [bits.new_full((), number) for number in (batch.next_digest, NOTICES.bits)]
+        told = gather_from_all_ranks(torch.stack([bits, *others]))
+        self._told = batch, told
+        total: Tensor = told[:, 0].contiguous().view(torch.float64).sum() / denominator
+        return total.to(loss.dtype)
+
+    def _check_agreement(self, batch: StepBatch) -> None:
+        """Do nothing where the last step's exchange already covered this plan, else exchange."""
+        if self._agreed == batch.plan.digest and not batch.samples:
+            return
+        # Not xor, which the same store twice in a mixture would make 0.
+        digest = sum(each.digest for each in batch.samples) % (1 << 63)
+        mine = torch.tensor([batch.plan.digest, digest], device=self.pipeline.device)
+        plans, samples = gather_from_all_ranks(mine).T.tolist()
+        check_digests(plans, f"step {batch.plan.step}")
+        if len(set(samples)) > 1:
+            _refuse_samples(batch.samples)
+
+
+@dataclass(eq=False, repr=False)
+class Step:
+    """One step on one rank: its open micro-batches, the cached keys of slices, and its loss.
+
+    Arguments are as for :class:`Executor` and its ``run``. A stopwatch times every action, and the
+    activations that are held after it are counted, where the two are given.
+
+    Attributes:
+        loss: sum of this rank's token losses, 0-dim, in at least float32.
+    """
+
+    model: nn.Module
+    pipeline: Pipeline
+    groups: ProcessGroups
+    batch: StepBatch
+    messages: Messages
+    denominator: int
+    stopwatch: Stopwatch | None
+    activations: ActivationCount | None
+
+    def __post_init__(self) -> None:
+        self.cache = KeyValueCache()
+        self.last_stage = len(self.pipeline.stages) - 1
+        wide = torch.float64 if self.pipeline.dtype == torch.float64 else torch.float32
+        self.loss = torch.zeros((), dtype=wide, device=self.pipeline.device)
+        # The hidden state that a stage was given and what it made of it, until its backward.
+        self.boundaries: dict[Action, tuple[Tensor | None, Tensor]] = {}
+
+    def run(self, action: Action) -> None:
+        """Run one action, its receive before it and its send after it."""
+        if action.kind == FORWARD:
+            with self.activations or nullcontext():
+                self._forward(action)
+        else:
+            self._backward(action)
+        if self.activations is not None:
+            # What a backward leaves for other micro-batches and ranks: the gradients of earlier
+            # slices' keys, and those that have been sent.
+            self.activations.add([*self.messages.held, *self.cache.gradients])
+            self.activations.sample()
+
+    def _forward(self, action: Action) -> None:
+        micro_batch = self.batch.micro_batches[action.micro_batch]
+        training = torch.is_grad_enabled()
+        hidden = None
+        if action.stage > 0:
+            hidden = self._receive(action, action.stage - 1, micro_batch)
+            hidden.requires_grad_(training)
+        with self._timed(action):
+            output = self.model(
+                micro_batch.with_cache(self.cache),
+                hidden,
+                self.pipeline.stages[action.stage],
+                groups=self.groups,
+            )
+        if training:
+            self.boundaries[action] = (hidden, output)
+        if action.stage == self.last_stage:
+            self.loss += output.detach()
+        else:
+            self._send(action, action.stage + 1, output.detach(), micro_batch)
+
+    def _backward(self, action: Action) -> None:
+        micro_batch = self.batch.micro_batches[action.micro_batch]
+        hidden, output = self.boundaries.pop(action._replace(kind=FORWARD))
+        if action.stage == self.last_stage:
+            gradient = torch.full_like(output, 1.0 / self.denominator)
+        else:
+            gradient = self._receive(action, action.stage + 1, micro_batch)
+        with self._timed(action):
+            if output.requires_grad:  # not of a first stage whose parameters are all frozen
+                torch.autograd.backward(output, gradient)
+        self.cache.drop(action.micro_batch, self.pipeline.stages[action.stage])
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._send(action, action.stage - 1, hidden.grad, micro_batch)
+
+    def _timed(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch.action(action)
+
+    def _shape(self, micro_batch: MicroBatchTensors) -> tuple[int, int]:
+        return micro_batch.rows // self.pipeline.rank.mesh.tensor, self.pipeline.hidden_size
+
+    def _send(
+        self, action: Action, stage: int, tensor: Tensor, micro_batch: MicroBatchTensors
+    ) -> None:
+        tensor = tensor.contiguous()
+        wanted = self._shape(micro_batch)
+        assert tensor.shape == wanted, (action, tensor.shape, wanted)
+        assert tensor.dtype == self.pipeline.dtype, (action, tensor.dtype, self.pipeline.dtype)
+        self.messages.send(action, stage, tensor)
+
+    def _receive(self, action: Action, stage: int, micro_batch: MicroBatchTensors) -> Tensor:
+        return self.messages.receive(action, stage, self._shape(micro_batch))
+
+
+def check_digests(digests: list[int], what: str) -> None:
+    """Compare the digests of all ranks' plans for ``what``, in rank order.
+
+    Raises:
+        RuntimeError: naming the ranks and digests, if they differ.
+    """
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"The ranks hold different plans for {what}: {_who(digests)}. Every rank must see the"
+            " same document lengths, seed and data settings: check that all nodes read the same"
+            " data, use the same software versions, and pass the same arguments."
+        )
+
+
+def _refuse_samples(mine: tuple[Sample, ...]) -> None:
+    """Say whose documents differ, and of which store; collective, on every rank."""
+    everyone: list[tuple[Sample, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for stores in zip(*everyone, strict=True):
+        digests = [each.digest for each in stores]
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"The ranks read different tokens or masks from {stores[0].store}:"
+                f" {_who(digests)}. Every node must have the same documents, made with the same"
+                " tokenizer: compare the files, and copy them again."
+            )
+
+
+def _who(digests: list[int]) -> str:
+    """Which ranks have which digest."""
+    ranks: dict[int, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        ranks.setdefault(digest, []).append(rank)
+    return "; ".join(f"{_name(digest)} on {names_of_ranks(who)}" for digest, who in ranks.items())
+
+
+def _name(digest: int) -> str:
+    return f"digest {digest:016x}" if digest else "no such step"
+
+
+def names_of_ranks(ranks: list[int]) -> str:
+    """Ranks in words, the first eight by number."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

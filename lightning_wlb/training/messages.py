@@ -1,0 +1,134 @@
+"""Messages between the stages of a pipeline: sent without waiting, freed when received.
+
+* A send is posted, its tensor and handle are kept, and it is waited for late: waiting at once
+  deadlocks two neighbours that both send first. When a message comes back that the peer sent after
+  it had received this one (:mod:`~lightning_wlb.schedule.receipts`), the wait returns at once and
+  the tensor is freed; the rest is waited for at the step's end.
+* Each channel of messages has its own process group, so that forward and backward messages, and
+  those that close the ring of virtual stages, do not wait in each other's queue. Within a channel
+  the messages of a pair of ranks are in FIFO order, since NCCL ignores tags.
+* Over gloo a tensor of a GPU goes by the host (:func:`.message_device`).
+* A stage that sends to another stage of its own rank passes the tensor on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_wlb.distributed.process_groups import message_device
+from lightning_wlb.mesh import Rank
+from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.schedule.actions import Action, Channel, channel_of
+from lightning_wlb.schedule.programs import program_of
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline that a rank is in: its stages, its schedule, and how its messages travel.
+
+    Stage s runs on place ``s % P`` of the pipeline's P ranks, so that with V·P stages each rank has
+    V virtual stages.
+
+    Args:
+        rank: where this rank stands in the mesh.
+        stages: layers of every stage, by global layer number.
+        schedule: name of the schedule (``lightning_wlb.schedule.programs.SCHEDULES``).
+        groups: the process group of each channel; empty for a single rank.
+        hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
+        dtype: of boundary tensors.
+        device: of boundary tensors.
+    """
+
+    rank: Rank
+    stages: tuple[range, ...]
+    schedule: str
+    groups: Mapping[Channel, dist.ProcessGroup]
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global rank at each place of the pipeline."""
+        return self.rank.group("pipeline")
+
+    def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
+        """What this rank and its neighbours do in a step, by place in the pipeline.
+
+        ``replicas`` are all replicas' plans as they are executed, ``number`` is the rank's own.
+        """
+        ranks, virtual_stages = self.rank.mesh.pipeline, self.rank.mesh.virtual_stages
+        return {
+            place: program_of(self.schedule, place, ranks, virtual_stages, replicas, number)
+            for place in {(self.rank.pipeline + step) % ranks for step in (-1, 0, 1)}
+        }
+
+
+class Messages:
+    """The messages of one step that one rank sends and receives.
+
+    Args:
+        pipeline: the pipeline that the rank is in.
+        receipts: for an action that receives, the actions whose sends have then been received.
+    """
+
+    def __init__(self, pipeline: Pipeline, receipts: Mapping[Action, Sequence[Action]]) -> None:
+        self._pipeline = pipeline
+        self._receipts = receipts
+        self._sends: dict[Action, tuple[dist.Work, Tensor]] = {}
+        # Tensors between two stages of this rank, by the action that receives them.
+        self._local: dict[Action, Tensor] = {}
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What has been sent and may still be on its way."""
+        return [*(tensor for _, tensor in self._sends.values()), *self._local.values()]
+
+    def send(self, action: Action, stage: int, tensor: Tensor) -> None:
+        """Send the contiguous result of ``action`` to the rank of the neighbouring ``stage``."""
+        place = stage % len(self._pipeline.ranks)
+        receiver = action._replace(stage=stage)
+        if place == self._pipeline.rank.pipeline:
+            self._local[receiver] = tensor
+            return
+        group = self._group(receiver)
+        tensor = tensor.to(message_device(self._pipeline.device, group))
+        work = dist.isend(tensor, self._pipeline.ranks[place], group, tag=self._tag(receiver))
+        assert work is not None
+        self._sends[action] = (work, tensor)
+
+    def receive(self, action: Action, stage: int, shape: tuple[int, int]) -> Tensor:
+        """Receive the input of ``action`` from the rank of the neighbouring ``stage``."""
+        pipeline = self._pipeline
+        place = stage % len(pipeline.ranks)
+        if place == pipeline.rank.pipeline:
+            return self._local.pop(action)
+        group = self._group(action)
+        device = message_device(pipeline.device, group)
+        buffer = torch.empty(shape, dtype=pipeline.dtype, device=device)
+        work = dist.irecv(buffer, pipeline.ranks[place], group, tag=self._tag(action))
+        assert work is not None
+        work.wait()
+        for sent in self._receipts.get(action, ()):
+            if sent in self._sends:
+                self._sends.pop(sent)[0].wait()
+        return buffer.to(pipeline.device)
+
+    def finish(self) -> None:
+        """Wait for the sends that no message has acknowledged."""
+        for work, _ in self._sends.values():
+            work.wait()
+        self._sends.clear()
+
+    def _group(self, receiver: Action) -> dist.ProcessGroup:
+        return self._pipeline.groups[channel_of(receiver, len(self._pipeline.ranks))]
+
+    def _tag(self, receiver: Action) -> int:
+        """Names the message to an action; gloo matches by it, NCCL by order alone."""
+        return receiver.micro_batch * len(self._pipeline.stages) + receiver.stage

@@ -1,0 +1,192 @@
+"""Steps whose loss or gradients are not finite: seen on every rank, and answered as the user says.
+
+One such step, let through, makes every parameter NaN. So between the gradients of a step and its
+optimizer :class:`StepGuard` looks at the losses of all ranks, which the step's last exchange has
+brought, and at the norm of all gradients. Where one of them is NaN or infinite, every rank knows:
+all raise, or all leave the optimizer's step out. Then parameters and optimizer state stay bit for
+bit as they are, the position in the documents moves on, and the step counts as taken. Where a
+parameter itself is not finite no step can be right: all raise, whatever the user says but
+``"ignore"``, and nothing is saved.
+
+Cost: one pass over the rank's own gradients, one all-reduce of a number, and one wait for the
+device before the optimizer's step; where gradients are clipped by their norm, the norm is that one.
+``"ignore"`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_wlb.arguments import choice
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.heterogeneous.layouts import rank_in
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.supervision.faults import StateLost
+from lightning_wlb.supervision.progress import HERE, OPTIMISING
+from lightning_wlb.training.executor import names_of_ranks
+from lightning_wlb.training.gradient_norm import gradient_norm
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
+
+MOST_SKIPPED = 10
+"""Steps in a row after which a run that skips is ended: it would not recover."""
+
+_SHOWN = 4
+"""Names of parameters and documents in a message."""
+
+
+class StepGuard:
+    """Clips the gradients of a step, and says whether the optimizer may take it.
+
+    Args:
+        on_nonfinite: ``"raise"``, ``"skip"`` such a step, or ``"ignore"`` it.
+
+    Attributes:
+        skipped: steps that were skipped since the strategy was made.
+
+    Raises:
+        ValueError: another value of ``on_nonfinite``.
+    """
+
+    def __init__(self, on_nonfinite: OnNonfinite) -> None:
+        self.on_nonfinite = choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+        self.skipped = 0
+        self._in_a_row = 0
+        self._finite: bool | None = None
+        self._losses: list[float] = []
+
+    def attach(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        copies: list[nn.Parameter],
+        name_of: Callable[[int], str],
+    ) -> None:
+        """Guard a model.
+
+        Args:
+            model: the rank's stages.
+            mesh: of the run.
+            device: of this rank.
+            copies: parameters whose gradient another stage counts in the norm.
+            name_of: how messages call a document.
+        """
+        self._model, self._mesh, self._device = model, mesh, device
+        self._copies, self._name_of = copies, name_of
+
+    def ran(self, batch: StepBatch, losses: list[float]) -> None:
+        """Forward and backward of a training step have run; ``losses`` are those of all ranks."""
+        self._batch, self._losses, self._finite = batch, losses, None
+
+    def clip_by_norm(self, parameters: list[nn.Parameter], most: float) -> None:
+        """Scale the gradients in place so that their global 2-norm is at most ``most``."""
+        norm = self._norm_of(parameters)
+        # Scaled by a norm that is not finite, all would be NaN: whose they were would be lost.
+        if self._finite or self.on_nonfinite == "ignore":
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+
+    def clip_by_value(self, parameters: list[nn.Parameter], most: float) -> None:
+        """Bound every gradient to ``[-most, most]``."""
+        # An infinite one would become a finite one.
+        if self.on_nonfinite == "ignore" or self._norm_of(parameters).isfinite():
+            torch.nn.utils.clip_grad_value_(parameters, most)
+
+    def accepts(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether the optimizer may take the step; collective, the same on every rank.
+
+        Raises:
+            RuntimeError: naming step, ranks, parameters and documents, under ``"raise"``, and
+                under ``"skip"`` in the last of :data:`MOST_SKIPPED` steps in a row.
+            StateLost: where parameters are not finite.
+        """
+        ignores = self.on_nonfinite == "ignore"
+        if self._finite is None and not ignores:
+            self._norm_of(parameters)
+        ranks = [rank for rank, loss in enumerate(self._losses) if not math.isfinite(loss)]
+        if ignores or (self._finite and not ranks):
+            self._in_a_row = 0
+            HERE.note(OPTIMISING, "its optimiser")
+            return True
+        report = self._report(ranks)
+        if lost := self._anywhere(self._model.named_parameters()):
+            raise StateLost(
+                f"{report} The weights themselves are not finite: {_some(lost)}. Nothing is saved."
+                " Resume from an earlier checkpoint with a lower learning rate."
+            )
+        if self.on_nonfinite == "raise":
+            raise RuntimeError(
+                f"{report} Look at these documents, lower the learning rate or clip gradients"
+                " (Trainer(gradient_clip_val=1.0)); WLBStrategy(on_nonfinite='skip') leaves such"
+                " steps out."
+            )
+        self.skipped += 1
+        self._in_a_row += 1
+        if self._in_a_row >= MOST_SKIPPED:
+            raise RuntimeError(
+                f"{report} This is so in {self._in_a_row} steps in a row: the run does not recover."
+                " Resume from an earlier checkpoint with a lower learning rate."
+            )
+        rank_zero_warn(
+            f"{report} The step is skipped (on_nonfinite='skip'), {self.skipped} so far."
+        )
+        return False
+
+    def _norm_of(self, parameters: list[nn.Parameter]) -> Tensor:
+        norm = gradient_norm(parameters, self._device, self._copies)
+        if self.on_nonfinite != "ignore":  # reading it waits for the device
+            self._finite = bool(norm.isfinite())
+        return norm
+
+    def _report(self, ranks: list[int]) -> str:
+        """What is not finite, and where; collective."""
+        plan = self._batch.plan
+        what = []
+        if ranks:
+            losses = sorted({str(self._losses[rank]) for rank in ranks})
+            what.append(f"the loss is {' or '.join(losses)} on {names_of_ranks(ranks)}")
+        named = self._model.named_parameters()
+        gradients = ((name, each.grad) for name, each in named if each.grad is not None)
+        if parameters := self._anywhere(gradients):
+            what.append(f"gradients are not finite of {_some(parameters)}")
+        elif not self._finite:
+            what.append("the norm of the gradients overflows")
+        strategy = plan.strategy
+        concerned = [
+            (rank_in(strategy, rank) if strategy else self._mesh.coordinate(rank)).data
+            for rank in ranks
+        ]
+        documents = dict.fromkeys(
+            part.document
+            for data in sorted(set(concerned or range(len(plan.replicas))))
+            for part in plan.replicas[data].slices
+        )
+        of = "these ranks" if ranks else "the step"
+        return (
+            f"Step {plan.step}: {', and '.join(what)}. Documents of {of}:"
+            f" {_some([self._name_of(each) for each in documents])}."
+        )
+
+    def _anywhere(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """The names of tensors that are not finite on some rank, of each its first; collective."""
+        own = [name for name, each in tensors if not bool(_local(each).isfinite().all())]
+        everyone: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, own[: _SHOWN + 1])
+        return list(dict.fromkeys(name for names in everyone for name in names))
+
+
+def _some(names: list[str]) -> str:
+    """The first names, and whether there are more."""
+    return ", ".join(names[:_SHOWN]) + (" and others" if len(names) > _SHOWN else "")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

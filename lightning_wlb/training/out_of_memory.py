@@ -1,0 +1,178 @@
+"""Where a step runs out of memory: what ran, and which options would take less, by how much.
+
+The error stays what it is and gets a note, which Python prints below its message. The bytes are
+those of the memory model (``cost/memory.py``) with all micro-batches like the one of the rank that
+would need most, the account by which ``lightning-wlb plan`` says what fits. So they are an upper
+bound of what is modelled; fragmentation and communication buffers are not. Of a step on pipelines
+of its own it is the memory of a mesh of pipelines like the rank's, as in planning.
+
+Cost: nothing until there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import get_args
+
+from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.heterogeneous.layouts import rank_in
+from lightning_wlb.heterogeneous.pool import mesh_like
+from lightning_wlb.plan import MicroBatch, Recompute
+from lightning_wlb.prediction.memory import StepMemory, most_open
+from lightning_wlb.profiling.memory import is_out_of_memory
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.supervision.progress import HERE
+from lightning_wlb.training.cuda_settings import ALLOCATOR, EXPANDABLE, has_expandable_segments
+from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.messages import Pipeline
+
+_SHOWN = 8
+"""Slices that a note names."""
+
+
+@contextmanager
+def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
+    """Put what ``note`` says on the error of a step in training that runs out of memory.
+
+    Args:
+        executor: runs the step inside, of which the reduction and the optimizer are parts, too.
+        memory: makes the model of memory on the mesh.
+    """
+    try:
+        yield
+    except Exception as error:
+        batch = HERE.batch
+        if is_out_of_memory(error) and batch is not None:
+            pipeline, model = executor.pipeline, memory()
+            strategy = batch.plan.strategy
+            if strategy:
+                # Not from the executor, which might have to make it, together with other ranks.
+                own, rank = strategy[batch.replica], rank_in(strategy, pipeline.rank.index)
+                pipeline = replace(pipeline, rank=rank, stages=own.layers)
+                model = replace(model, mesh=mesh_like(own, model.mesh))
+            error.add_note(note(HERE.action, batch, pipeline, model))
+        raise
+
+
+def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: MemoryModel) -> str:
+    """One paragraph about a step in training that ran out of memory.
+
+    Args:
+        action: what ran; None if no action had begun.
+        batch: this rank's part of the step.
+        pipeline: the one that the rank is in, in this step.
+        model: memory of the model on the mesh, or on one of pipelines like this one.
+    """
+    strategy = batch.plan.strategy
+    said = f"WLBStrategy: out of memory in step {batch.plan.step}"
+    if strategy:
+        said += f", which left the mesh, in the pipeline on {strategy[batch.replica]}"
+    units = batch.units
+    if action is not None:
+        running = units.forward[action.micro_batch]
+        slices = units.slices_of(running)
+        more = f" and {len(slices) - _SHOWN} more" if len(slices) > _SHOWN else ""
+        said += (
+            f", action {action}: micro-batch {action.micro_batch} of {units.tokens_of(running)}"
+            f" tokens, {running.rows} rows on this rank,"
+            f" {' '.join(map(str, slices[:_SHOWN]))}{more}"
+        )
+    if not units.forward:
+        return f"{said}."
+    place = pipeline.rank.pipeline
+    program = pipeline.programs(batch.executed, batch.replica)[place]
+    count = most_open(program, pipeline.rank.mesh.virtual_stages)
+    parts = StepMemory.of(model, pipeline.stages).rank_parts[place]
+    number = len(units.forward)
+
+    def needed_by(each: MicroBatch) -> int:
+        return model.rank_bytes(parts, count, each.rows, number, each.recompute)
+
+    longest = max(units.forward, key=needed_by)
+    held = needed_by(longest)
+    less = sorted(
+        (
+            (held - needed, option)
+            for option, needed in _options(
+                model,
+                parts,
+                count,
+                longest,
+                number,
+                units.tokens_of(longest),
+                batch.plan.nominal_tokens // batch.plan.micro_batches,
+                bool(strategy),
+            )
+            if needed < held
+        ),
+        reverse=True,
+    )
+    options = [f"{option}: {_megabytes(saved)} less" for saved, option in less]
+    if strategy:
+        options.append("WLBStrategy(dynamic=...) without this strategy, or 'off'")
+    gaps = ""
+    if pipeline.device.type == "cuda" and not has_expandable_segments():
+        gaps = f" {ALLOCATOR}={EXPANDABLE} leaves fewer gaps between tensors of changing sizes."
+    return (
+        f"{said}. By the memory model this rank needs {_megabytes(held)}:"
+        f" {_megabytes(model.state_bytes(parts))} for parameters, gradients and optimizer state,"
+        f" the rest for {count} open micro-batches of {longest.rows} rows. What takes less:"
+        f" {'; '.join(options)}.{gaps}"
+    )
+
+
+def _options(
+    model: MemoryModel,
+    parts: StageParts,
+    count: int,
+    longest: MicroBatch,
+    micro_batches: int,
+    tokens: int,
+    window: int,
+    elsewhere: bool,
+) -> Iterator[tuple[str, int]]:
+    """Options and the bytes that this rank needs with each; some need more than without.
+
+    Other sizes of the mesh do not change a step ``elsewhere``.
+    """
+    rows, recompute = longest.rows, longest.recompute
+    for mode in get_args(Recompute):
+        yield (
+            f"activation_checkpointing={mode!r}",
+            model.rank_bytes(parts, count, rows, micro_batches, mode),
+        )
+    mesh, unit = model.mesh, model.mesh.tensor
+    if tokens > window:
+        shorter = -(-rows * window // tokens // unit) * unit
+        yield f"cap={window}", model.rank_bytes(parts, count, shorter, micro_batches, recompute)
+    if elsewhere:
+        return
+    # On as many devices where the data-parallel ranks can be halved, else on twice as many.
+    data = mesh.data // 2 if mesh.data % 2 == 0 else mesh.data
+    wider = replace(model, mesh=replace(mesh, data=data, context=2 * mesh.context))
+    yield (
+        f"context_parallel_size={2 * mesh.context}",
+        wider.rank_bytes(parts, count, -(-rows // 2 // unit) * unit, micro_batches, recompute),
+    )
+    if all(size % (2 * unit) == 0 for _, size in model.shape.split_sizes):
+        split = replace(model, mesh=replace(mesh, data=data, tensor=2 * unit))
+        padded = -(-rows // (2 * unit)) * 2 * unit
+        yield (
+            f"tensor_parallel_size={2 * unit}",
+            split.rank_bytes(parts, count, padded, micro_batches, recompute),
+        )
+    if sum(parts.layers) > 1:
+        deeper = replace(model, mesh=replace(mesh, data=data, pipeline=2 * mesh.pipeline))
+        half = replace(parts, layers=tuple(-(-each // 2) for each in parts.layers))
+        twice = min(2 * count, micro_batches)
+        yield (
+            f"pipeline_parallel_size={2 * mesh.pipeline}",
+            deeper.rank_bytes(half, twice, rows, micro_batches, recompute),
+        )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,194 @@
+"""The order in which parallelisms are applied to a model, in one function.
+
+1. Pipeline: keep this rank's layers and ends; the rest was never materialised.
+2. Tensor: place every weight on the tensor axis, in its own shard.
+3. Fully sharded data parallel over data × context.
+4. Give the shards memory, in the dtype of rest, and fill them by (parameter name, seed or weights).
+
+Up to step 4 a model on the meta device has no memory, so that a rank never holds more than its own
+shards and what it fills one of them from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_wlb.distributed.device_mesh import data_context
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.tensor_parallel import shard_parameters
+from lightning_wlb.training import fsdp
+from lightning_wlb.training.buckets import Unit, refuse_hooks, unit
+from lightning_wlb.training.gradient_norm import Tie, find_ties
+from lightning_wlb.training.parameter_buckets import Gathering
+
+
+def parallelize(
+    model: Decoder,
+    mesh: DeviceMesh,
+    stages: list[range],
+    group: dist.ProcessGroup,
+    *,
+    initialise: Callable[[], None],
+    device: torch.device,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+) -> tuple[list[Tie], Gathering]:
+    """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
+
+    Args:
+        model: whole.
+        mesh: from :func:`~lightning_wlb.distributed.device_mesh.device_mesh`.
+        stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
+        group: the ranks that share the parameters, as :class:`.Gathering` wants it.
+        initialise: fills every parameter of the module with its first value. Parameters are
+            DTensors then, of any placement (:func:`.initialise.assign`).
+        device: where the parameters live.
+        dtype: of the parameters at rest.
+        compute_dtype: of the parameters in a step.
+        sum_dtype: of the sums of gradients in a step.
+
+    Returns:
+        The weights that the model's two ends share, and what gathers the parameters in a step.
+
+    Raises:
+        ValueError: a buffer without values, or a parameter that two layers share, or that several
+            pipeline stages would.
+    """
+    ties = find_ties(model)
+    place, places = mesh["pipeline"].get_local_rank(), mesh["pipeline"].size()
+    check_parameters(model, places)
+    keep_stages(model, stages, place, places)
+
+    tensor_mesh = mesh["tensor"]
+    if tensor_mesh.size() > 1:
+        shard_parameters(model, tensor_mesh, model.tensor_parallel_plan(tensor_mesh.size()))
+
+    deferred = any(parameter.is_meta for parameter in model.parameters())
+    if deferred:
+        refuse_empty_buffers(model)
+    convert_tensors(
+        model,
+        lambda tensor: tensor.to(
+            None if tensor.is_meta else device,
+            # Buffers keep their dtype: rotary tables would lose digits in bfloat16.
+            dtype if isinstance(tensor, nn.Parameter) else None,
+        ),
+    )
+    fsdp.shard(model, data_context(mesh))
+    if deferred:
+        convert_tensors(
+            model,
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor,
+        )
+        initialise()
+    units = _units(model, ties, dict(list(enumerate(stages))[place::places]))
+    tensor_group = tensor_mesh.get_group() if tensor_mesh.size() > 1 else None
+    gathering = Gathering(units, group, tensor_group, compute_dtype, sum_dtype)
+    return ties, gathering
+
+
+def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> None:
+    """Drop the layers and ends that other ranks own. Names keep their global layer number."""
+    mine = {layer for stage in stages[rank::ranks] for layer in stage}
+    for name in list(model.layers):
+        if int(name) not in mine:
+            del model.layers[name]
+    if rank != 0:
+        model.embed = None  # an absent end is passed through
+    if rank != (len(stages) - 1) % ranks:
+        model.head = None
+
+
+def _units(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Unit]:
+    """What gathers and reduces as a whole, in the order of first use.
+
+    That is every layer, the two ends, which are one where they are tied on one rank, and what the
+    model has besides.
+    """
+    first, last = min(stages), max(stages)
+    ends = [end for end in (model.embed, model.head) if isinstance(end, nn.Module)]
+    parts: list[tuple[list[nn.Module], list[int]]] = []
+    if ties and len(ends) == 2:
+        parts.append((ends, [first, last]))
+    elif model.embed is not None:
+        parts.append(([model.embed], [first]))
+    for stage, layers in stages.items():
+        parts.extend(([model.layers[str(number)]], [stage]) for number in layers)
+    if model.head is not None and not (ties and len(ends) == 2):
+        parts.append(([model.head], [last]))
+    inside = [[each for whole in modules for each in whole.modules()] for modules, _ in parts]
+    known = {id(each) for modules in inside for each in modules}
+    others = [each for each in model.modules() if id(each) not in known]
+    units = [unit([model], list(stages), others)]
+    units += [unit(modules, own, all_) for (modules, own), all_ in zip(parts, inside, strict=True)]
+    return [each for each in units if each.shares]
+
+
+def check_parameters(model: Decoder, pipeline: int) -> None:
+    """Refuse parameters of which several parts would each train a copy, and hooks that are lost.
+
+    Args:
+        model: whole: of a part that another stage holds nothing is known later.
+        pipeline: ranks that hold its stages.
+
+    Raises:
+        ValueError: naming the parameter, with the remedy.
+    """
+    owners: dict[int, set[str]] = defaultdict(set)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        refuse_hooks(name, parameter)
+        part, *inside = name.split(".")
+        if part not in ("embed", "layers", "head"):
+            part = "neither"
+            if pipeline > 1 and parameter.requires_grad:
+                raise ValueError(
+                    f"{type(model).__name__}: {name} is in none of embed, layers and head, so each"
+                    f" of {pipeline} pipeline stages would train a copy of its own. Move it into"
+                    " one of them, or use pipeline_parallel_size=1."
+                )
+        own = owners[id(parameter)]
+        own.add(f"layer {inside[0]}" if part == "layers" else part)
+        if len(own) > 1 and own != {"embed", "head"}:
+            raise ValueError(
+                f"{type(model).__name__}: the parameter {name} is in two layers, or in a layer and"
+                " an end. Only the embedding and the head may share one: give each layer parameters"
+                " of its own."
+            )
+
+
+def refuse_empty_buffers(model: nn.Module) -> None:
+    """Raise ValueError for buffers that were made on the meta device: nothing fills them."""
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise ValueError(
+            f"Buffers on the meta device would have no values: {', '.join(empty)}. Compute them in"
+            " forward, as lightning_wlb.Transformer does its rotary embedding, or make them with"
+            " device='cpu'."
+        )
+
+
+def convert_tensors(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer; one that two modules share stays shared.
+
+    ``Module.to_empty`` and ``Module.to`` would untie it.
+    """
+    done: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for module in model.modules():
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in list(kind.items()):
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in done:
+                        new = convert(tensor)
+                        if isinstance(tensor, nn.Parameter):
+                            new = nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
+                        done[id(tensor)] = new
+                    kind[name] = done[id(tensor)]  # type: ignore[assignment]

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cost.flops import PassWork, Work
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.planning.planner import DataSettings, Planner, Release
+from tests import ranks  # noqa: F401  (what a new process has imported already)
+
+# Documents wait in queues and are drained at the end of an epoch.
+DATA = DataSettings(context_window=64, micro_batches=2, packing="wlb", seed=3)
+
+SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
+
+
+WORK = Work(PassWork(16, 1), PassWork(33, 1))
+
+
+def store() -> InMemoryDocuments:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(3, 1, 60), 1, 300).astype(int)
+    return InMemoryDocuments([rng.integers(0, 99, length) for length in lengths], vocab_size=99)
+
+
+def dataset(**changes: Any) -> StepDataset:
+    arguments: dict[str, Any] = {"store": store(), "data": DATA, "work": WORK, **changes}
+    return StepDataset(**arguments)
+
+
+def epochs(steps: StepDataset | StepLoader, count: int) -> list[StepBatch]:
+    """The batches of the next epochs."""
+    return [batch for _ in range(count) for batch in steps]
+
+
+def content(batch: StepBatch) -> tuple[Any, ...]:
+    tensors = [
+        (each.tokens.tolist(), each.labels.tolist(), each.positions.tolist())
+        for each in batch.micro_batches
+        if each.tokens is not None and each.labels is not None
+    ]
+    return batch.plan, batch.state, batch.next_digest, batch.last, tensors
+
+
+def test_one_iteration_is_one_epoch_and_announces_the_next_plan() -> None:
+    batches = epochs(dataset(), 2)
+    assert [batch.plan.step for batch in batches] == list(range(len(batches)))
+    ends = [batch.plan.epoch for batch in batches].index(1)
+    assert batches[ends - 1].plan.drain
+    assert 3 < ends < len(batches) - 3
+    for batch, following in pairwise(batches):
+        same_epoch = batch.plan.epoch == following.plan.epoch
+        assert batch.next_digest == (following.plan.digest if same_epoch else 0)
+    assert not any(batch.last for batch in batches)
+    total = int(store().lengths.sum())
+    assert sum(batch.tokens for batch in batches[:ends]) == total
+    assert sum(batch.tokens for batch in batches[ends:]) == total
+    assert batches[0].plan.pieces != batches[ends].plan.pieces, "a new order in each epoch"
+
+
+def test_resume_from_any_batch_continues_with_the_next() -> None:
+    unbroken = epochs(dataset(), 2)
+    for number, batch in enumerate(unbroken[:-1]):
+        resumed = next(iter(dataset(state=batch.state)))
+        assert content(resumed) == content(unbroken[number + 1])
+    # Not only the next one: queues and carried documents too.
+    middle = len(unbroken) // 4
+    rest = epochs(dataset(state=unbroken[middle].state), 2)
+    assert [content(each) for each in rest] == [content(each) for each in unbroken[middle + 1 :]]
+
+
+def test_resume_on_another_mesh_has_the_same_pieces() -> None:
+    unbroken = list(dataset())
+    rank = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)
+    resumed = list(dataset(state=unbroken[2].state, rank=rank))
+    assert [batch.plan.pieces for batch in resumed] == [batch.plan.pieces for batch in unbroken[3:]]
+    assert [batch.state for batch in resumed] == [batch.state for batch in unbroken[3:]]
+    assert {len(batch.plan.replicas) for batch in resumed} == {3}
+
+
+def test_max_tokens_marks_the_last_batch_and_a_longer_run_continues_from_it() -> None:
+    unbroken = epochs(dataset(), 2)
+    bounds = np.cumsum([batch.tokens for batch in unbroken]).tolist()
+    epoch_end = [batch.plan.epoch for batch in unbroken].index(1)
+    for steps in (3, epoch_end):
+        bounded = dataset(data=replace(DATA, max_tokens=bounds[steps - 1]))
+        batches = list(bounded)
+        assert [batch.last for batch in batches] == [False] * (steps - 1) + [True]
+        assert batches[-1].next_digest == 0
+        assert list(bounded) == []
+        longer = dataset(data=replace(DATA, max_tokens=10**9), state=batches[-1].state)
+        assert next(iter(longer)).plan == unbroken[steps].plan
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_change_nothing(workers: int) -> None:
+    whole = list(dataset())
+    # Seven steps: a multiple of neither 2 nor 3, so that some workers finish before others.
+    begin = whole[-8].state
+    loader = StepLoader(dataset(), lambda: begin, num_workers=workers)
+    assert [content(batch) for batch in loader] == [content(batch) for batch in whole[-7:]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_broken_anywhere_goes_on_with_the_first_step_not_taken(seed: int) -> None:
+    """The worker has planned ahead of the break; steps that fail are taken again."""
+    unbroken = epochs(dataset(), 2)
+    rng = random.Random(seed)
+    consumed, taken = ConsumedState(), []
+    loader = StepLoader(dataset(), lambda: consumed.current(len(taken)), num_workers=1)
+    while len(taken) < len(unbroken):
+        until = rng.randint(1, len(unbroken) // 2)
+        for batch in loader:
+            consumed.begin(batch, len(taken))
+            if until == 0:
+                break  # this step was begun and not taken
+            taken.append(batch)
+            until -= 1
+    want = [content(batch) for batch in unbroken]
+    assert [content(batch) for batch in taken[: len(want)]] == want
+
+
+PLANNING = 0.1  # seconds
+
+
+def waits(workers: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What a training of 0.2 s a step waits for a planner that takes half of that, when warm."""
+    place = Planner.place
+
+    def slowly(planner: Planner, release: Release) -> Any:
+        time.sleep(PLANNING)
+        return place(planner, release)
+
+    monkeypatch.setattr(Planner, "place", slowly)
+    waited = []
+    for batch in StepLoader(dataset(), lambda: None, num_workers=workers):
+        waited.append(batch.to("cpu").wait_seconds)
+        if len(waited) == 8:
+            break
+        time.sleep(2 * PLANNING if workers else 0)
+    return waited[2:]
+
+
+def test_planning_is_off_the_training_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The median: a busy machine may hold up a step or two.
+    assert np.median(waits(1, monkeypatch)) < PLANNING / 4
+
+
+def test_without_a_worker_the_wait_is_that_of_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(waits(0, monkeypatch)) >= PLANNING
+
+
+def test_a_worker_that_is_not_forked_gets_the_same() -> None:
+    steps = StepDataset(store(), DATA, Work.of(SHAPE))
+    copy = pickle.loads(pickle.dumps(steps))
+    assert [content(batch) for batch in copy] == [content(batch) for batch in steps]
+
+
+def test_the_loader_begins_each_epoch_where_it_is_told_and_draws_no_random_numbers() -> None:
+    position: dict[str, Any] = {"state": None}
+    begin: Callable[[], dict[str, Any] | None] = lambda: position["state"]  # noqa: E731
+    loader = StepLoader(dataset(), begin)
+    before = torch.random.get_rng_state()
+    first = next(iter(loader))
+    position["state"] = first.state
+    assert next(iter(loader)).plan.step == 1
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with pytest.raises(TypeError):
+        len(loader)
+
+
+def test_only_a_taken_step_is_consumed() -> None:
+    first, second = list(dataset())[:2]
+    consumed = ConsumedState()
+    assert consumed.current(0) is None
+    consumed.begin(first, 0)
+    assert consumed.current(0) is None, "the step failed before the optimiser"
+    assert consumed.current(1) == first.state
+    consumed.begin(second, 1)
+    assert consumed.current(1) == first.state
+    assert consumed.current(2) == second.state
+    consumed.begin(second, 1)
+    assert consumed.current(1) == first.state, "tried again"
+    consumed.restore({"elsewhere": 1})
+    assert consumed.current(9) == {"elsewhere": 1}
+
+
+# --- the position of a loop without a Trainer ----------------------------------------------
+
+
+def test_a_dataset_for_a_model() -> None:
+    """It weighs documents by the model, and knows them by their tokens."""
+    sequences = [store().read(n, 0, length).tolist() for n, length in enumerate(store().lengths)]
+    steps = StepDataset.for_model(sequences, DATA, SHAPE)
+    weighed = dataset(work=Work.of(SHAPE))
+    assert [content(batch) for batch in steps] == [content(batch) for batch in weighed]
+    with pytest.raises(MisconfigurationException, match=r"101 different tokens.* of 99"):
+        StepDataset.for_model([[1, 100]], DATA, SHAPE)
+    with pytest.raises(MisconfigurationException, match="documents='books'"):
+        StepDataset.for_model("books", DATA, SHAPE)
+    with pytest.raises(ValueError, match="splits the 1 query and 1 key/value heads"):
+        StepDataset.for_model(sequences, DATA, SHAPE, Rank(Mesh(context=2)), sharding="heads")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_pins(workers: int) -> None:
+    batches = list(StepLoader(dataset(), num_workers=workers, pin_memory=True))
+    assert [content(batch) for batch in batches] == [content(batch) for batch in dataset()]
+    assert all(each.positions.is_pinned() for batch in batches for each in batch.micro_batches)

@@ -1,0 +1,182 @@
+"""Loops without a Trainer: a position that outlives the loader, its process and its mesh."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_wlb.data import loader as sampler
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.loader import StepLoader
+from lightning_wlb.mesh import Mesh, Rank
+from tests import ranks  # noqa: F401  (what a new process has imported already)
+from tests.data.test_loader import DATA, content, dataset, epochs
+
+
+def test_an_iteration_that_was_left_is_continued_by_the_next() -> None:
+    unbroken = epochs(dataset(), 2)
+    steps = dataset()
+    batches = [*islice(steps, 3), *steps, *steps]
+    assert [content(batch) for batch in batches] == [content(batch) for batch in unbroken]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_plain_loop_resumes_with_the_batch_after_the_last_one_handed_out(workers: int) -> None:
+    """With the state of any number of workers, which read ahead: they all have the same."""
+    unbroken = epochs(dataset(), 2)
+    want = [content(batch) for batch in unbroken]
+    end = [batch.plan.epoch for batch in unbroken].index(1)
+    loader = StepLoader(dataset(), num_workers=workers)
+    states = [loader.state_dict()]
+    for _ in range(2):
+        for batch in loader:
+            assert loader.state_dict() == {"planner": batch.state}
+            states.append(loader.state_dict())
+    assert states == [{}, *({"planner": batch.state} for batch in unbroken)]
+    # Before the first step, inside the epoch, before and after its last batch, in the next one.
+    for taken in (0, 4, end - 1, end, end + 1) if workers != 1 else (4, end):
+        resumed = StepLoader(dataset(), num_workers=workers)
+        resumed.load_state_dict(states[taken])
+        rest = epochs(resumed, 2 if taken < end else 1)
+        assert [content(batch) for batch in rest] == want[taken:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_was_left_goes_on_and_takes_its_workers_along(workers: int) -> None:
+    unbroken = [content(batch) for batch in dataset()]
+    loader = StepLoader(dataset(), num_workers=workers)
+    first = []
+    for batch in loader:
+        first.append(batch)
+        assert len(multiprocessing.active_children()) == workers
+        if len(first) == 3:
+            break
+    del batch
+    assert not multiprocessing.active_children(), "none outlives the loop"
+    before = torch.random.get_rng_state()
+    assert [content(batch) for batch in [*first, *loader]] == unbroken
+    assert torch.equal(torch.random.get_rng_state(), before)
+    # Back to where it was before.
+    loader.load_state_dict({"planner": first[1].state})
+    assert content(next(iter(loader))) == unbroken[2]
+    loader.load_state_dict({})
+    assert content(next(iter(loader))) == unbroken[0]
+
+
+def test_a_plain_loop_resumes_on_another_mesh() -> None:
+    unbroken = list(dataset())
+    elsewhere = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)
+    loader = StepLoader(dataset(rank=elsewhere), num_workers=1)
+    loader.load_state_dict({"planner": unbroken[2].state})
+    assert [batch.plan.pieces for batch in loader] == [batch.plan.pieces for batch in unbroken[3:]]
+
+
+def test_max_tokens_ends_a_plain_loop() -> None:
+    tokens = [batch.tokens for batch in dataset()]
+    loader = StepLoader(dataset(data=replace(DATA, max_tokens=sum(tokens[:3]))))
+    assert [batch.last for batch in loader] == [False, False, True]
+    assert list(loader) == []
+
+
+def told(batch: StepBatch) -> tuple[int, Any]:
+    """What tells one batch from another, in types that torch loads with ``weights_only``."""
+    return batch.plan.digest, [
+        each.tokens.tolist() for each in batch.micro_batches if each.tokens is not None
+    ]
+
+
+def train_until_killed(folder: Path, talk: Connection) -> None:
+    """A plain loop that saves after each of five steps and never ends the sixth."""
+    os.setsid()  # its workers are to be killed with it
+    loader, trained = StepLoader(dataset(), num_workers=2), []
+    for batch in loader:
+        if len(trained) == 5:
+            talk.send("in the sixth step")
+            signal.pause()
+        trained.append(told(batch))
+        torch.save({"loader": loader.state_dict(), "trained": trained}, folder / "partial")
+        os.replace(folder / "partial", folder / "last.pt")
+
+
+def test_a_killed_loop_continues_with_exactly_the_next_batch(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    hear, talk = context.Pipe(duplex=False)
+    process = context.Process(target=train_until_killed, args=(tmp_path, talk))
+    process.start()
+    assert process.pid is not None
+    talk.close()
+    try:
+        assert hear.recv() == "in the sixth step"
+        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+    unbroken = [told(batch) for batch in epochs(dataset(), 2)]
+    saved = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert saved["trained"] == unbroken[:5]
+    for workers in (2, 0, 1):
+        loader = StepLoader(dataset(), num_workers=workers)
+        loader.load_state_dict(saved["loader"])
+        assert [told(batch) for batch in epochs(loader, 2)] == unbroken[5:]
+
+
+def test_fabric_saves_and_loads_the_loader(tmp_path: Path) -> None:
+    unbroken = [content(batch) for batch in dataset()]
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader = StepLoader(dataset(), num_workers=1)
+    batches = list(islice(fabric.setup_dataloaders(loader), 3))
+    fabric.save(tmp_path / "last.ckpt", {"loader": loader})
+    resumed = StepLoader(dataset(), num_workers=2)
+    fabric.load(tmp_path / "last.ckpt", {"loader": resumed})
+    assert [content(batch) for batch in [*batches, *resumed]] == unbroken
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_of_the_users_own_resumes(workers: int) -> None:
+    def loader() -> StatefulDataLoader:
+        return StatefulDataLoader(dataset(), batch_size=None, num_workers=workers)
+
+    first, second = loader(), loader()
+    batches = list(islice(first, 3))
+    second.load_state_dict(first.state_dict())
+    assert [content(batch) for batch in [*batches, *second]] == [
+        content(batch) for batch in dataset()
+    ]
+
+
+def test_states_that_cannot_be_resumed_from_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = StepLoader(dataset())
+    with pytest.raises(ValueError, match=r"_snapshot.* not that of a StepLoader"):
+        loader.load_state_dict({"_snapshot": {}, "_iterator_finished": False})
+    next(iter(loader))
+    other = StepLoader(dataset(data=replace(DATA, seed=4)))
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="seed=3 in the saved state, 4 here"):
+        next(iter(other))
+    # As in the second of two workers of a StatefulDataLoader, which restores each worker's copy.
+    monkeypatch.setattr(sampler, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
+    with pytest.raises(ValueError, match=r"num_workers=2 cannot resume.*lightning_wlb\.StepLoader"):
+        dataset().load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_is_told_where_to_begin_has_no_position(workers: int) -> None:
+    """Under Lightning, where the loader's own would be that of the batch read ahead."""
+    loader = StepLoader(dataset(), lambda: None, num_workers=workers)
+    first = next(iter(loader))
+    assert loader.state_dict() == {}
+    loader.load_state_dict({"planner": first.state})
+    assert content(next(iter(loader))) == content(first)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pyarrow as pa
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_wlb as wlb
+from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.data.documents import DocumentSubset, InMemoryDocuments
+from lightning_wlb.data.loader import StepDataset
+from lightning_wlb.data.open_documents import KINDS, check_documents, documents
+from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.arrow import ArrowDocuments
+from tests.data.stores.corpora import TOKENS, write_arrow
+from tests.data.test_datamodule import Recorder
+
+SHAPE = ModelShape(dim=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn_dim=8, vocab_size=9)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_arrow(tmp_path / "corpus.arrow", pa.table({"input_ids": TOKENS}))
+
+
+def test_it_recognises_what_it_is_given(corpus: Path) -> None:
+    assert wlb.documents is documents
+    assert isinstance(documents(TOKENS), InMemoryDocuments)
+    assert documents(TOKENS, vocab_size=50).vocab_size == 50
+    store = documents(str(corpus))
+    assert isinstance(store, ArrowDocuments)
+    assert documents(store) is store
+    assert documents({"path": corpus, "vocab_size": 7}, empty="drop").vocab_size == 7
+    stdlib = documents("stdlib", unit="file")
+    assert isinstance(stdlib, StdlibDocuments)
+    assert stdlib.unit == "file"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("no/such", {}, r"documents='no/such': there is no file no/such\. Give"),
+        ("no/such*", {}, "no file fits this pattern"),
+        (["a.arrow", "b.txt"], {}, "there is no file a.arrow"),
+        (3, {}, "documents of type int: these are no documents that are known"),
+        ({"paths": "a"}, {}, r"documents=\{'paths': 'a'\}: a mapping .* has one of path, tokens"),
+        ({"path": "a", "tokens": "b"}, {}, "a mapping of documents has one of path, tokens"),
+        ({"path": "a", "empty": "drop"}, {"empty": "drop"}, "empty given twice"),
+        (TOKENS, {"empty": "drop"}, r"no option 'empty'\. It takes masks, vocab_size"),
+        (InMemoryDocuments(TOKENS), {"vocab_size": 9}, "open already and takes no options"),
+    ],
+)
+def test_what_is_not_known_is_refused(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        documents(source, **options)
+
+
+def test_texts_are_told_from_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    for source in (tmp_path, tmp_path / "a.jsonl.gz"):
+        with pytest.raises(ValueError, match=rf"texts, which need a tok.*'texts': '{source}', "):
+            documents(source)
+
+
+def test_the_error_lists_what_is_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="these are no documents that are known") as info:
+        documents(tmp_path)
+    assert all(kind.description in str(info.value) for kind in KINDS)
+    with pytest.raises(MisconfigurationException, match=r"test_documents='.*: these are no doc"):
+        check_documents("test_documents", str(tmp_path))
+
+
+def test_a_token_outside_the_models_vocabulary_is_named(corpus: Path) -> None:
+    """By row and source, where the store does not know its vocabulary, also below a subset."""
+    data = wlb.DataSettings(context_window=4, micro_batches=1, shuffle=False)
+    whole = documents(corpus)
+    assert whole.vocab_size is None
+    for store in (whole, DocumentSubset(whole, [2])):
+        dataset = StepDataset.for_model(
+            store, data, SHAPE.__class__(**{**vars(SHAPE), "vocab_size": 6})
+        )
+        with pytest.raises(ValueError, match=r"document 2 of Arrow.*corpus.*token 6 .*\[0, 6\)"):
+            list(dataset)
+    assert sum(batch.tokens for batch in StepDataset.for_model(whole, data, SHAPE)) == 6
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+data:
+  documents: {documents}
+  validation_documents: {validation}
+  test_documents: {documents}
+  context_window: 4
+  micro_batches: 1
+  model_shape:
+    class_path: lightning_wlb.cost.flops.ModelShape
+    init_args: {{dim: 8, layers: 1, heads: 1, kv_heads: 1, head_dim: 8, ffn_dim: 8, vocab_size: 9}}
+"""
+
+
+@pytest.mark.parametrize("how", ["{path}", "{{path: {path}, vocab_size: 8}}", "[{path}]"])
+def test_lightning_cli_takes_paths_and_mappings(tmp_path: Path, corpus: Path, how: str) -> None:
+    config = tmp_path / "config.yaml"
+    given = how.format(path=corpus)
+    config.write_text(CONFIG.format(documents=given, validation=given))
+    arguments = ["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}"]
+    cli = LightningCLI(Recorder, wlb.WLBDataModule, save_config_callback=None, args=arguments)
+    assert cli.model.steps == [0, 1]
+    assert isinstance(cli.datamodule, L.LightningDataModule)
+    store, validation, _ = cli.datamodule._stores()
+    assert store.lengths.tolist() == validation.lengths.tolist() == [3, 1, 2]
+    assert store.vocab_size == (8 if "vocab_size" in how else None)

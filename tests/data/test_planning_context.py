@@ -1,0 +1,186 @@
+"""What the data module takes from the Trainer: the rank's place, the mesh, and the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES
+from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.planning_context import predictor_of
+from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.plan import Scheme
+from lightning_wlb.sharding import choose
+from tests.data.test_datamodule import SHAPE, data
+
+
+def stand(documents: WLBDataModule, checkpointing: str = "auto", **strategy: Any) -> None:
+    """Give it a Trainer of which only the strategy and a module are told."""
+    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), **strategy),
+        lightning_module=SimpleNamespace(model_shape=SHAPE, planned_checkpointing=checkpointing),
+        global_step=0,
+    )
+
+
+def test_the_strategy_says_where_the_rank_stands() -> None:
+    documents = data()
+    stand(documents, rank=Rank(Mesh(data=3, context=2, tensor=2), data=1))
+    batch = next(iter(documents.train_dataloader()))
+    assert batch.replica == 1
+    assert len(batch.plan.replicas) == 3
+
+
+def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
+    """A kernel that is fast on one shape of segments only, another sharding."""
+    shape = replace(SHAPE, vocab_size=0)
+    lengths = [900, 500, 300, 150, 80, 40, 20, 10]
+    h100 = Profile.load("h100")
+    # As fast for a segment of one query as for long ones: without tiles or keys to copy.
+    tileless = replace(
+        h100,
+        attention=(AttentionTable(shape.head_dim, 1, (1,), (1.0,), ((1e14,),), ((1e14,),)),),
+        element_bytes_per_second=1e30,
+    )
+    chosen = []
+    for profile in (None, tileless):
+        documents = data(
+            documents=[[1] * length for length in lengths],
+            context_window=2000,
+            micro_batches=1,
+            packing="original",
+            model_shape=shape,
+            profile=profile,
+        )
+        stand(documents, rank=Rank(Mesh(context=4)))
+        (micro_batch,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
+        chosen.append(micro_batch.sharding)
+        cost = reference_kernel_cost
+        if profile is not None:
+            cost = LatencyModel(profile, shape, Mesh(context=4)).segment_cost
+        plan = next(iter(documents.train_dataloader())).plan
+        tokens = [part.tokens for part in plan.replicas[0].slices_of(micro_batch)]
+        assert micro_batch.sharding == choose(tokens, 4, 1, cost)[0]
+    assert chosen[0] != chosen[1]
+    assert data(profile="h100").profile == h100
+    with pytest.raises(ValueError, match="h1000"):
+        data(profile="h1000")
+
+
+def test_process_groups_of_strategies_take_room_of_every_step() -> None:
+    """On a GPU that is too small for them; with the mesh's own, and of all strategies."""
+    h100 = Profile.load("h100")
+    small = replace(h100, memory_bytes=10**10, device_type="cuda")
+    mesh, pairs = Mesh(4), tuple(Scheme(first, (1, 1)) for first in (0, 2))
+    found = []
+    for dynamic in ((), (pairs,)):
+        trainer = SimpleNamespace(strategy=SimpleNamespace(dynamic=dynamic, executor=EXECUTOR))
+        predictor = predictor_of(trainer, small, replace(SHAPE, layers=2), mesh)
+        assert predictor is not None
+        found.append(predictor.usable_bytes)
+        if dynamic:
+            (kinds,) = Pool.of(dynamic, predictor).kinds.values()
+            assert {kind.predictor.usable_bytes for kind in kinds.values()} == {found[-1]}
+    # Two channels, a pair of pipelines that share a micro-batch, all ranks.
+    assert found[0] - found[1] == 4 * COMMUNICATOR_BYTES
+
+
+EXECUTOR = SimpleNamespace(pipeline=SimpleNamespace(stages=(range(2),), schedule="1f1b"))
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    documents = data(sharding="heads")
+    stand(documents, rank=Rank(Mesh(context=2)))
+    message = "splits the 1 query and 1 key/value heads .* over 2 context-parallel ranks"
+    with pytest.raises(ValueError, match=message):
+        documents.train_dataloader()
+
+
+def test_ranks_without_the_strategy_are_refused() -> None:
+    documents = data()
+    stand(documents)
+    documents.trainer.world_size = 2  # type: ignore[union-attr]
+    with pytest.raises(MisconfigurationException, match=r"2 ranks.*use strategy='wlb'"):
+        documents.train_dataloader()
+
+
+def test_packing_auto_goes_by_the_device_profile() -> None:
+    """Where every action costs a second, as few micro-batches as the window allows."""
+    cpu = replace(Profile.load("cpu"), action=ActionOverhead())
+    counts = []
+    for profile in (
+        cpu,
+        replace(cpu, action=ActionOverhead(ns=(1e8, 1e8))),
+        replace(cpu, action=ActionOverhead(ns=(1e9, 1e9))),
+        # As much, by the sums of the gradients of 28,000 parameters.
+        replace(cpu, action=ActionOverhead(parameter_ns=1e5)),
+    ):
+        documents = data(
+            documents=[[1] * length for length in (16000, 6000, 4000, 2000, 2000, 2000)],
+            context_window=16000,
+            micro_batches=2,
+            packing="auto",
+            model_shape=replace(SHAPE, vocab_size=0, layers=2),
+            profile=profile,
+        )
+        pipeline = SimpleNamespace(stages=(range(1), range(1, 2)), schedule="1f1b")
+        stand(
+            documents,
+            rank=Rank(Mesh(pipeline=2)),
+            executor=SimpleNamespace(pipeline=pipeline),
+        )
+        counts.append(len(next(iter(documents.train_dataloader())).plan.replicas[0].forward))
+    assert counts == [16, 4, 2, 2]
+
+
+@pytest.mark.parametrize(("schedule", "slices"), [("1f1b", True), ("gpipe", False)])
+def test_documents_are_sliced_where_the_strategys_schedule_runs_slices(
+    schedule: str, slices: bool
+) -> None:
+    documents = data(
+        documents=[[1] * length for length in (4000, 100, 100)],
+        context_window=4000,
+        micro_batches=2,
+        packing="auto",
+    )
+    stand(documents, rank=Rank(Mesh(pipeline=4)), schedule=schedule)
+    (replica,) = next(iter(documents.train_dataloader())).plan.replicas
+    assert any(part.context > 0 for part in replica.slices) == slices
+
+
+def test_plans_recompute_what_the_module_asks_for() -> None:
+    """By itself as little as fits, or as fits best."""
+    shape = replace(SHAPE, vocab_size=0, layers=4)
+    found = {}
+    for checkpointing, memory in (("auto", 10**9), ("auto", 1), ("full", 10**9), ("none", 1)):
+        documents = data(
+            documents=[[1] * 100, [1] * 100],
+            context_window=100,
+            micro_batches=2,
+            packing="original",
+            shuffle=False,
+            model_shape=shape,
+            profile=replace(Profile.load("h100"), memory_bytes=memory),
+        )
+        stand(documents, checkpointing, rank=Rank())
+        batch = next(iter(documents.train_dataloader()))
+        forward = batch.plan.replicas[0].forward
+        found[checkpointing, memory] = {each.recompute for each in forward}
+        assert [each.recompute for each in batch.micro_batches] == [
+            each.recompute for each in forward
+        ]
+    assert found == {
+        ("auto", 10**9): {"none"},
+        ("auto", 1): {"full"},
+        ("full", 10**9): {"full"},
+        ("none", 1): {"none"},
+    }

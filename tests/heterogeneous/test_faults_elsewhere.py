@@ -1,0 +1,178 @@
+"""What is said of a step that left the mesh and fails, and what such a step holds."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.plan import ReplicaPlan, Scheme, StepPlan
+from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.schedule.actions import Action
+from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.supervision.progress import HERE, RUNNING
+from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.out_of_memory import explained, note
+from tests.device import BACKEND
+from tests.heterogeneous.elsewhere import ON_THREE, PROFILE, take_in_turn
+from tests.prediction.test_predictor import plan_of
+from tests.ranks import run_ranks
+from tests.strategy.harness import Case, Recorder, config, data, trainer
+
+
+def test_a_step_that_runs_out_of_memory_names_its_pipeline_and_what_that_needs() -> None:
+    """Rank 3 is the last of two stages; what it holds rests on a mesh of four replicas."""
+    shape = TransformerConfig.preset("7b").shape
+    half = shape.layers // 2
+    strategy = (Scheme(0, (shape.layers,), context=2), Scheme(2, (half, half)))
+    plan = replace(plan_of([[[900]], [[6000], [2000]]]), strategy=strategy)
+    batch = StepBatch(plan, 1, plan.replicas, [], {}, 0, False)
+    mesh = Mesh(data=4)
+    pipeline = Pipeline(
+        mesh.coordinate(3), (range(shape.layers),), "1f1b", {}, 1, torch.bfloat16,
+        torch.device("cpu"),
+    )  # fmt: skip
+    executor: Any = SimpleNamespace(pipeline=pipeline)
+    HERE.begin_step(batch)
+    HERE.note(RUNNING, Action.parse("1F1"))
+    try:
+        with (
+            pytest.raises(torch.OutOfMemoryError) as error,
+            explained(executor, lambda: MemoryModel(shape, mesh)),
+        ):
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    finally:
+        HERE.begin()
+    (said,) = error.value.__notes__
+    assert said.startswith(
+        f"WLBStrategy: out of memory in step 0, which left the mesh, in the pipeline on ranks"
+        f" [2, 4): context 1 × tensor 1, layers {half}+{half}, action 1F1: micro-batch 1 of 2000"
+    )
+    model = MemoryModel(shape, Mesh(data=2, pipeline=2))
+    parts = StageParts((half,), head=True)
+    needed = model.rank_bytes(parts, 1, 6000, 2)
+    assert f"this rank needs {needed / 1e6:,.1f} MB" in said
+    assert f"{model.state_bytes(parts) / 1e6:,.1f} MB for parameters" in said
+    full = model.rank_bytes(parts, 1, 6000, 2, "full")
+    assert f"activation_checkpointing='full': {(needed - full) / 1e6:,.1f} MB less" in said
+    assert "parallel_size" not in said, "sizes of the mesh do not change this step"
+    assert "WLBStrategy(dynamic=...) without this strategy" in said
+
+
+def test_where_nothing_else_takes_less_the_strategy_is_to_go() -> None:
+    shape = TransformerConfig.preset("7b").shape
+    plan = plan_of([[[900]], [[900]]])
+    full = tuple(
+        ReplicaPlan(
+            each.slices, *(tuple(replace(m, recompute="full") for m in p) for _, p in each.passes)
+        )
+        for each in plan.replicas
+    )
+    strategy = tuple(Scheme(rank, (shape.layers,)) for rank in range(2))
+    plan = replace(plan, replicas=full, strategy=strategy, nominal_tokens=10**6)
+    batch = StepBatch(plan, 1, plan.replicas, [], {}, 0, False)
+    mesh = Mesh(data=2)
+    given = (range(shape.layers),), "1f1b", {}, 1, torch.bfloat16, torch.device("cpu")
+    pipeline = Pipeline(mesh.coordinate(1), *given)
+    said = note(None, batch, pipeline, MemoryModel(shape, mesh))
+    assert said.endswith(
+        "What takes less: WLBStrategy(dynamic=...) without this strategy, or 'off'."
+    )
+
+
+class Bad(Transformer):
+    """Whose loss is NaN on the last rank in the first step."""
+
+    def forward(self, micro_batch, hidden, *args, **kwargs):
+        result = super().forward(micro_batch, hidden, *args, **kwargs)
+        batch = HERE.batch
+        last = torch.distributed.get_rank() == 2
+        return result * math.nan if last and batch and batch.plan.step == 0 else result
+
+
+class Module(LanguageModule):
+    def build_model(self):
+        return Bad(self.config)
+
+
+class Held(L.Callback):
+    """Holds what each step counts against the simulator's account."""
+
+    def __init__(self) -> None:
+        self.compared: list[int] = []
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        trainer.strategy.executor.count_activations()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        found = trainer.strategy.executor.activations.held_bytes
+        assert found[-1] == 0
+        scheme = batch.plan.strategy[batch.replica]
+        profile = replace(Profile.load("h100"), dtype="float32", device_type="cpu")
+        mesh = Mesh(1, len(scheme.stages), scheme.context, scheme.tensor)
+        latency = LatencyModel(profile, pl_module.model_shape, mesh)
+        forward, backward = (
+            tuple(replace(each, replicas=(0,)) for each in micro_batches)
+            for _, micro_batches in batch.units.passes
+        )
+        units = replace(batch.units, forward=forward, backward=backward)
+        predicted = Predictor(latency, scheme.layers).simulate([units])
+        place, (simulation,) = scheme.place(trainer.global_rank)[0], predicted.simulations
+        counted = 0
+        for span, expected, own in zip(
+            simulation.spans[place], simulation.held_bytes[place], found[:-1], strict=True
+        ):
+            if span.action.kind == "F":
+                # torch's loss keeps no log-sum for each row, which the model counts.
+                last = place == len(scheme.stages) - 1
+                opened = expected - simulation.memory[place][0][1]
+                # Of context-parallel ranks the fullest one is predicted.
+                if scheme.context == 1:
+                    assert opened == pytest.approx(own, rel=0.02 if last else 0)
+                assert 0 < own <= opened
+                counted += 1
+        self.compared.append(counted)
+
+
+def run(rank: int) -> dict[str, Any]:
+    take_in_turn(ON_THREE[::-1])
+    recorder, held = Recorder(), Held()
+    strategy = WLBStrategy(3, dynamic=ON_THREE, on_nonfinite="skip")
+    runner = trainer(strategy, 3, callbacks=[recorder, held], precision="32-true", max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner.fit(Module(config(False, layers=2), seed=7), data(Case("slim"), profile=PROFILE))
+    said = [str(each.message) for each in caught if "skipped" in str(each.message)]
+    return {"said": said, "plans": recorder.plans, "compared": held.compared}
+
+
+@pytest.mark.skipif(BACKEND == "exact", reason="keeps neither its output nor log-sum-exp")
+def test_a_step_that_is_not_finite_names_its_pipelines_documents_and_activations_are_counted():
+    """Rank 2 is alone in a pipeline, which would be the third replica of the mesh."""
+    results = run_ranks(run, 3, timeout=120, process_group=False)
+    (said,) = results[0]["said"]
+    first, second = map(StepPlan.from_json, results[0]["plans"])
+    assert (first.strategy, second.strategy) == ON_THREE[::-1]
+    assert said.startswith("Step 0: the loss is nan on rank 2, and gradients are not finite of ")
+    documents = [part.document for part in first.replicas[1].slices]
+    named = re.findall(r"document (\d+) of", said.partition("Documents of these ranks: ")[2])
+    assert list(map(int, named)) == list(dict.fromkeys(documents))[:4]
+    for rank, found in enumerate(results):
+        at = 1 if rank == 2 else 0
+        assert found["compared"] == [len(plan.replicas[at].forward) for plan in (first, second)]
+        assert found["compared"][0] > 0

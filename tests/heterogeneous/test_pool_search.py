@@ -1,0 +1,168 @@
+"""Pools of strategies: chosen by some steps, judged by others, and promised as they are planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.heterogeneous import pool_search as dynamic
+from lightning_wlb.heterogeneous.dealing import Arranged
+from lightning_wlb.heterogeneous.layouts import Strategy
+from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.heterogeneous.pool_search import PoolChoice, choose_pool, described
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import Piece, Scheme
+from lightning_wlb.planning.judge import PredictedJudge, Verdict
+from lightning_wlb.planning.planner import Planner, Release, plan_steps
+from tests.mesh_search.requests import request
+
+MIXED = np.where(np.arange(1200) % 200 == 7, 30_000, 300 + 7 * np.arange(1200) % 900)
+"""Many short documents, and every now and then a long one."""
+SHAPE = ModelShape(2048, 4, 16, 16, 128, 5504, 32_000)
+MESH = Mesh(2, tensor=2)
+
+
+def asked(**changes):
+    given = {"shape": SHAPE, "window": 32_768, "micro_batches": 3, "packing": "slim", "steps": 6}
+    return request(4, MIXED, **given | changes)
+
+
+def of(*sizes: int) -> Strategy:
+    """Pipelines of one stage on so many tensor-parallel ranks."""
+    firsts = np.cumsum([0, *sizes]).tolist()
+    return tuple(Scheme(first, (4,), tensor=n) for first, n in zip(firsts, sizes, strict=False))
+
+
+def step(on_mesh: int, times: dict[Strategy, int], excess: int = 0) -> dynamic._Step:
+    made = {each: Arranged(excess, time, (), 0) for each, time in times.items()}
+    return dynamic._Step(Verdict(on_mesh, 10), made)
+
+
+def test_what_is_promised_is_what_the_planner_plans() -> None:
+    profile = Profile.load("h100")
+    given = asked(profile=replace(profile, memory_bytes=8 << 30))  # no long document on one device
+    choice = choose_pool(given, MESH)
+    assert choice.strategies
+    assert choice.gain > dynamic.WORTH
+    assert len(choice.chosen) > 1  # steps differ in what suits them
+    assert all(choice.chosen)
+    base = given.predictor(MESH)
+    judge = PredictedJudge(base)
+
+    def plans(pool: Pool | None):
+        planner = Planner(
+            given.lengths, given.data, Work.of(SHAPE), MESH, judge=judge, pool=pool,
+            kernel_cost=base.latency.segment_cost,
+        )  # fmt: skip
+        return plan_steps(planner, 6)[3:], planner
+
+    pool = Pool.of(choice.strategies, base)
+    on_mesh, planner = plans(None)
+    chosen, _ = plans(pool)
+    total = 0
+    for plain, plan in zip(on_mesh, chosen, strict=True):
+        arranged = pool.arranged(plan.pieces, planner.rules, given.data.packer)
+        on, off = judge(plain.replicas).time, arranged.get(plan.strategy)
+        total += off.time_ns if off else on
+        assert plan.strategy or plan.digest == plain.digest
+        assert off is None or off.time_ns < on
+    assert (choice.steps, choice.pool_ns) == (3, total)
+    assert choice.mesh_ns == sum(judge(plan.replicas).time for plan in on_mesh)
+    strategies = [plan.strategy for plan in chosen]
+    assert choice.chosen == tuple(map(strategies.count, choice.strategies))
+    assert choice == choose_pool(given, MESH)
+
+
+def test_documents_that_are_alike_stay_on_a_good_mesh() -> None:
+    choice = choose_pool(replace(asked(), lengths=np.full(400, 1024)), Mesh(4))
+    assert choice.strategies == ()
+    assert 1 <= choice.gain <= dynamic.WORTH
+    assert choice.lines[0].startswith("Dynamic strategies are not for you: simulated, 3 steps")
+
+
+def test_strategies_are_taken_while_they_save_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c, d = of(4), of(2, 2), of(1, 1, 1, 1), of(2, 1, 1)
+    steps = [
+        step(1000, {a: 900, b: 995, c: 950, d: 996}),
+        step(1000, {a: 1000, b: 800, c: 900, d: 996}),
+    ]
+    best = dynamic._best_together
+    # Alone b saves 200 (995 is not worth leaving the mesh), c 150, a 100; beside b, a saves 100.
+    assert best(steps, [a, b, c, d], 10) == [b, a]
+    assert best(steps, [c, d], 10) == [c]
+    assert best(steps, [d], 10) == []
+    monkeypatch.setattr(dynamic, "MOST", 1)
+    assert best(steps, [a, b, c, d], 10) == [b]
+    assert best([step(1000, {a: 500}, excess=1)], [a], 10) == []  # it does not fit
+
+
+def test_a_model_that_fits_nowhere_else_stays() -> None:
+    small = replace(Profile.load("h100"), memory_bytes=2_000_000_000)
+    assert choose_pool(asked(profile=small), MESH).proposed == 0
+
+
+CHOICE = PoolChoice(
+    (of(2, 1, 1), of(1, 1, 1, 1)),
+    (of(2, 1, 1), of(1, 1, 1, 1)),
+    7,
+    MESH,
+    5_000_000,
+    4_000_000,
+    (1, 2),
+    4,
+)
+
+
+def test_a_choice_is_kept_as_text() -> None:
+    staged = replace(CHOICE, strategies=(), tried=((Scheme(0, (3, 1), 2),),), chosen=(0,))
+    for choice in (CHOICE, staged):
+        assert PoolChoice.from_json(choice.to_json()) == choice
+    for text in ("", "[]", CHOICE.to_json().replace('"first": 2', '"first": -2'), "{}"):
+        with pytest.raises(ValueError, match="not the choice of a pool"):
+            PoolChoice.from_json(text)
+
+
+def test_the_figure_is_said_either_way() -> None:
+    choice = CHOICE
+    assert choice.lines == [
+        "Dynamic strategies pay: simulated, 4 steps take 5.0 ms on the mesh 2,1,1,2, and 4.0 ms"
+        " where each may leave it for the best 2 of 7 other strategies: 25.0% faster.",
+        "  1 of 4 steps stay on the mesh.",
+        "  1 take 1 × (pipeline 1, context 1, tensor 2) + 2 × (pipeline 1, context 1, tensor 1).",
+        "  2 take 4 × (pipeline 1, context 1, tensor 1).",
+    ]
+    every = replace(choice, chosen=(0, 4))
+    assert every.lines[-1] == "  All of them do, so rather take the mesh 4,1,1,1."
+    small = replace(choice, strategies=(), pool_ns=4_950_000)
+    assert small.lines == [
+        "Dynamic strategies are not for you: simulated, 4 steps take 5.0 ms on the mesh 2,1,1,2,"
+        " and 5.0 ms where each may leave it for the best 2 of 7 other strategies: 1.0% faster, and"
+        " 2% are asked."
+    ]
+    assert described(of(2, 2)) == "2 × (pipeline 1, context 1, tensor 2)"
+
+
+def test_what_cannot_be_judged_is_refused() -> None:
+    with pytest.raises(ValueError, match="steps=1: a pool is chosen by some steps"):
+        choose_pool(asked(steps=1), MESH)
+    with pytest.raises(ValueError, match="virtual_stages=2, but pipelines that differ"):
+        choose_pool(asked(), Mesh(2, 2, virtual_stages=2))
+    with pytest.raises(ValueError, match="Use packing='auto', 'slim' or 'hydraulis'"):
+        choose_pool(asked(packing="best_fit"), MESH)
+
+
+def test_the_steps_to_choose_by_have_long_documents_among_them() -> None:
+    def release(number: int, *lengths: int) -> Release:
+        return Release(number, 0, [[Piece(number, 0, tokens, 0) for tokens in lengths]], False)
+
+    steps = [release(number, 10, 10 + number) for number in range(30)]
+    steps[3], steps[11] = release(3, 900), release(11, 1000)
+    # In order of squares the two long ones are last; at 3/4 of each half are places 11 and 26.
+    assert [each.step for each in dynamic._varied(steps, 2)] == [13, 28]
+    assert [each.step for each in dynamic._varied(steps[:4], 1)] == [3]
+    assert [each.step for each in dynamic._varied(steps[:13], 3)] == [4, 8, 3]

@@ -1,0 +1,99 @@
+"""The first steps of a run on one mesh, and what their time is spent on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_wlb.cost.profile import Link
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh_search.evaluate import LOSSES, Evaluation, evaluate
+from lightning_wlb.planning.mixture import Share
+from tests.mesh_search.requests import request
+
+PIPELINE = Mesh(2, 2)
+
+
+def test_the_steps_are_those_of_the_run() -> None:
+    asked = request()
+    by_profile, by_work = (
+        evaluate(asked, PIPELINE, by_profile=by_profile) for by_profile in (True, False)
+    )
+    for made in (by_profile, by_work):
+        row = made.row
+        assert made.fits
+        assert row.steps == len(made.steps) == 2
+        assert row.steps_ns == sum(step.total_ns for step in made.steps)
+        assert row.peak_bytes == max(step.peak_bytes for step in made.steps)
+    pieces = [[step.plan.pieces for step in made.steps] for made in (by_profile, by_work)]
+    assert pieces[0] == pieces[1]  # what enters a step is not the mesh's
+    assert by_profile.row.steps_ns <= by_work.row.steps_ns
+    assert by_profile.row.tokens == evaluate(asked, Mesh(1, 1, 2, 2)).row.tokens
+
+
+@pytest.mark.parametrize(
+    ("mesh", "loss"),
+    [
+        (Mesh(1, 4), "pipeline bubble"),
+        (Mesh(4), "gathering parameters"),
+        (Mesh(1, 1, 1, 4), "tensor-parallel communication"),
+        (Mesh(1, 1, 4), "exchange of keys"),
+    ],
+)
+def test_what_a_mesh_loses_by_is_named(mesh: Mesh, loss: str) -> None:
+    asked = request()
+    if mesh.context > 1:  # each micro-batch one document, on all ranks; more keys than parameters
+        asked = request(lengths=[4096] * 200, micro_batches=64, packing="best_fit")
+    # A link so slow that whatever waits for it is most of the step.
+    slow = {"node": Link(0, 1e9), "network": Link(0, 1e9)}
+    if loss != "pipeline bubble":
+        asked = replace(asked, profile=replace(asked.profile, links=slow))
+    row = evaluate(asked, mesh).row
+    assert set(row.shares) == set(LOSSES)
+    assert row.bound_by == loss
+    assert 0 < sum(row.shares.values()) < 1
+    assert all(share >= -1e-6 for share in row.shares.values())
+
+
+def test_recomputation_is_what_memory_asks_for() -> None:
+    asked = request(devices=1, micro_batches=2, lengths=[4096] * 12)
+    # By work each micro-batch is one document: with less memory nothing fits but by recomputing.
+    plenty = evaluate(asked, Mesh(), by_profile=False)
+    assert plenty.row.recomputed == 0
+    for by_profile in (True, False):
+        percent = 100 * (plenty.row.peak_bytes - 1) // 92
+        tight = replace(asked, profile=replace(asked.profile, memory_bytes=percent))
+        made = evaluate(tight, Mesh(), by_profile=by_profile)
+        assert made.fits
+        assert made.row.recomputed > 0
+        assert made.row.steps_ns > plenty.row.steps_ns
+        assert made.row.shares["recomputation"] > 0
+    asked = replace(asked, activation_checkpointing="full")
+    full = evaluate(asked, Mesh(), by_profile=False)
+    assert full.row.recomputed == 1
+    assert full.row.peak_bytes < plenty.row.peak_bytes
+
+
+def test_meshes_that_fit_come_first() -> None:
+    made = evaluate(request(), Mesh(4))
+    slower = replace(made, row=replace(made.row, steps_ns=made.row.steps_ns + 1))
+    too_large = replace(made, fits=False)
+    assert sorted([too_large, slower, made], key=lambda each: each.order) == [
+        made,
+        slower,
+        too_large,
+    ]
+
+
+def test_a_mixture_takes_its_shares() -> None:
+    shares = (Share("first", 30, 1.0), Share("second", 30, 3.0))
+    plain, mixed = (evaluate(request(mixture=each), PIPELINE) for each in ((), shares))
+
+    def of_second(made: Evaluation) -> float:
+        pieces = [piece for step in made.steps for piece in step.plan.pieces]
+        tokens = sum(piece.tokens for piece in pieces if piece.document % 60 >= 30)
+        return tokens / sum(piece.tokens for piece in pieces)
+
+    assert of_second(mixed) == pytest.approx(0.75, abs=0.1)
+    assert of_second(plain) < 0.65

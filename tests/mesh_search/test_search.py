@@ -1,0 +1,164 @@
+"""The search: against all meshes, under fixed sizes, and where nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh_search import search
+from lightning_wlb.mesh_search.choice import MeshChoice
+from lightning_wlb.mesh_search.evaluate import Evaluation, evaluate
+from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import choose_mesh
+from tests.mesh_search.requests import request
+
+ASKED = request(micro_batches=2, steps=1, schedule="1f1b")
+
+
+@pytest.fixture(scope="module")
+def found() -> MeshChoice:
+    return choose_mesh(ASKED)
+
+
+def test_it_finds_the_best_of_all_meshes(found: MeshChoice) -> None:
+    every = [evaluate(ASKED, mesh) for mesh in legal_meshes(ASKED, Reasons())]
+    best = min(each.row.steps_ns for each in every if each.fits)
+    assert found.best.steps_ns == best
+
+
+def test_rows_come_out_the_same_when_their_mesh_is_given(found: MeshChoice) -> None:
+    for row in found.rows:
+        assert evaluate(ASKED, row.mesh).row == row
+
+
+def test_rows_are_ordered_and_every_mesh_is_accounted_for(found: MeshChoice) -> None:
+    for rows in (found.rows, found.others):
+        times = [row.steps_ns for row in rows]
+        assert times == sorted(times)
+    left = sum(each.count for each in found.left_out)
+    reasons = Reasons()
+    legal = legal_meshes(ASKED, reasons)
+    illegal = sum(each.count for each in reasons.left_out)
+    assert len(found.rows) + len(found.others) + left == len(legal) + illegal
+    assert all(row.by_profile for row in found.rows)
+    assert not any(row.by_profile for row in found.others)
+    assert found.digest == ASKED.digest
+
+
+def test_progress_is_told(found: MeshChoice) -> None:
+    told: list[tuple[str, int, int]] = []
+    again = choose_mesh(ASKED, progress=lambda *each: told.append(each))
+    assert again == found
+    assert list(dict.fromkeys(what for what, _, _ in told)) == [
+        "estimating meshes", "simulating meshes", "planning by profile",
+    ]  # fmt: skip
+    assert all(0 <= done < whole for _, done, whole in told)
+
+
+def test_the_closed_form_keeps_few_meshes_and_one_of_each_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "KEPT", 1)
+    monkeypatch.setattr(search, "HOPELESS", 10)
+    found = choose_mesh(ASKED)
+    rows = found.rows + found.others
+    for axis in ("pipeline", "context", "tensor"):
+        assert {getattr(row.mesh, axis) for row in rows} == {1, 2, 4}
+    (slower,) = found.left_out
+    assert "closed form" in slower.reason
+    assert slower.count == len(legal_meshes(ASKED, Reasons())) - len(rows) > 0
+    monkeypatch.setattr(search, "HOPELESS", 1)
+    found = choose_mesh(ASKED)
+    assert len(found.rows + found.others) == 1
+
+
+def test_a_mesh_that_only_planning_by_profile_makes_fit_is_found() -> None:
+    asked = replace(ASKED, fixed={"data": 1, "pipeline": 4}, schedule="1f1b")
+    (mesh,) = legal_meshes(asked, Reasons())
+    by_profile = evaluate(asked, mesh)
+    by_work = evaluate(asked, mesh, by_profile=False)
+    too_large = replace(by_work, fits=False)
+    assert search._worth_planning([too_large], large=False) == [mesh]
+    faster, slower = (
+        replace(too_large, row=replace(by_work.row, mesh=Mesh(size), steps_ns=time))
+        for size, time in ((2, 1), (3, 10**15))
+    )
+    made = search._worth_planning([slower, by_profile, faster], large=False)
+    assert made == [mesh, Mesh(2)]
+
+
+def test_on_many_devices_less_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "LARGE", 3)
+    found = choose_mesh(replace(ASKED, steps=2))
+    assert len(found.rows) == search.SHOWN_LARGE
+    assert {row.steps for row in found.rows} == {2}
+    assert {row.steps for row in found.others} == {1}
+
+
+def with_memory(gigabytes: float) -> Profile:
+    return replace(ASKED.profile, memory_bytes=int(gigabytes * 1e9))
+
+
+def test_where_nothing_fits_the_smallest_number_of_devices_is_named() -> None:
+    asked = replace(ASKED, devices=1, profile=with_memory(1.2))
+    with pytest.raises(ValueError, match="No mesh of 1 devices") as caught:
+        choose_mesh(asked)
+    text = str(caught.value)
+    assert "parameters, gradients and optimizer state do not fit: 1, as 1,1,1,1" in text
+    devices = int(text.split("With ")[1].split(" devices")[0])
+    assert devices in (2, 4, 8)
+    assert choose_mesh(replace(asked, devices=devices)).best.peak_bytes <= asked.usable_bytes
+    with pytest.raises(ValueError, match=f"With {devices} devices there is one"):
+        choose_mesh(replace(asked, devices=devices // 2))
+
+
+def test_more_devices_do_not_help_sizes_that_are_all_given() -> None:
+    fixed = {"data": 1, "pipeline": 1, "context": 1, "tensor": 1}
+    with pytest.raises(ValueError, match="More devices alone do not help"):
+        choose_mesh(request(devices=1, fixed=fixed, profile=with_memory(0.1)))
+
+
+def test_a_profile_without_network_says_so() -> None:
+    alone = replace(ASKED.profile, links={"node": ASKED.profile.links["node"]})
+    with pytest.raises(ValueError, match="no link between nodes"):
+        choose_mesh(request(devices=16, profile=alone))
+
+
+def test_given_sizes_are_kept() -> None:
+    found = choose_mesh(replace(ASKED, fixed={"pipeline": 2, "tensor": 1}))
+    assert {row.mesh.shape for row in found.rows + found.others} == {(2, 2, 1, 1), (1, 2, 2, 1)}
+    (one,) = choose_mesh(replace(ASKED, fixed={"data": 1, "context": 4})).rows
+    assert one.mesh == Mesh(1, 1, 4)
+
+
+def test_packings_that_try_one_plan_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def counted(asked: MeshRequest, mesh: Mesh, **options: bool) -> Evaluation:
+        planned.append(mesh)
+        return evaluate(asked, mesh, **options)
+
+    monkeypatch.setattr(search, "evaluate", counted)
+    asked = replace(ASKED, data=replace(ASKED.data, packing="best_fit"))
+    found = choose_mesh(asked)
+    assert len(planned) == len(set(planned)) == len(found.rows)
+    by_work = evaluate(asked, found.best.mesh, by_profile=False).row
+    assert replace(by_work, by_profile=True) == found.best
+
+
+def test_a_mesh_that_fits_is_found_where_the_best_ones_do_not_after_all(
+    found: MeshChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = found.rows[-1].mesh
+
+    def fits(asked: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Evaluation:
+        made = evaluate(asked, mesh, by_profile=by_profile)
+        return replace(made, fits=not by_profile or mesh == only)
+
+    for name, value in (("SHOWN", 1), ("FIRST", 0), ("COMPARED_AXES", ()), ("evaluate", fits)):
+        monkeypatch.setattr(search, name, value)
+    assert choose_mesh(ASKED).best.mesh == only

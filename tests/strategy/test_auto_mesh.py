@@ -1,0 +1,208 @@
+"""Runs without sizes: every rank gets the same mesh, or the same error, and trains as any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.mesh_search.evaluate import evaluate
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import StepPlan
+from lightning_wlb.planning import DataSettings
+from lightning_wlb.strategy import auto_mesh as searching
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import Case, Recorder, config, data, module, trainer
+from tests.strategy.test_gradients import check_equal, expected
+
+CASE = Case("auto", "adaptive")
+
+
+def fit(made: LanguageModule, strategy: WLBStrategy, steps: int = 1, **options) -> dict:
+    """What a run has recorded, and the mesh that it ran on."""
+    recorder = Recorder()
+    runner = trainer(strategy, 4, callbacks=[recorder], max_steps=steps)
+    runner.fit(made, data(CASE, **options))
+    return recorder.record() | {"mesh": strategy.mesh, "schedule": strategy.schedule}
+
+
+def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str], list[int]]:
+    with mock.patch("lightning_wlb.data.cache.user_cache_dir", return_value=cache):
+        made = module(CASE)
+        open_sizes = fit(made, WLBStrategy())
+        # A further Trainer goes on with the mesh that the module is split for.
+        again = WLBStrategy()
+        held = data(CASE, validation_documents=4, context_window=16, profile="cpu")
+        with mock.patch.object(searching, "agreed_mesh", side_effect=AssertionError):
+            trainer(again, 4).validate(made, held, verbose=False)
+        assert again.mesh == open_sizes["mesh"]
+        # The profile was made on a node of two.
+        one_replica = fit(module(CASE), WLBStrategy(data_parallel_size=1), steps=3, profile="cpu")
+        errors = [refused(MisconfigurationException, documents=documents(40, 8 + rank // 2))]
+        failing = mock.patch.object(searching, "choose_mesh", side_effect=ValueError(f"on {rank}"))
+        with failing:
+            errors.append(refused(ValueError, seed=1))
+        with pytest.raises(ValueError, match="no tokens") as error:
+            prepared(rank, per_node=True, fails=rank == 2)
+        errors.append(str(error.value))
+        own = WLBStrategy(data_parallel_size=4 if rank == 3 else "auto")
+        errors.append(refused(MisconfigurationException, own))
+    counts = [prepared(rank, per_node) for per_node in (True, False)]
+    return [open_sizes, one_replica], errors, counts
+
+
+def prepared(rank: int, per_node: bool, fails: bool = False) -> int:
+    """How often a rank prepares documents, of two nodes with two ranks each."""
+    documents = data(CASE)
+    documents.prepare_data_per_node = per_node
+    documents.prepare_data = mock.Mock(side_effect=ValueError("no tokens") if fails else None)
+    searching._prepare(SimpleNamespace(local_rank=rank % 2, node_rank=rank // 2), documents)
+    return documents.prepare_data.call_count
+
+
+def refused(kind: type[Exception], strategy: WLBStrategy | None = None, **options) -> str:
+    with pytest.raises(kind) as error:
+        fit(module(CASE), strategy or WLBStrategy(), **options)
+    return str(error.value)
+
+
+def documents(*lengths: int) -> InMemoryDocuments:
+    return InMemoryDocuments([[1] * n for n in lengths], vocab_size=64)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[tuple[list[dict], list[str], list[int]]]:
+    cache = tmp_path_factory.mktemp("cache")
+    return run_ranks(on_four_ranks, 4, str(cache), process_group=False)
+
+
+def test_every_rank_gets_the_same_mesh_and_trains_as_one_process(ranks) -> None:
+    for run in range(2):
+        records = [records[run] for records, *_ in ranks]
+        assert len({(str(each["mesh"]), each["schedule"]) for each in records}) == 1
+        assert records[0]["mesh"].devices == 4
+        loss = expected(CASE)["losses"][0]
+        assert all(each["losses"][0] == pytest.approx(loss, rel=1e-12) for each in records)
+
+
+def test_sizes_that_are_given_stay_and_gradients_are_those_of_one_process(ranks) -> None:
+    records = [one_replica for (_, one_replica), *_ in ranks]
+    assert all(each["mesh"].data == 1 for each in records)
+    check_equal(records, CASE)
+
+
+def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
+    (_, run), *_ = ranks[0]
+    asked = request(
+        lengths=np.asarray(data(CASE).store.lengths),
+        data=data(CASE).settings,
+        devices=4,
+        devices_per_node=4,
+        fixed={"data": 1},
+        rest_dtype="float64",
+    )
+    mesh = searching.choose_mesh(asked).best.mesh
+    assert mesh == run["mesh"]
+    simulated = [step.plan.replicas for step in evaluate(asked, mesh).steps]
+    assert [StepPlan.from_json(plan).replicas for plan in run["plans"]] == simulated
+
+
+def test_ranks_that_see_other_documents_all_end_with_the_same_error(ranks) -> None:
+    (error,) = {errors[0] for _, errors, _ in ranks}
+    assert "rank 0 sees documents of 2 with 48 tokens" in error
+    assert "but ranks [2, 3] of 2 with 49 tokens" in error
+
+
+def test_ranks_that_are_given_other_sizes_all_end_with_the_same_error(ranks) -> None:
+    (error,) = {errors[3] for _, errors, _ in ranks}
+    assert "rank 0 sees sizes of ('auto', 'auto', 'auto', 'auto'), schedule auto" in error
+    assert "but ranks [3] of (4, 'auto', 'auto', 'auto')" in error
+
+
+def test_a_search_that_fails_ends_all_ranks_with_its_error(ranks) -> None:
+    assert {errors[1] for _, errors, _ in ranks} == {"on 0"}
+
+
+def test_the_first_rank_of_each_node_prepares_the_documents(ranks) -> None:
+    assert [counts for *_, counts in ranks] == [[1, 1], [0, 0], [1, 0], [0, 0]]
+    (error,) = {errors[2] for _, errors, _ in ranks}
+    assert error.startswith("rank 2 on ")
+    assert error.endswith(": no tokens")
+
+
+def request(**options) -> MeshRequest:
+    asked = {
+        "lengths": np.array([30, 20, 9, 31, 5, 5]),
+        "shape": config(False).shape,
+        "data": DataSettings(32, 2, packing="best_fit"),
+        "profile": replace(Profile.load("cpu"), devices_per_node=2),
+        "devices": 2,
+    }
+    return MeshRequest(**(asked | options))
+
+
+def test_an_answer_is_kept_for_the_same_request_and_the_same_code(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
+    searched = mock.Mock(side_effect=searching.choose_mesh)
+    monkeypatch.setattr(searching, "choose_mesh", searched)
+    first = searching._recalled(request())
+    assert searching._recalled(request()) == first
+    assert searched.call_count == 1
+    searching._recalled(request(fixed={"data": 1}))
+    assert searched.call_count == 2
+    monkeypatch.setattr(searching, "fingerprint", lambda *_: "another version")
+    searching._recalled(request())
+    assert searched.call_count == 3
+
+
+def test_an_answer_that_cannot_be_read_is_searched_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
+    first = searching._recalled(request())
+    (kept,) = tmp_path.glob("*/choice.json")
+    kept.write_text("")
+    assert searching._recalled(request()) == first
+    kept.unlink()
+    assert searching._recalled(request()) == first
+
+
+def test_a_full_disk_costs_another_search(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(Path, "write_text", full)
+    assert searching._recalled(request()).best.mesh.devices == 2
+    assert full.called
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_log_says_what_was_chosen_what_comes_next_and_what_bounds_it(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
+    lines: list[str] = []
+    monkeypatch.setattr(searching, "rank_zero_info", lines.append)
+    mesh, schedule = searching._answer(request())
+    chosen, runner_up, bound = lines
+    assert f"chose mesh {mesh}, {schedule}, 0% of the tokens recomputed" in chosen
+    assert "simulated with the measured profile cpu." in chosen
+    assert "runner-up mesh" in runner_up
+    assert str(mesh) not in runner_up
+    assert f"WLBStrategy({', '.join(map(str, mesh.shape))}, schedule='{schedule}'" in bound
+
+
+class NoTensorParallel(Decoder):
+    pass
+
+
+def test_a_model_without_a_plan_for_tensor_parallelism_gets_none() -> None:
+    assert not searching._can_split(NoTensorParallel())
+    assert searching._can_split(module(CASE).build_model())

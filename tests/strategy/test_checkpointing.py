@@ -1,0 +1,182 @@
+"""Saves in the background and saves that fail, what is removed then, what is resumed from."""
+
+import errno
+import hashlib
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as L
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_wlb.checkpoints import storage
+from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.strategy import checkpointing as saving
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import SMALL, data, module, trainer
+
+MESH = (1, 2, 1, 1)
+STEPS = 4
+
+
+class Watch(L.Callback):
+    """Notes at the end of each step whether a save is under way."""
+
+    def __init__(self) -> None:
+        self.busy: list[bool] = []
+
+    def on_train_batch_end(self, trainer, *_: Any) -> None:
+        self.busy.append(trainer.strategy._jobs.busy)
+
+
+def fit(
+    folder: Path, steps: int = STEPS, watch: Any = None, resume: Any = None, **options: Any
+) -> tuple[L.Trainer, Watch]:
+    """A run that saves at every step."""
+    keeper = {name: options.pop(name) for name in ("save_top_k", "save_last") if name in options}
+    watch = watch or Watch()
+    runner = trainer(
+        WLBStrategy(*MESH, **options),
+        2,
+        max_steps=steps,
+        max_epochs=-1,
+        # ModelCheckpoint comes last: the watch sees the saves of the step before.
+        callbacks=[watch, ModelCheckpoint(folder, every_n_train_steps=1, **keeper)],
+        enable_checkpointing=True,
+    )
+    runner.fit(module(SMALL), data(SMALL), ckpt_path=resume)
+    return runner, watch
+
+
+def slowly(write: Any) -> Any:
+    def slow(*args: Any) -> None:
+        time.sleep(0.15)
+        write(*args)
+
+    return slow
+
+
+def full_disk(at: str) -> Any:
+    """Opening a file of a checkpoint of that name fails."""
+    create = storage._DurableFiles.create_stream
+
+    def fails(files: Any, path: Any, mode: str) -> Any:
+        if at in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return create(files, path, mode)
+
+    return patch.object(storage._DurableFiles, "create_stream", fails)
+
+
+def both_ways(scratch: Path) -> list[bool]:
+    fit(scratch / "blocking", save_top_k=-1)
+    with patch.object(saving, "write", slowly(saving.write)):
+        _, watch = fit(scratch / "background", save_top_k=-1, async_save=True)
+    return watch.busy
+
+
+def failures(rank: int, scratch: Path) -> dict[str, tuple[int, str, list[str]]]:
+    """How runs go on in which rank 1 cannot write at step 2: steps, what was said, what is left."""
+    results = {}
+    for background in (False, True):
+        for reaction in ("raise", "warn"):
+            folder, watch, said = scratch / f"{reaction}-{background}", Watch(), ""
+            options = {"async_save": background, "on_save_failure": reaction, "save_last": True}
+            with (
+                full_disk("step=2.ckpt" if rank == 1 else "nothing"),
+                warnings.catch_warnings(record=True) as shown,
+            ):
+                warnings.simplefilter("always")
+                try:
+                    fit(folder, 7, watch, **options)
+                except OSError as error:
+                    said = str(error)
+            said += "".join(str(each.message) for each in shown)
+            left = sorted(path.name for path in folder.iterdir())
+            results[folder.name] = len(watch.busy), said, left
+    return results
+
+
+def resumed(rank: int, folder: Path) -> list[tuple[str, int]]:
+    """After the newest of four checkpoints is damaged: the one that was taken, steps since."""
+    if rank == 0:
+        shard = folder / "epoch=0-step=4.ckpt" / "__1_0.distcp"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    results = []
+    for asked in (folder, "last"):
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            runner, watch = fit(folder, 5, resume=asked, save_top_k=0)
+        assert Path(runner.ckpt_path).name == "epoch=0-step=3.ckpt"
+        said = "".join(str(each.message) for each in shown if "Going on from" in str(each.message))
+        results.append((said, len(watch.busy)))
+    with pytest.raises(Damaged, match="content of __1_0"):
+        fit(folder, 5, resume=folder / "epoch=0-step=4.ckpt")
+    with pytest.raises(MisconfigurationException, match="got memory://bucket"):
+        fit("memory://bucket")  # type: ignore[arg-type]  # before the first step
+    return results
+
+
+def everything(rank: int, scratch: Path) -> tuple[list, dict, dict, list]:
+    busy = both_ways(scratch)
+    hashes = {each: shards(scratch / each) for each in ("blocking", "background")}
+    return busy, hashes, failures(rank, scratch), resumed(rank, scratch / "background")
+
+
+def shards(folder: Path) -> dict[str, dict[str, str]]:
+    """Of every checkpoint, the hashes of the shards: weights and optimizer state."""
+    found: dict[str, dict[str, str]] = {}
+    for path in folder.glob("*/*.distcp"):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        found.setdefault(path.parent.name, {})[path.name] = digest
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[tuple[list, dict, dict, list]]:
+    return run_ranks(everything, 2, tmp_path_factory.mktemp("saving"), process_group=False)
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_its_step(results):
+    for busy, hashes, _, _ in results:
+        assert busy == [False, True, True, True], "saves are written during steps"
+        blocking = hashes["blocking"]
+        assert len({str(each) for each in blocking.values()}) == STEPS, "steps differ"
+        assert hashes["background"] == blocking
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_on_one_rank(results, background):
+    zero, one = (failures for _, _, failures, _ in results)
+    steps, said, left = zero[f"raise-{background}"]
+    assert one[f"raise-{background}"][0] == steps < 7, "all ranks end at the same step"
+    for text in (said, one[f"raise-{background}"][1]):
+        assert "step=2.ckpt was not saved" in text
+        assert "No space left on device" in text
+    assert left, "an earlier one, or a later"
+    assert not {"epoch=0-step=2.ckpt", ".partial"} & set(left)
+    steps, said, left = zero[f"warn-{background}"]
+    assert one[f"warn-{background}"][0] == steps == 7
+    assert "step=2.ckpt was not saved: " in said
+    assert "No space left on device" in said
+    assert "last.ckpt, is 0.0 minutes old" in said
+    # Step 1's was kept for as long as there was no other.
+    assert left == ["epoch=1-step=7.ckpt", "last.ckpt"]
+
+
+def test_the_newest_that_is_not_damaged_is_resumed_from(results):
+    for rank, (*_, resumed) in enumerate(results):
+        for said, steps in resumed:
+            assert steps == 2, "from 3 to 5"
+            if rank == 0:
+                assert "step=4.ckpt is damaged: the content of __1_0.distcp" in said
+                assert "Going on from" in said
+                assert "step=3.ckpt, the newest" in said

@@ -1,0 +1,131 @@
+"""Which exceptions ranks have together. Of real runs: test_failures.py and test_watchdog.py."""
+
+import ctypes
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_wlb.data.workers import die_with
+from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.supervision import faults
+from lightning_wlb.supervision.progress import AFTER, CALLBACKS, HERE, OPTIMISING, RUNNING
+from lightning_wlb.supervision.signals import INTERRUPT, STOP
+
+
+class Asked:
+    """In place of the other ranks: they are all where this one is."""
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+        self.texts: list[str] = []
+
+    def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
+        self.places.append(place)
+        self.texts.append(text)
+        return False, "one is elsewhere"
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.setattr(faults.atexit, "register", lambda _: None)
+    ranks = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2)
+    monkeypatch.setattr(faults, "dist", ranks)
+    yield SimpleNamespace(
+        global_step=3,
+        state=SimpleNamespace(stage="train"),
+        checkpoint_callbacks=[ModelCheckpoint(save_on_exception=True)],
+    )
+    HERE.begin()
+
+
+def place(runner, rank: int, error: BaseException, part: int, doing: str | Action) -> str:
+    each = faults.Faults()
+    each._rank, each._watchdog = rank, Asked()
+    HERE.note(part, doing)
+    each.on_exception(runner, None, error)
+    (callback,) = runner.checkpoint_callbacks
+    assert not callback.save_on_exception, "what it would say is not true"
+    (asked,) = each._watchdog.places
+    each.end()
+    assert callback.save_on_exception, "as the user has made it"
+    return asked
+
+
+def test_ranks_are_together_where_they_do_the_same(runner):
+    same = [place(runner, rank, KeyboardInterrupt(), AFTER, "what follows") for rank in (0, 1)]
+    assert same[0] == same[1]
+    same = [place(runner, rank, ValueError(), RUNNING, Action(0, FORWARD, 1)) for rank in (0, 1)]
+    assert same[0] == same[1]
+
+
+def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
+    """As after a second Ctrl-C, which is obeyed wherever a rank is."""
+    places = {
+        place(runner, 0, KeyboardInterrupt(), part, doing)
+        for part, doing in [
+            (RUNNING, "its beginning"),
+            (RUNNING, Action(0, FORWARD, 0)),
+            (RUNNING, Action(0, FORWARD, 1)),
+            (CALLBACKS, "its callbacks"),
+            (AFTER, "what follows"),
+        ]
+    }
+    assert len(places) == 5
+
+
+def test_others_are_told_the_ends_of_a_long_error(runner):
+    each = faults.Faults()
+    each._watchdog = Asked()
+    HERE.note(AFTER, "what follows")
+    traceback = "\n".join(f"  File {number}" for number in range(50))
+    each.on_exception(runner, None, RuntimeError(f"Caught KeyError.\n{traceback}\nKeyError: 3\n"))
+    each.on_exception(runner, None, ValueError("x" * 100_000))
+    short, long = (text.partition("what follows: ")[2] for text in each._watchdog.texts)
+    assert short == "RuntimeError: Caught KeyError. ... KeyError: 3"
+    assert long.startswith("ValueError: xxx")
+    assert len(long) <= faults.TOLD
+
+
+def test_ranks_in_the_step_of_their_optimizers_are_never_together(runner):
+    places = [place(runner, rank, MemoryError(), OPTIMISING, "its optimiser") for rank in (0, 1)]
+    assert places[0] != places[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
+def test_a_rank_that_ends_slowly_is_not_killed_with_its_launcher():
+    def dies_by() -> int:
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+        return number.value
+
+    die_with(os.getppid())
+    assert dies_by() == signal.SIGKILL
+    faults.Faults().on_train_end(None, None)
+    assert dies_by() == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "part", "noted", "together"),
+    [
+        (SIGTERMException(), AFTER, 0, True),
+        (SIGTERMException(), AFTER, STOP, False),  # that of a rank whose loader is stuck
+        (KeyboardInterrupt(), RUNNING, INTERRUPT, False),  # the second one
+        (ValueError(), AFTER, 0, False),
+    ],
+)
+def test_without_a_watch_ranks_are_together_in_what_they_have_agreed_on(
+    runner, monkeypatch, error, part, noted, together
+):
+    monkeypatch.setattr(faults.NOTICES, "mine", noted)
+    each = faults.Faults()
+    HERE.note(part, "whatever")
+    each.on_exception(runner, None, error)
+    assert (each.alone is None) == together

@@ -1,0 +1,236 @@
+"""What rank 0 makes of what the ranks tell it."""
+
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from lightning_wlb.supervision import heartbeat as board
+from lightning_wlb.supervision.heartbeat import Board, Connection
+
+
+class Job:
+    """A board and connections of ranks to it."""
+
+    def __init__(self, world_size: int, still: float = 60.0, stranger: bytes = b"") -> None:
+        self.said: list[str] = []
+        self.board = Board(world_size, "secret", still, 600.0, self.said.append)
+        self.board.start()
+        self.stranger = self.connect()
+        self.stranger.connection.send(stranger)
+        self.links = [self.connect() for _ in range(world_size)]
+        for rank, link in enumerate(self.links):
+            link.send(rank=rank, token="secret")
+        # So that every rank is known before a test goes on.
+        for rank in range(world_size):
+            assert "tick" in self.hear(rank)
+
+    def connect(self) -> Connection:
+        return Connection(socket.create_connection(("127.0.0.1", self.board.port)))
+
+    def hear(self, rank: int) -> dict:
+        """The next message but signs of life, which count only where nothing else comes."""
+        end, ticks = time.monotonic() + 5, {}
+        while time.monotonic() < end:
+            for link in self.links:
+                link.send(alive=True)
+            for message in self.links[rank].receive() or ():
+                if "tick" not in message:
+                    return message
+                ticks = message
+            if ticks:
+                return ticks
+            time.sleep(0.01)
+        raise AssertionError(f"rank {rank} heard nothing")
+
+    def answer(self, rank: int) -> dict:
+        message: dict = {"tick": True}
+        while "tick" in message:
+            message = self.hear(rank)
+        return message
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(board, "PATIENCE", 0.5)
+    monkeypatch.setattr(board, "beat", lambda world_size: 0.2)
+
+
+def test_ranks_that_fail_at_the_same_place_are_together():
+    job = Job(3)
+    for link in job.links:
+        link.send(place="step 2", text="it rained")
+    assert [job.answer(rank) for rank in range(3)] == [{"together": True}] * 3
+    job.board.stop()
+
+
+def test_ranks_that_end_later_are_waited_for(monkeypatch):
+    monkeypatch.setattr(board, "AGREED_PATIENCE", 5.0)
+    job = Job(2)
+    job.links[0].send(ended=True)
+    begin = time.monotonic()
+    threading.Timer(0.5, job.links[1].send, kwargs={"ended": True}).start()
+    job.board.wait_for_ends()
+    assert 0.4 < time.monotonic() - begin < 3
+    job.links[1].connection.close()
+    job.board.wait_for_ends()
+    job.board.stop()
+    # One that never says so is given up.
+    monkeypatch.setattr(board, "AGREED_PATIENCE", 0.3)
+    job = Job(2)
+    begin = time.monotonic()
+    job.board.wait_for_ends()
+    assert time.monotonic() - begin > 0.25
+    job.board.stop()
+
+
+def test_a_rank_that_fails_alone_is_named_after_a_while():
+    job = Job(3)
+    job.links[1].send(place="step 2", text="it rained")
+    begin = time.monotonic()
+    assert job.answer(0) == {"alone": "rank 1 failed, it rained"}
+    assert time.monotonic() - begin > 0.3
+    job.board.stop()
+
+
+def test_a_rank_that_has_agreed_to_come_may_be_late():
+    job = Job(2)
+    job.links[1].send(place="step 2", text="SIGTERM", agreed=True)
+    end = time.monotonic() + 2 * board.PATIENCE
+    while time.monotonic() < end:
+        assert "tick" in job.hear(1)
+    job.links[0].send(place="step 2", text="SIGTERM", agreed=True)
+    assert [job.answer(rank) for rank in range(2)] == [{"together": True}] * 2
+    job.board.stop()
+
+
+def test_failing_at_two_places_is_not_together():
+    job = Job(2)
+    job.links[1].send(place="step 2", text="it rained")
+    assert "tick" in job.hear(0)
+    job.links[0].send(place="step 3", text="it snowed")
+    assert job.answer(0) == {"alone": "rank 1 failed, it rained"}
+    job.board.stop()
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["in a step", "in a common save"])
+def test_a_rank_that_dies_is_named_at_once(together):
+    job = Job(2)
+    job.links[1].send(progress=(4, 1), doing="step 3, action 0F0", seconds=0.0)
+    if together:
+        for link in job.links:
+            link.send(place="step 2", text="it rained")
+        assert [job.answer(rank) for rank in range(2)] == [{"together": True}] * 2
+    job.links[1].connection.close()
+    died = "rank 1 has died without a word; it was at step 3, action 0F0"
+    assert job.answer(0) == {"alone": died}
+    job.board.stop()
+
+
+def test_a_rank_whose_run_is_over_may_leave():
+    job = Job(2)
+    job.links[1].send(ended=True)
+    job.links[1].connection.close()
+    time.sleep(0.2)
+    assert "tick" in job.hear(0)
+    job.links[0].send(place="step 2", text="it rained")
+    assert job.answer(0) == {"alone": "rank 0 failed, it rained"}
+    job.board.stop()
+    assert job.answer(0) == {"ended": True}
+
+
+def test_the_rank_that_is_behind_is_named_and_asked_for_its_stack():
+    job = Job(3, still=0.3)
+    for rank, (progress, doing) in enumerate(
+        [((4, 1), "step 3, action 0F0 of documents 5"), ((3, 6), "the loader"), ((4, 1), "step 3")]
+    ):
+        job.links[rank].send(progress=progress, doing=doing, seconds=0.0)
+    begin = time.monotonic()
+    while not job.said and time.monotonic() - begin < 5:
+        for rank in range(3):  # signs of life, without getting on
+            job.links[rank].send(alive=True)
+        time.sleep(0.02)
+    assert len(job.said) == 1
+    assert "Furthest behind: rank 1, at the loader" in job.said[0]
+    assert "The others wait: rank 0, at step 3, action 0F0 of documents 5" in job.said[0]
+    assert job.answer(1) == {"stack": True}
+    job.board.stop()
+    assert job.answer(0) == {"ended": True}, "those that wait are not asked"
+
+
+def test_a_rank_without_a_sign_of_life_is_named_first():
+    job = Job(2, still=1.0)
+    begin = time.monotonic()
+    while not job.said and time.monotonic() - begin < 5:
+        job.links[0].send(progress=(1, 0), doing="waiting", seconds=9.0)
+        time.sleep(0.02)
+    assert "No sign of life from rank 1, at setting up" in job.said[0]
+    job.board.stop()
+
+
+def test_nothing_is_said_where_all_do_the_same_between_steps():
+    job = Job(2, still=0.3)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        for link in job.links:
+            link.send(progress=(3, 4), doing="step 2, the saving of a checkpoint", seconds=9.0)
+        time.sleep(0.02)
+    assert not job.said
+    job.board.stop()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b'{"rank": 1, "token": "guessed", "place": "step 2", "text": "it rained"}\n',
+        b'{"rank": 1, "token": "\\ud800"}\n',
+        b"[" * 50_000 + b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["guesses", "surrogate", "nests", "browser"],
+)
+def test_a_stranger_is_turned_away(says):
+    job = Job(2, stranger=says)
+    end = time.monotonic() + 5
+    while job.stranger.receive() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert job.stranger.receive() is None, "its connection is closed"
+    assert "tick" in job.hear(0)
+    with pytest.raises(ConnectionRefusedError):
+        job.connect()  # all ranks are there
+    job.board.stop()
+
+
+def test_what_was_sent_in_part_is_continued_when_the_other_end_reads_again():
+    """A rank that was stopped for long is not taken for a stranger, and dead, when it goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = Connection(socket.create_connection(server.getsockname()))
+        receiver = Connection(server.accept()[0])
+    for number in range(400):
+        sender.send(number=number, text="x" * 30_000)
+    came = []
+    for _ in range(1000):
+        messages = receiver.receive()
+        assert messages is not None, "what comes is no message"
+        came += [message["number"] for message in messages]
+        sender.send(number=400, text="")
+        if 400 in came:
+            break
+    assert came[-1] == 400
+    assert came == sorted(came)
+    for end in (sender, receiver):
+        end.connection.close()
+
+
+def test_rank_0_may_open_a_file_for_every_rank():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        large = Board(2000, "secret", 60.0, 600.0, print)
+        large.start()
+        large.stop()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3024, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

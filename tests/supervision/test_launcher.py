@@ -1,0 +1,101 @@
+"""The launcher and its ranks end together, and not before they may."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.launchers import subprocess_script
+
+from lightning_wlb.supervision import launcher
+from lightning_wlb.supervision.launcher import Launcher, die_with_launcher
+from tests.ranks import run_ranks
+from tests.strategy.test_failures import outcomes
+
+# A rank: what it has been told, a save that takes a while, and its end.
+SCRIPT = """
+import json, os, sys, time
+with open("told", "w") as file:
+    told = os.environ["LIGHTNING_WLB_LAUNCHER"], os.getppid(), os.environ["LOCAL_RANK"]
+    json.dump(told, file)
+time.sleep(1)
+open("saved", "w").close()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def launch(folder: Path, exit_code: int, function) -> Launcher:
+    """Start one rank beside this process, then call a function with the launcher."""
+    os.chdir(folder)
+    (folder / "rank.py").write_text(SCRIPT)
+    command = [sys.executable, "rank.py", str(exit_code)]
+    subprocess_script._basic_subprocess_cmd = lambda: command
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT"):
+        os.environ.pop(name)
+    made = Launcher(LightningEnvironment(), 2, 1)
+    made.launch(function, made)
+    return made
+
+
+def interrupted(rank: int, folder: Path) -> dict[str, object]:
+    """What Lightning does at Ctrl-C: it kills the other ranks."""
+    made = launch(folder, 0, lambda made: made.kill(signal.SIGKILL))
+    return {
+        "told": json.loads((folder / "told").read_text()),
+        "saved": (folder / "saved").exists(),
+        "code": made.procs[0].wait(5),
+        "mine": (os.getpid(), "LIGHTNING_WLB_LAUNCHER" in os.environ),
+    }
+
+
+def test_other_ranks_may_save_before_they_are_killed(tmp_path):
+    (result,) = run_ranks(interrupted, 1, tmp_path, process_group=False)
+    number, still_told = result["mine"]
+    assert result["told"] == [str(number), number, "1"]
+    assert (result["saved"], result["code"], still_told) == (True, 0, False)
+
+
+def left_alone(rank: int, folder: Path) -> None:
+    launcher.GRACE = 0.5
+    sys.stderr = open(folder / "err", "w")  # noqa: SIM115
+    launch(folder, 3, lambda _: time.sleep(40))
+
+
+def test_a_rank_that_ends_with_an_error_ends_its_launcher_by_name(tmp_path):
+    results, seconds = outcomes(left_alone, 1, tmp_path)
+    assert results == [None], "it has ended in the middle of what it did"
+    assert seconds < 30
+    said = (tmp_path / "err").read_text()
+    assert "[rank 0] WLBStrategy: the process of local rank 1 has ended with 3" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's end")
+@pytest.mark.parametrize("before", [True, False], ids=["killed before", "killed after"])
+def test_a_rank_in_start_up_dies_with_its_launcher(before):
+    """Before it has heard of the strategy, while it imports, or after."""
+    begin, end = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        os.environ["LIGHTNING_WLB_LAUNCHER"] = str(os.getpid())
+        if os.fork() == 0:
+            os.close(begin)
+            if before:
+                while os.getppid() == int(os.environ["LIGHTNING_WLB_LAUNCHER"]):
+                    time.sleep(0.01)
+            die_with_launcher()
+            os.write(end, b"no" if "LIGHTNING_WLB_LAUNCHER" in os.environ else b"up")
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    os.close(end)
+    if not before:
+        assert os.read(begin, 2) == b"up"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert os.read(begin, 2) == b"", "the rank has ended, and its end of the pipe is closed"
+    os.close(begin)

@@ -1,0 +1,94 @@
+"""What other threads read of the main thread, at whatever moment they read it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_wlb.plan import Scheme
+from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.supervision import progress as whereabouts
+from lightning_wlb.supervision.progress import AFTER, LOADING, REDUCING, RUNNING, Whereabouts
+
+
+class Batch:
+    """A step of some documents, a micro-batch each; ``meanwhile`` happens while it is looked at."""
+
+    replica = 1
+
+    def __init__(
+        self, step: int, documents: list[int], meanwhile=lambda: None, strategy=()
+    ) -> None:
+        self._step, self._meanwhile, self._strategy = step, meanwhile, strategy
+        self.units = SimpleNamespace(
+            slices=[SimpleNamespace(document=each) for each in documents],
+            forward=[SimpleNamespace(slices=[number]) for number in range(len(documents))],
+        )
+
+    @property
+    def plan(self):
+        self._meanwhile()
+        return SimpleNamespace(step=self._step, strategy=self._strategy)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The wait for the loader; from the second look at it on there is none."""
+
+    class Wait:
+        looks = 2
+
+        @property
+        def since(self):
+            self.looks += 1
+            return 1.0 if self.looks == 1 else None
+
+    monkeypatch.setattr(whereabouts, "WAIT", wait := Wait())
+    return wait
+
+
+def test_a_step_from_its_beginning_to_its_end():
+    here = Whereabouts()
+    assert (here.progress(), str(here)) == ((0, 0), "before the first step, setting up")
+    here.begin_step(Batch(7, [5, 3]))
+    here.note(RUNNING, Action(0, FORWARD, 1))
+    assert (here.progress(), here.action) == ((1, RUNNING), Action(0, FORWARD, 1))
+    assert str(here) == "step 7, action 0F1 of documents 3"
+    here.note(REDUCING, "its reduction")
+    assert (here.progress(), here.action, str(here)) == (
+        (1, REDUCING),
+        None,
+        "step 7, its reduction",
+    )
+
+
+def test_a_step_that_left_the_mesh_is_on_the_pipeline_of_its_replica():
+    here = Whereabouts()
+    here.begin_step(Batch(7, [5, 3], strategy=(Scheme(0, (4,)), Scheme(1, (2, 2)))))
+    here.note(RUNNING, Action(1, FORWARD, 0))
+    assert str(here) == (
+        "step 7 on the pipeline of ranks [1, 3): context 1 × tensor 1, layers 2+2, action 1F0 of"
+        " documents 5"
+    )
+
+
+def test_a_step_that_ends_while_it_is_read_is_told_as_it_was():
+    here = Whereabouts()
+
+    def next_step():
+        here.begin_step(Batch(8, [5, 3, 2]))
+        here.note(RUNNING, Action(0, FORWARD, 2))
+
+    here.begin_step(Batch(7, [4], next_step))
+    here.note(RUNNING, Action(0, FORWARD, 0))
+    assert str(here) == "step 7, action 0F0 of documents 4"
+    assert str(here) == "step 8, action 0F2 of documents 2"
+
+
+def test_a_wait_that_ends_while_it_is_read(waits):
+    here = Whereabouts()
+    here.note(AFTER, "what follows on it")
+    waits.looks = 0
+    assert here.seconds() >= 0
+    waits.looks = 0
+    assert here.progress() == (0, LOADING)
+    assert here.progress() == (0, AFTER)

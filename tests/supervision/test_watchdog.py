@@ -1,0 +1,163 @@
+"""A rank that waits for one that is out of reach is ended, whatever it waits in."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_wlb.supervision import heartbeat as board
+from lightning_wlb.supervision import progress as whereabouts
+from lightning_wlb.supervision import signals, watchdog
+from lightning_wlb.supervision.faults import Faults
+from tests.ranks import run_ranks
+from tests.strategy.test_failures import outcomes
+
+
+def interrupt_twice() -> None:
+    for _ in range(2):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def failing(rank: int, folder: Path, interrupts: bool) -> None:
+    """Rank 0 waits in a barrier, where no handler runs. Rank 1 fails, or rank 0 is interrupted.
+
+    Rank 1 does not end before rank 0, so that no connection closes.
+    """
+    watchdog.GRACE = board.PATIENCE = 1.0
+    os.environ.update(RANK=str(rank))
+    dist.init_process_group("gloo")
+    faults = Faults()
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    sys.stderr = open(folder / f"{rank}.err", "w")  # noqa: SIM115
+    if rank == 0:
+        if interrupts:
+            signal.signal(signal.SIGINT, signals._interrupt)
+            threading.Thread(target=interrupt_twice).start()
+        dist.barrier()
+    if not interrupts:
+        runner = SimpleNamespace(global_step=3, state=SimpleNamespace(stage=None))
+        runner.checkpoint_callbacks = []
+        faults.on_exception(runner, None, ValueError("only here"))  # type: ignore[arg-type]
+        assert faults.alone is not None
+    time.sleep(6)
+
+
+@pytest.mark.parametrize(
+    ("interrupts", "cause"),
+    [(False, "rank 1 failed, before the first step"), (True, "it was interrupted twice")],
+)
+def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause, tmp_path):
+    results, _ = outcomes(failing, 2, tmp_path, interrupts)
+    assert results[0] is None, "it ended while it waited"
+    if interrupts:
+        assert results[1] is None, "rank 0 has died"
+    else:
+        assert results[1] == (True, None), "who comes out by itself is left to do so"
+    last = (tmp_path / "0.err").read_text().splitlines()[-1]
+    assert last.startswith(f"[rank 0] WLBStrategy: this process ends, since {cause}")
+
+
+def test_what_another_thread_fails_with_is_told_to_all() -> None:
+    """The main thread may wait for ever for a rank that waits for that thread."""
+    ours, theirs = socket.socketpair()
+    watched = watchdog.Watchdog(1, 2, board.Connection(ours), "token", 60.0)
+    whereabouts.HERE.begin()  # another test of this process may have left it in a step
+    watched.start()
+    whereabouts.HERE.failed = "MemoryError: no room"
+    messages, told = board.Connection(theirs), []
+    try:
+        for _ in range(100):
+            time.sleep(0.05)
+            told += [each for each in messages.receive() or () if "place" in each]
+            if told:
+                break
+    finally:
+        whereabouts.HERE.begin()
+        watched.stop()
+        theirs.close()
+    assert told == [
+        {
+            "place": "a thread of rank 1",
+            "text": "before the first step, setting up: MemoryError: no room",
+        }
+    ]
+
+
+def locked(rank: int, folder: Path) -> None:
+    """Rank 1 dies, and rank 0 holds Python's lock from then on."""
+    watchdog.GRACE = watchdog.LOCKED = 0.3
+    os.environ.update(RANK=str(rank))
+    dist.init_process_group("gloo")
+    faults = Faults()
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    os.dup2(os.open(folder / f"{rank}.err", os.O_CREAT | os.O_WRONLY), 2)
+    dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    assert faults._watchdog is not None
+    while faults._watchdog._verdict != "alone":
+        time.sleep(0.01)
+    ctypes.PyDLL(None).sleep(50)
+
+
+def test_a_rank_in_foreign_code_that_holds_the_lock_is_ended_too(tmp_path):
+    results, seconds = outcomes(locked, 2, tmp_path)
+    assert results == [None, None]
+    assert seconds < 30
+    said = (tmp_path / "0.err").read_text()
+    assert "Timeout (0:00:00.6" in said
+    assert "in locked" in said, "where it was"
+
+
+def watched(rank: int) -> str:
+    faults = Faults()
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    assert faults._watchdog is not None
+    with mock.patch.object(watchdog, "faulthandler") as timer:
+        faults._watchdog._end_in(60.0)  # in the last moment of the run
+        faults.end()
+    timer.cancel_dump_traceback_later.assert_called_once_with()
+    assert signal.set_wakeup_fd(-1) == -1, "as it was before"
+    return "fine"
+
+
+def test_nothing_is_left_of_a_watch_that_has_ended():
+    assert run_ranks(watched, 2) == ["fine", "fine"]
+
+
+def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
+    """It inherits the descriptor through which signals are told, and a terminal signals both."""
+    monkeypatch.setattr(watchdog, "heeds_interrupts", lambda: True)
+    one, other = socket.socketpair()
+    thread = watchdog.Watchdog(0, 2, board.Connection(one), "secret", 60.0)
+    signal.set_wakeup_fd(-1)
+    for pause in (0.0, 0.0, 0.3):
+        assert thread._end_at == float("inf")
+        time.sleep(pause)
+        thread._waker.send(bytes([signal.SIGINT]))
+        thread._count_interrupts()
+    assert thread._end_at < float("inf"), "the second one"
+    thread._stay()
+    for end in (one, other, thread._woken, thread._waker):
+        end.close()
+
+
+def test_who_is_not_read_any_more_goes_on(monkeypatch):
+    class Closed:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    watchdog.say(0, "whatever")

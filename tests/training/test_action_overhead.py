@@ -1,0 +1,79 @@
+"""What actions take beside their model is found where it is known how much that is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.training import action_overhead as overhead
+from lightning_wlb.training import parameter_buckets as gathering
+from lightning_wlb.training.action_overhead import measure_overhead
+from lightning_wlb.training.executor import Step
+from tests.ranks import run_ranks
+
+CONFIG = TransformerConfig(dim=16, heads=1, kv_heads=1, ffn_dim=32)
+# Seven matrices and two norms of a layer.
+PER_LAYER = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+MILLISECOND = 1e6
+
+
+def slower(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The same function, after so much of the processor's time."""
+
+    def call(*args: Any) -> Any:
+        begin = time.thread_time()
+        while time.thread_time() - begin < seconds:
+            pass
+        return function(*args)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "MICRO_BATCHES", 4)
+    monkeypatch.setattr(overhead, "STEPS", 3)
+    with (
+        mock.patch.object(Step, "run", slower(Step.run, 2e-3)),
+        mock.patch.object(gathering._InStep, "_add", slower(gathering._InStep._add, 0.5e-3)),
+    ):
+        found = measure_overhead(CONFIG, torch.device("cpu"), torch.float32)
+    # Nine gradients of a layer, half a millisecond each; three more of the ends.
+    assert found.parameter_ns * PER_LAYER == pytest.approx(4.5 * MILLISECOND, rel=0.4)
+    assert found.ns[0] == pytest.approx(2 * MILLISECOND, rel=0.4)
+    assert found.row_ns == (0.0, 0.0)
+    assert not dist.is_initialized(), "a process group is left"
+
+
+def test_too_late_it_gives_up() -> None:
+    with pytest.raises(TimeoutError, match="what actions take"):
+        measure_overhead(CONFIG, torch.device("cpu"), torch.float32, until=time.monotonic() - 1)
+    assert not dist.is_initialized(), "a process group is left"
+
+
+def alone_among_others(rank: int) -> bool:
+    """Rank 1 measures by itself; both have their process group afterwards."""
+    overhead.MICRO_BATCHES = overhead.STEPS = 2
+    if rank == 1:
+        measure_overhead(CONFIG, torch.device("cpu"), torch.bfloat16)
+    numbers = torch.ones(1)
+    dist.all_reduce(numbers)
+    return numbers.item() == 2
+
+
+def test_it_takes_no_other_rank() -> None:
+    assert all(run_ranks(alone_among_others, 2))
