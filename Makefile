@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # make test-gpu RUN=python3: with an interpreter that has what it takes, and nothing is installed.
 READY := $(if $(findstring command line,$(origin RUN)),,$(VENV)/ready)
 
-.PHONY: help train test test-gpu test-slurm soak lint types floors docs clean
+.PHONY: help train test test-fast package test-gpu test-slurm soak lint types floors docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,19 @@ train: $(VENV)/ready  ## train a small decoder with three packings in turn, and 
 # others are single processes.
 test: $(VENV)/ready  ## run the tests (CPU only, 8 minutes on two cores)
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-fast: $(VENV)/ready  ## run the tests that need no second process (under 90 s on two cores)
+	@$(RUN) -m pytest -n 2 -m 'not processes and not families and not slurm and not soak'
+
+# A wheel that lacks a file works in a checkout and nowhere else.
+package: $(VENV)/ready  ## build the wheel, install it in a fresh environment and plan with it
+	@rm -rf build dist .package && $(RUN) -m build -q --wheel .
+	@$(PYTHON) -m venv .package
+	@.package/bin/python -m pip install -q -c constraints.txt torch
+	@.package/bin/python -m pip install -q -c constraints.txt dist/*.whl
+	@cd .package && bin/lightning-wlb plan --lengths generator-a --model 7b --mesh 1,4,2,8 \
+	  --context-window 131072 --profile h100 --steps 2
+	@rm -rf .package build
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device; RUN=python3: with that as it is
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \

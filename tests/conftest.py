@@ -8,6 +8,9 @@ would take them for theirs.
 
 ``--device`` and ``--attention-backend`` are :mod:`tests.device`'s.
 
+Tests of a module that starts further processes (ranks, commands) get the marker ``processes``,
+which ``make test-fast`` leaves out.
+
 For the order: a worker takes a file at a time.
 Files of runs on several ranks come first: they take most of the suite's time, and one that begins
 last leaves the other worker idle. (A file is not split among workers: what a module's fixture has
@@ -73,8 +76,17 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[variable] = value
 
 
+# What a test module that starts further processes has imported, by name.
+STARTERS = ("run_ranks", "harness", "multiprocessing", "subprocess")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place(Path(__file__).parent))
+    for item in items:
+        module = getattr(item, "module", None)
+        if any(hasattr(module, name) for name in STARTERS):
+            item.add_marker("processes")
 
 
 def _place(tests: Path) -> Callable[[pytest.Item], int]:
