@@ -22,11 +22,11 @@ import lightning.pytorch as L
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.profiling.ranks import run_ranks
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 RANKS = 2

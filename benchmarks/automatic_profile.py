@@ -34,11 +34,11 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.measured import RankStep, train
+from benchmarks.ranks import run_ranks
 from benchmarks.slimpack_measured import CONFIG, chosen, documents, figures
 from lightning_wlb.data.cache import cache_folders
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.profiling.ranks import run_ranks
 
 MESHES = {"pipeline 2": Mesh(pipeline=2), "data 2": Mesh(data=2)}
 PACKINGS = {"best_fit": ("best_fit", None), "auto, work": ("auto", "none"), "auto": ("auto", None)}

@@ -33,6 +33,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
+from benchmarks.ranks import run_ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stdlib import StdlibDocuments
@@ -45,7 +46,6 @@ from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.profiling.ranks import run_ranks
 
 CONFIG = TransformerConfig.preset("tiny", layers=4)
 

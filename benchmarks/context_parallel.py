@@ -32,7 +32,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
-from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
+from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh

@@ -28,13 +28,13 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.measured import RankStep, train
+from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.heterogeneous import pool
 from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme
-from lightning_wlb.profiling.ranks import run_ranks
 
 CONFIG = TransformerConfig.preset("tiny")
 MESH = Mesh(pipeline=2)

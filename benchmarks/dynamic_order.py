@@ -42,6 +42,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
 from benchmarks.paper_speedups import without_communication
+from benchmarks.ranks import run_ranks
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -54,9 +55,8 @@ from lightning_wlb.mesh_search.choice import name_of
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
-from lightning_wlb.profiling.links import measure_link
-from lightning_wlb.profiling.quick import measure_quickly
-from lightning_wlb.profiling.ranks import run_ranks
+from lightning_wlb.profiling.device_profile import measure_quickly
+from lightning_wlb.profiling.link_speed import measure_link
 from lightning_wlb.training.action_overhead import measure_overhead
 
 CONFIG = TransformerConfig.preset("tiny", dim=128, layers=4, ffn_dim=352)

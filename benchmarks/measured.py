@@ -24,7 +24,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import ActivationCheckpointing, ReplicaPlan, StepPlan, alike
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.simulate import Simulation, simulate_replicas

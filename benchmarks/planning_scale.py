@@ -38,8 +38,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import report
 from benchmarks.workloads import documents_for, generator_a
+from lightning_wlb.cost.attention_tiles import layers_kernel_cost
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.kernel import layers_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.collate import make_step_batch
@@ -49,7 +49,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
-from lightning_wlb.prediction.totals import step_totals
+from lightning_wlb.prediction.step_totals import step_totals
 
 K = 1024
 RESULTS = Path(__file__).with_name("results") / "planning_scale.json"

@@ -33,6 +33,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
 from benchmarks.paper_speedups import without_communication
+from benchmarks.ranks import run_ranks
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -40,8 +41,8 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.profiling import measure, measure_link
-from lightning_wlb.profiling.ranks import run_ranks
+from lightning_wlb.profiling.device_profile import measure
+from lightning_wlb.profiling.link_speed import measure_link
 
 RANKS = 2
 WARM_UP = 2

@@ -45,7 +45,7 @@ from lightning_wlb.planning.judge import PipelineJudge
 from lightning_wlb.planning.longest_first import deal_capped
 from lightning_wlb.planning.replicas import replica_plan, unsharded, whole
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulate import simulate

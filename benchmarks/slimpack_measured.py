@@ -33,13 +33,13 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
+from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import DocumentSubset
 from lightning_wlb.data.stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.profiling.ranks import run_ranks
 
 VOCABULARY = 1024
 BY_PROFILE = ", profile"  # after the name of a packing that chooses by predicted times

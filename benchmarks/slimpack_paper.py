@@ -32,7 +32,7 @@ from benchmarks import report
 from benchmarks.paper_speedups import without_communication
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import USABLE_PERCENT
+from lightning_wlb.cost.memory_model import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh

@@ -1,9 +1,9 @@
-"""Real multi-rank runs on one machine; see :mod:`lightning_wlb.profiling.ranks`."""
+"""Real multi-rank runs on one machine; see :mod:`benchmarks.ranks`."""
 
 import multiprocessing
 
-from lightning_wlb.profiling import ranks
-from lightning_wlb.profiling.ranks import RankFailed, free_port, run_ranks
+from benchmarks import ranks
+from benchmarks.ranks import RankFailed, free_port, run_ranks
 
 __all__ = ["RankFailed", "free_port", "run_ranks"]
 

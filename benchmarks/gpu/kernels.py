@@ -15,7 +15,7 @@ from lightning_wlb.attention.kernels_gpu import flash_library
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.profiling.timing import make_timer
+from lightning_wlb.profiling.call_timer import make_timer
 
 REPEATS = 5
 

@@ -17,7 +17,8 @@ import torch
 from benchmarks.gpu.recording import Figures, Row, Run, machine
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import Grid, measure
+from lightning_wlb.profiling.device_profile import measure
+from lightning_wlb.profiling.grid import Grid
 from lightning_wlb.strategy.devices import profile_of
 from lightning_wlb.training.action_overhead import measure_overhead
 

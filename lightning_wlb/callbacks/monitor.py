@@ -46,10 +46,10 @@ from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import ONE_DEVICE
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
-from lightning_wlb.profiling.peaks import peak_flops
+from lightning_wlb.profiling.device import peak_flops
 from lightning_wlb.training.executor import Executor
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cli.arguments import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
-from lightning_wlb.profiling import measure
+from lightning_wlb.profiling.device_profile import measure
 from lightning_wlb.training.action_overhead import measure_overhead
 
 

@@ -12,7 +12,7 @@ from lightning_wlb.cli.arguments import mesh_of, model_shape, names_of, packing_
 from lightning_wlb.cli.lengths import Lengths, load_lengths
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
-from lightning_wlb.cost.memory import usable_bytes
+from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.pool import Pool

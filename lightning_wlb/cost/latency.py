@@ -36,8 +36,14 @@ import numpy as np
 
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
-from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
-from lightning_wlb.cost.rates import Integers, inverse_rate_of_rows, inverse_rates
+from lightning_wlb.cost.profile import (
+    AttentionTable,
+    Integers,
+    LinearTable,
+    Profile,
+    inverse_rate_of_rows,
+    inverse_rates,
+)
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute

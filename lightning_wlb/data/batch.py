@@ -76,8 +76,9 @@ class StepBatch:
         plan: the step's plan, of the whole mesh.
         replica: the data-parallel replica of this rank.
         executed: the replicas' plans as they are executed
-            (:mod:`lightning_wlb.prediction.executed`), which differ from the plan's own where these
-            are asymmetric. Replicas that share no micro-batch with this one may be left as planned.
+            (:mod:`lightning_wlb.prediction.asymmetric_units`), which differ from the plan's own
+            where these are asymmetric. Replicas that share no micro-batch with this one may be left
+            as planned.
         micro_batches: in the order of ``units.forward``.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.

@@ -28,7 +28,7 @@ from lightning_wlb.data.documents import DocumentStore
 from lightning_wlb.data.reading import check_targets, read_mask, read_tokens
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Slice, StepPlan
-from lightning_wlb.prediction.executed import layout_of, units
+from lightning_wlb.prediction.asymmetric_units import layout_of, units
 from lightning_wlb.sharding import Layout, RankIndices, head_indices, rank_indices
 from lightning_wlb.sharding.slices import SlicedIndices, SlicedReplica
 

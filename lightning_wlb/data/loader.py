@@ -39,8 +39,8 @@ from torch import Generator
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_wlb.cost.attention_tiles import layers_kernel_cost
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.kernel import layers_kernel_cost
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data import workers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cost.communicators import communicators, communicators_elsewhere
+from lightning_wlb.cost.communication import communicators, communicators_elsewhere
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_wlb.heterogeneous.document_time import document_ns
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, Shape, alike
 from lightning_wlb.planning.dealing import TRIALS, Costs, deal_greedily
@@ -38,7 +39,6 @@ from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
 from lightning_wlb.planning.longest_first import longest_first
 from lightning_wlb.planning.packing.base import Packer, Placement, Rules
-from lightning_wlb.prediction.document import document_ns
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES

@@ -28,14 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.cost.latency import DTYPE_BYTES
-from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.layouts import strategy_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme
+from lightning_wlb.prediction.parameter_traffic import Traffic
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.traffic import Traffic
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import StageParts
+from lightning_wlb.cost.memory_model import StageParts
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import Recompute

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import USABLE_PERCENT
+from lightning_wlb.cost.memory_model import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import AXES, Mesh

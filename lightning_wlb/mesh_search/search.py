@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_wlb.cost.memory import usable_bytes
+from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.bound import ClosedForm
 from lightning_wlb.mesh_search.choice import MeshChoice

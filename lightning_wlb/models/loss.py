@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.cost.head import chunk_rows
+from lightning_wlb.cost.loss_chunks import chunk_rows
 from lightning_wlb.data.batch import IGNORE
 from lightning_wlb.distributed.process_groups import group_size
 from lightning_wlb.models.compiled import Function

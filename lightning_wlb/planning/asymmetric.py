@@ -10,10 +10,10 @@ that follow closely fills the gap; else it is cut, at a tile.
 
 The slices of the plan are the common refinement of both cuts. Symmetric packs are balanced in the
 sum of both passes already, so packs of their own can gain little; and the executor runs what one
-forward and one backward pack share as a unit (:mod:`~lightning_wlb.prediction.executed`). Units are
-so many and so unequal that these plans are slower than symmetric ones
-(``benchmarks/results/slimpack.md``). So no packing makes them unless it is asked to
-(``{"method": "slim", "asymmetric": True}``).
+forward and one backward pack share as a unit (:mod:`~lightning_wlb.prediction.asymmetric_units`).
+Units are so many and so unequal that these plans are slower than symmetric ones
+(``benchmarks/results/slimpack.md``). So no packing makes them unless it is asked to (``{"method":
+"slim", "asymmetric": True}``).
 
 Cost: O(P log P + M·A) for P pieces in M packs, where A is ``LOOKAHEAD``: milliseconds in plain
 Python for hundreds of pieces.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_wlb.cost.kernel import SegmentCost
+from lightning_wlb.cost.attention_tiles import SegmentCost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
 from lightning_wlb.planning.replicas import Shard

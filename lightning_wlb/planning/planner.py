@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.arguments import choice
+from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.kernel import SegmentCost, reference_kernel_cost
 from lightning_wlb.heterogeneous.dealing import check_packing
 from lightning_wlb.heterogeneous.pool import Elected, Pool
 from lightning_wlb.mesh import ONE_DEVICE, Mesh

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.cost.kernel import TILE
+from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import ReplicaPlan, Slice
 from lightning_wlb.prediction.micro_batch import PASSES, Exchange, by_mode, over_layers, reach_of

@@ -4,9 +4,9 @@ The predictor connects the plan, the cost model and the simulator. A micro-batch
 context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
 takes the time of its stage's layers, its ends and its overhead; messages between stages are the
 simulator's transfers; parameters and gradients travel behind the actions
-(:mod:`~lightning_wlb.prediction.traffic`). A micro-batch of several replicas (DP-Merge) begins when
-all of them can, and its keys travel over the links of the data-parallel axis. What the passes hold
-is in :mod:`~lightning_wlb.prediction.memory`.
+(:mod:`~lightning_wlb.prediction.parameter_traffic`). A micro-batch of several replicas (DP-Merge)
+begins when all of them can, and its keys travel over the links of the data-parallel axis. What the
+passes hold is in :mod:`~lightning_wlb.prediction.step_memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
 action. Other communication is not overlapped with computation.
@@ -31,20 +31,20 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
 )
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import MemoryModel, StageParts, usable_bytes
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
+from lightning_wlb.prediction.asymmetric_units import layout_of, units
 from lightning_wlb.prediction.estimate import Estimates
-from lightning_wlb.prediction.executed import layout_of, units
-from lightning_wlb.prediction.memory import StepMemory, most_open
 from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost, most_keys
+from lightning_wlb.prediction.parameter_traffic import Traffic
 from lightning_wlb.prediction.step import (
     MicroBatchCost,
     PreparedReplicas,
     SimulatedReplicas,
     StepPrediction,
 )
-from lightning_wlb.prediction.traffic import Traffic
+from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.programs import (
     check_stages,

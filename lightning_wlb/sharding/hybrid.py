@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.cost.kernel import OVERHEAD, TILE, UNITS
+from lightning_wlb.cost.attention_tiles import OVERHEAD, TILE, UNITS
 from lightning_wlb.sharding.arrays import Integers
 
 SHARES = (8, 32)
@@ -142,7 +142,7 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Dea
 
 
 def _segment_cost(queries: int, keys: int) -> int:
-    """:func:`~lightning_wlb.cost.kernel.reference_kernel_cost` of one segment."""
+    """:func:`~lightning_wlb.cost.attention_tiles.reference_kernel_cost` of one segment."""
     tiles = -(-queries // TILE)
     before = -(-(keys - queries) // TILE)
     read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-keys // TILE)

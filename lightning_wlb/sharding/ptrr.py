@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_wlb.cost.kernel import TILE, reference_kernel_cost
+from lightning_wlb.cost.attention_tiles import TILE, reference_kernel_cost
 from lightning_wlb.sharding.arrays import Integers, cut
 
 

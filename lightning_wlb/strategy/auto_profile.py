@@ -12,8 +12,8 @@ A rank whose measurement fails ends it for all of them, with one warning, and th
 what it had without. The random numbers of the run are left as they were.
 
 What is measured is the reference decoder with the sizes of the model's commonest layer
-(:mod:`~lightning_wlb.profiling.quick`), and what actions take beside it (:mod:`.overhead`). A
-mixture of experts is not like one, and is not measured.
+(:mod:`~lightning_wlb.profiling.device_profile`), and what actions take beside it
+(:mod:`.overhead`). A mixture of experts is not like one, and is not measured.
 
 Cost: 20 seconds at most, then nothing. Memory of four layers with their activations.
 """
@@ -37,9 +37,9 @@ from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data.cache import built_before, built_once, fingerprint
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import device_name
-from lightning_wlb.profiling.links import link_of_ranks
-from lightning_wlb.profiling.quick import measure_quickly
+from lightning_wlb.profiling.device import device_name
+from lightning_wlb.profiling.device_profile import measure_quickly
+from lightning_wlb.profiling.link_speed import link_of_ranks
 from lightning_wlb.strategy.auto_mesh import progress_bar
 from lightning_wlb.training.action_overhead import measure_overhead
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_wlb.attention.varlen import VarlenAttention
-from lightning_wlb.cost.memory import MemoryModel
+from lightning_wlb.cost.memory_model import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.distributed.device_mesh import Size
 from lightning_wlb.heterogeneous.setup import Dynamic

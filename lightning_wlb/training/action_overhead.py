@@ -35,7 +35,7 @@ from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
+from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.training import fsdp
 from lightning_wlb.training.buckets import unit

@@ -32,7 +32,7 @@ from lightning_wlb.distributed.process_groups import (
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.compiled import uncompiled
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.profiling.stopwatch import Stopwatch, make_stopwatch
+from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.receipts import receipts
 from lightning_wlb.schedule.timeline import Timing

@@ -1,10 +1,10 @@
 """Where a step runs out of memory: what ran, and which options would take less, by how much.
 
 The error stays what it is and gets a note, which Python prints below its message. The bytes are
-those of the memory model (``cost/memory.py``) with all micro-batches like the one of the rank that
-would need most, the account by which ``lightning-wlb plan`` says what fits. So they are an upper
-bound of what is modelled; fragmentation and communication buffers are not. Of a step on pipelines
-of its own it is the memory of a mesh of pipelines like the rank's, as in planning.
+those of the memory model (``cost/memory_model.py``) with all micro-batches like the one of the rank
+that would need most, the account by which ``lightning-wlb plan`` says what fits. So they are an
+upper bound of what is modelled; fragmentation and communication buffers are not. Of a step on
+pipelines of its own it is the memory of a mesh of pipelines like the rank's, as in planning.
 
 Cost: nothing until there is an error.
 """
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
 
-from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.heterogeneous.layouts import rank_in
 from lightning_wlb.heterogeneous.pool import mesh_like
 from lightning_wlb.plan import MicroBatch, Recompute
-from lightning_wlb.prediction.memory import StepMemory, most_open
-from lightning_wlb.profiling.memory import is_out_of_memory
+from lightning_wlb.prediction.step_memory import StepMemory, most_open
+from lightning_wlb.profiling.device import is_out_of_memory
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.supervision.progress import HERE
 from lightning_wlb.training.cuda_settings import ALLOCATOR, EXPANDABLE, has_expandable_segments

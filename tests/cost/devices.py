@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES, communicators
+from lightning_wlb.cost.communication import COMMUNICATOR_BYTES, communicators
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 

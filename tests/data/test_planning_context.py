@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES
-from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.cost.attention_tiles import reference_kernel_cost
+from lightning_wlb.cost.communication import COMMUNICATOR_BYTES
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
 from lightning_wlb.data.datamodule import WLBDataModule

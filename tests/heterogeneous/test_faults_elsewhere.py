@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Mesh

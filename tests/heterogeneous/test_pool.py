@@ -19,8 +19,8 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.planner import plan_steps
+from lightning_wlb.prediction.parameter_traffic import Traffic
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.traffic import Traffic
 from tests.heterogeneous.test_dealing import SHAPE
 
 DATA = DataSettings(16384, 2, {"method": "slim", "micro_packs": 2}, shuffle=False)

@@ -20,7 +20,7 @@ from lightning_wlb.heterogeneous.proof import Travel, threads_elsewhere
 from lightning_wlb.heterogeneous.relay import Relay
 from lightning_wlb.heterogeneous.transfer import Groups, Pull, weights_of
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.rendezvous import Post, Wait, run_to_the_end
 from lightning_wlb.supervision.progress import HERE

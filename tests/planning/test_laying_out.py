@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_wlb.cost.kernel import reference_kernel_cost
+from lightning_wlb.cost.attention_tiles import reference_kernel_cost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out

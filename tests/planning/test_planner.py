@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_wlb.cost.attention_tiles import reference_kernel_cost
 from lightning_wlb.cost.flops import PassWork, Work
-from lightning_wlb.cost.kernel import reference_kernel_cost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner

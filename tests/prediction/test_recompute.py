@@ -16,7 +16,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from lightning_wlb.prediction.recompute import recomputing, settled
 from lightning_wlb.prediction.step import MODES

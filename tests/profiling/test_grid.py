@@ -6,8 +6,7 @@ import pytest
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling.grid import GRIDS, Grid, segment_bytes, segments
-from lightning_wlb.profiling.quick import grid_of
+from lightning_wlb.profiling.grid import GRIDS, Grid, grid_for_seconds, segment_bytes, segments
 
 BUDGET = 80 * 10**9 // 8
 
@@ -27,7 +26,7 @@ def points(grid: Grid) -> list[tuple[int, int]]:
     return [(q, round(q * ratio)) for q in grid.queries for ratio in grid.keys_per_query]
 
 
-QUICK = grid_of(TransformerConfig.preset("7b").shape, 6e14, 14.0, "cuda")
+QUICK = grid_for_seconds(TransformerConfig.preset("7b").shape, 6e14, 14.0, "cuda")
 
 
 @pytest.mark.parametrize("grid", [GRIDS["cuda"], QUICK], ids=["whole", "quick"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_wlb.profiling.peaks import peak_flops
+from lightning_wlb.profiling.device import peak_flops
 
 CUDA = torch.device("cuda", 0)
 

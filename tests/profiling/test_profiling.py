@@ -14,8 +14,9 @@ from lightning_wlb.cli.main import main
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Profile
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import GRIDS, Grid, measure
-from lightning_wlb.profiling.bench import Bench, Stages, affine
+from lightning_wlb.profiling.device_profile import measure
+from lightning_wlb.profiling.grid import GRIDS, Grid
+from lightning_wlb.profiling.measurements import Bench, Stages, affine
 
 COARSE = Grid(
     queries=(1, 16, 128, 1024),

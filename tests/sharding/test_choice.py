@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.context_parallel import sequences
-from lightning_wlb.cost.kernel import Integers, reference_kernel_cost
+from lightning_wlb.cost.attention_tiles import Integers, reference_kernel_cost
 from lightning_wlb.sharding import (
     SHARDINGS,
     Tokens,

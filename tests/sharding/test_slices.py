@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.prediction.executed import layout_of
+from lightning_wlb.prediction.asymmetric_units import layout_of
 from lightning_wlb.sharding import SHARDINGS
 from lightning_wlb.sharding.slices import OWN, SlicedReplica
 from tests.sharding.support import chunks_by_rank

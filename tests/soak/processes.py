@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_wlb.profiling import ranks
+from benchmarks import ranks
 from tests.soak import training
 from tests.soak.plants import session
 from tests.soak.training import Run

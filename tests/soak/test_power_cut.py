@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import ranks
 from lightning_wlb.checkpoints import folders, manifest, sharded
-from lightning_wlb.profiling import ranks
 from tests.soak import table
 from tests.soak.power import Disk, cut
 

@@ -13,7 +13,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_wlb.profiling.ranks import start_ranks
+from benchmarks.ranks import start_ranks
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.supervision import heartbeat as board
 from tests.strategy.harness import SMALL, data, module, trainer

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.prediction.executed import units
+from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import program_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_wlb.profiling.stopwatch import make_stopwatch
+from lightning_wlb.profiling.action_stopwatch import make_stopwatch
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.prediction.traffic import Traffic
+from lightning_wlb.prediction.parameter_traffic import Traffic
 from tests.prediction.test_predictor import FREE_MEMORY, SHAPE, predictor
 
 stages = st.lists(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_wlb.cost.head import chunk_rows
+from lightning_wlb.cost.loss_chunks import chunk_rows
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_wlb.profiling.memory import is_out_of_memory
+from lightning_wlb.profiling.device import is_out_of_memory
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from torch import Tensor
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import Grid, bench, measure
-from lightning_wlb.profiling.bench import Bench
-from lightning_wlb.profiling.timing import CPUTimer, Held
+from lightning_wlb.profiling import measurements as bench
+from lightning_wlb.profiling.call_timer import CPUTimer, Held
+from lightning_wlb.profiling.device_profile import measure
+from lightning_wlb.profiling.grid import Grid
+from lightning_wlb.profiling.measurements import Bench
 
 CPU = torch.device("cpu")
 CONFIG = TransformerConfig.preset("tiny", dim=32, ffn_dim=64, vocab_size=32)
@@ -75,7 +77,7 @@ def test_the_profile_says_once_what_was_not_measured_and_predicts(
 ) -> None:
     runs_out_beyond(8, monkeypatch)
     # As with one GPU.
-    monkeypatch.setattr("lightning_wlb.profiling.measure_link", lambda device: None)
+    monkeypatch.setattr("lightning_wlb.profiling.device_profile.measure_link", lambda device: None)
     told: list[str] = []
     profile = measure(
         CONFIG, name="p", device=CPU, dtype=torch.float32, grid=GRID, report=told.append

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.cost.communicators import communicators, communicators_elsewhere
-from lightning_wlb.cost.memory import MemoryModel, StageParts, usable_bytes
+from lightning_wlb.cost.communication import communicators, communicators_elsewhere
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import MicroBatchTensors

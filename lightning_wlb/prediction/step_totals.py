@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.prediction.memory import StepMemory, first_readers
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MicroBatchCost
+from lightning_wlb.prediction.step_memory import StepMemory, first_readers
 from lightning_wlb.schedule.packflow import backward_orders, planned_warm_up
 from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
 from lightning_wlb.sharding.arrays import Integers

@@ -11,24 +11,25 @@ import torch
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling import measure, quick
-from lightning_wlb.profiling.bench import Bench
-from lightning_wlb.profiling.grid import Grid
-from lightning_wlb.profiling.quick import grid_of, measure_quickly
+from lightning_wlb.profiling import device_profile as quick
+from lightning_wlb.profiling import grid as grids
+from lightning_wlb.profiling.device_profile import measure, measure_quickly
+from lightning_wlb.profiling.grid import Grid, grid_for_seconds, small_grid
+from lightning_wlb.profiling.measurements import Bench
 
 TINY, BIG = TransformerConfig.preset("tiny"), TransformerConfig.preset("7b")
 CPU = torch.device("cpu")
 
 
 def test_there_are_points_up_to_what_there_is_time_for() -> None:
-    grid = grid_of(TINY.shape, 1e11, 14.0, "cpu")
+    grid = grid_for_seconds(TINY.shape, 1e11, 14.0, "cpu")
     assert grid.queries == (16, 128, 1024, 4096)
     assert grid.rows == (32, 256, 2048, 16384)
     assert grid.pairs == 4096**2
-    slower = grid_of(TINY.shape, 1e9, 14.0, "cpu")
+    slower = grid_for_seconds(TINY.shape, 1e9, 14.0, "cpu")
     assert slower.queries == (16, 128, 256)
     assert slower.rows == (32, 256)
-    assert grid_of(BIG.shape, 6e14, 14.0, "cuda").rows == (256, 2048, 16384)
+    assert grid_for_seconds(BIG.shape, 6e14, 14.0, "cuda").rows == (256, 2048, 16384)
     for each in (grid, slower):
         for axis in (each.queries, each.rows):
             assert all(2 * low < high for low, high in pairwise(axis[:-1]))
@@ -36,14 +37,14 @@ def test_there_are_points_up_to_what_there_is_time_for() -> None:
 
 def test_layers_that_are_too_large_for_the_time_are_refused() -> None:
     with pytest.raises(TimeoutError, match="layers of width 4096 would take more than 6 s here"):
-        grid_of(BIG.shape, 1e11, 14.0, "cpu")
+        grid_for_seconds(BIG.shape, 1e11, 14.0, "cpu")
 
 
 def test_it_measures_and_leaves_out_what_there_is_no_time_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quick, "SIZES", (128,))
-    many = replace(quick._grid(32, 512, 512), repeats=1)
+    monkeypatch.setattr(grids, "SIZES", (128,))
+    many = replace(small_grid(32, 512, 512), repeats=1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -83,7 +84,7 @@ def test_what_other_processes_take_of_a_cpu_leaves_less_time(
     for name in clocks:
         monkeypatch.setattr(quick.time, name, lambda name=name: clocks[name])
     monkeypatch.setattr(Bench, "best_product", product)
-    monkeypatch.setattr(quick, "grid_of", asked)
+    monkeypatch.setattr(quick, "grid_for_seconds", asked)
     with pytest.raises(TimeoutError):
         measure_quickly(TINY, device=CPU, dtype=torch.float32)
     assert speeds == [2e9]

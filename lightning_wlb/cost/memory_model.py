@@ -17,7 +17,7 @@ adds gradients up in) is counted once, at the largest. Kernels under
 Of layers of another family they are those of a plain decoder's layer with as many heads and
 feed-forward parameters, which is an estimate.
 
-tests/cost/test_memory.py holds the activations to what autograd saves, byte for byte, and
+tests/cost/test_memory_model.py holds the activations to what autograd saves, byte for byte, and
 tests/training/test_activation_count.py whole steps to what the executor counts.
 
 The caching allocator's fragmentation, the CUDA context and communication buffers are not among
@@ -34,11 +34,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from lightning_wlb.cost.communicators import COMMUNICATOR_BYTES, communicators
-from lightning_wlb.cost.head import chunk_rows
+from lightning_wlb.cost.communication import COMMUNICATOR_BYTES, communicators
 from lightning_wlb.cost.latency import DTYPE_BYTES
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.cost.rates import Integers
+from lightning_wlb.cost.loss_chunks import chunk_rows
+from lightning_wlb.cost.profile import Integers, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.kernel import (
+from lightning_wlb.cost.attention_tiles import (
     OVERHEAD,
     TILE,
     UNITS,

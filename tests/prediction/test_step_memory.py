@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.prediction.memory import first_readers, freed_bytes
+from lightning_wlb.prediction.step_memory import first_readers, freed_bytes
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulate import simulate

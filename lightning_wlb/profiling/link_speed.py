@@ -5,14 +5,17 @@ The CUDA half has not been run by this project.
 
 from __future__ import annotations
 
+import multiprocessing
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.distributed.collectives import all_gather_into
-from lightning_wlb.profiling.ranks import run_ranks
 
 SIZES = (2**12, 2**24)
 """Bytes of the small and the large message."""
@@ -21,17 +24,20 @@ SIZES = (2**12, 2**24)
 def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link | None:
     """Latency and bandwidth between two processes of this node, by all-gather.
 
-    None on CUDA with one device: the two processes cannot have one each, and there is no link.
-
     Args:
-        device: of the kind to measure.
-        timeout_seconds: for the whole measurement.
+        device: one of the kind to measure.
+        timeout_seconds: how long a process waits for the other.
+
+    Returns:
+        None on CUDA with one device: the two processes cannot have one each, and there is no link.
     """
-    cuda = device.type == "cuda"
-    if cuda and torch.cuda.device_count() < 2:
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
         return None
-    backend = "nccl" if cuda else "gloo"
-    small, large = run_ranks(_exchange, 2, device.type, timeout=timeout_seconds, backend=backend)[0]
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, context) as pool:
+        arguments = device.type, f"file://{folder}/rendezvous", timeout_seconds
+        ranks = [pool.submit(_seconds_of_rank, rank, *arguments) for rank in range(2)]
+        (small, large), _ = (rank.result() for rank in ranks)
     return _link(small, large, 2)
 
 
@@ -57,8 +63,27 @@ def _of_a_rank(size: int, ranks: int) -> int:
     return max(2 * size // ranks // 4, 1) * 4
 
 
-def _exchange(rank: int, device_type: str) -> tuple[float, float]:
-    return _seconds(torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu"))
+def _seconds_of_rank(
+    rank: int, device_type: str, rendezvous: str, timeout_seconds: float
+) -> tuple[float, float]:
+    """:func:`_seconds` in one of two new processes."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)  # else NCCL would put both ranks on the first
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if device_type == "cuda" else None,
+    )
+    try:
+        return _seconds(device)
+    finally:
+        dist.destroy_process_group()
 
 
 def _seconds(device: torch.device) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """What the ranks of a pipeline hold in the course of a step, from the memory model.
 
-A forward opens bytes that its own backward frees (:class:`StepMemory`, from ``cost/memory.py``).
+A forward opens bytes that its own backward frees (:class:`StepMemory`).
 Some bytes are made by one action and freed by another (:func:`freed_bytes`):
 
 * the gradients of an earlier micro-batch's keys, which the first backward of a later slice of the
@@ -23,7 +23,7 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.step import MODES, MicroBatchCost
 from lightning_wlb.schedule.actions import BACKWARD, Action, target_of

@@ -31,7 +31,7 @@ from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs, head_flops, layer_linear_flops
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
-from lightning_wlb.cost.memory import MemoryModel, StageParts
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Profile
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
@@ -40,10 +40,10 @@ from lightning_wlb.plan import Slice
 from lightning_wlb.planning.arrivals import cut_stream
 from lightning_wlb.planning.workloads import generator_a
 from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.profiling.action_stopwatch import make_stopwatch
+from lightning_wlb.profiling.call_timer import make_timer
+from lightning_wlb.profiling.device import free_bytes, is_out_of_memory
 from lightning_wlb.profiling.grid import Grid, segments
-from lightning_wlb.profiling.memory import free_bytes, is_out_of_memory
-from lightning_wlb.profiling.stopwatch import make_stopwatch
-from lightning_wlb.profiling.timing import make_timer
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.sharding import layout, rank_indices
 

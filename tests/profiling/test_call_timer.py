@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_wlb.profiling import timing
-from lightning_wlb.profiling.timing import FIRST_SLEEP, LONGEST_SLEEP, CPUTimer, CUDATimer
+from lightning_wlb.profiling import call_timer as timing
+from lightning_wlb.profiling.call_timer import FIRST_SLEEP, LONGEST_SLEEP, CPUTimer, CUDATimer
 
 CYCLE = 0.5e-9
 LAUNCH = 5e-6

@@ -1,0 +1,190 @@
+"""Measures this device with the real kernels and layers, and writes what it finds as a profile.
+
+* The attention kernel alone, forward and backward, over a grid of queries and keys.
+* Pipeline stages of the reference decoder with one and with three layers over a grid of rows,
+  attention timed apart: the difference is two layers, what is left of one stage its overhead.
+* The output projection with the loss, in the same way.
+* A stream of element-wise work for the memory's bandwidth.
+* Two processes that exchange small and large messages, for the link within a node.
+* Micro-batches that were in no grid, whole stages forward and backward: windows of document lengths
+  like those of long-context pretraining (:mod:`lightning_wlb.planning.workloads`). The median and
+  the worst relative error of their prediction go into the profile (``errors``).
+
+On a CPU with one thread, times are the thread's own CPU time, as in the strategy's stopwatch, so
+that a busy machine disturbs the result little; on CUDA they are events on a stream that the host
+keeps full (:mod:`.timing`). The CUDA branch has not been run by this project yet.
+
+Cost: one to two minutes on a CPU; seconds where a run begins with it (:mod:`.quick`). A profile
+of small layers says little about large ones: profile the layers that will run. Links between nodes
+are not measured; add them by hand.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from math import inf
+
+import torch
+
+from lightning_wlb.attention.varlen import kernel_name
+from lightning_wlb.cost.latency import DTYPE_BYTES
+from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.profiling.device import device_name, memory_bytes, peak_flops
+from lightning_wlb.profiling.grid import GRIDS, Grid, grid_for_seconds, small_grid
+from lightning_wlb.profiling.link_speed import measure_link
+from lightning_wlb.profiling.measurements import Bench
+
+
+def measure(
+    config: TransformerConfig,
+    *,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    grid: Grid | None = None,
+    links: bool = True,
+    backend: str = "auto",
+    report: Callable[[str], None] = lambda text: None,
+    until: float = inf,
+) -> Profile:
+    """Measure a device.
+
+    Args:
+        config: whose layers and head are run; their number of layers does not matter.
+        name: of the profile.
+        device: to measure.
+        dtype: to compute in.
+        grid: where to measure; by default one for the kind of device.
+        links: whether to measure the link between two processes of this node. If not, or with one
+            GPU, the memory's bandwidth stands in its place, and the profile says so.
+        backend: of attention, see :class:`.VarlenAttention`; the profile names its kernel.
+        report: called with what is being measured.
+        until: when to end, by ``time.monotonic``: larger points are left out then. The attention
+            kernel has half of the time.
+
+    Raises:
+        ValueError: a dtype that profiles do not know, a backend that is missing, or layers that
+            not even the fewest rows of the grid fit into memory with.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    if dtype_name not in DTYPE_BYTES:
+        raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
+    cuda = device.type == "cuda"
+    grid = grid or GRIDS[device.type]
+    now = time.monotonic()
+    bench = Bench(config, device, dtype, grid, backend, now + (until - now) / 2)
+    report("attention kernel")
+    attention = bench.attention()
+    bench.until = until
+    report("layers, head and overhead")
+    stages = bench.stages()
+    report("memory bandwidth")
+    bandwidth = bench.element_bytes_per_second(stages)
+    layer, head = bench.tables(stages, bandwidth)
+    sources = [_what_was_measured(config, device, grid)]
+    if links:
+        report("link between two processes")
+    link = measure_link(device) if links else None
+    if link is None:
+        link = Link(0.0, bandwidth)
+        sources.append("Link within the node: not measured, the memory's bandwidth stands for it.")
+    else:
+        sources.append("Link within the node: two processes, all-gathers of 4 KiB and 16 MiB each.")
+    if bench.out_of_memory:
+        sources.append(
+            f"Out of memory at {bench.out_of_memory} measurements, which have the rates of their"
+            " neighbours, or end the table."
+        )
+        report(sources[-1])
+    # Ranks of as many threads as this process has that the node can hold.
+    ranks = (
+        torch.cuda.device_count()
+        if cuda
+        else max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
+    )
+    profile = Profile(
+        name=name,
+        device=device_name(device),
+        device_type=device.type,
+        dtype=dtype_name,
+        measured=True,
+        sources=tuple(sources),
+        date=datetime.date.today().isoformat(),
+        peak_flops=peak_flops(device, dtype) or bench.best_product(),
+        memory_bytes=memory_bytes(device) // (1 if cuda else ranks),
+        devices_per_node=ranks,
+        element_bytes_per_second=bandwidth,
+        attention=(attention,),
+        layer=layer,
+        head=head,
+        action=stages.overhead,
+        links={"node": link},
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+        shape=asdict(config.shape),
+        kernel=kernel_name(backend, device),
+    )
+    if not grid.held_out:
+        return profile
+    report("micro-batches held out of the fit")
+    return replace(profile, errors=bench.errors(profile))
+
+
+def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Grid) -> str:
+    shape, threads = config.shape, torch.get_num_threads()
+    if device.type == "cuda":
+        where, clock = "", "events on a stream that the host keeps full"
+    else:
+        where = f" on {threads} thread(s)"
+        clock = "the thread's own CPU time" if threads == 1 else "wall-clock time"
+    return (
+        f"Measured{where} by lightning-wlb profile, medians of {grid.repeats} by {clock}: the"
+        f" attention kernel with {shape.heads} heads of {shape.head_dim}, and decoder layers of"
+        f" dim {shape.dim}, feed-forward {shape.ffn_dim}, vocabulary {shape.vocab_size}."
+    )
+
+
+def measure_quickly(
+    config: TransformerConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    seconds: float = 20.0,
+    report: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Measure a device; its link is taken to be as fast as its memory.
+
+    Args:
+        config: whose layers and head are run.
+        device: to measure.
+        dtype: to compute in.
+        backend: of attention.
+        seconds: after which no larger point is begun.
+        report: called with what is being measured.
+
+    Raises:
+        ValueError: a dtype that profiles do not know.
+        TimeoutError: the smallest points would take longer.
+    """
+    begin, own = time.monotonic(), time.process_time()
+    speed = Bench(config, device, dtype, small_grid(32, 32, 32)).best_product()
+    share = (time.process_time() - own) / (time.monotonic() - begin)
+    if device.type == "cpu" and share < 1:  # its clock leaves out what other processes take
+        speed *= share
+    return measure(
+        config,
+        name="automatic",
+        device=device,
+        dtype=dtype,
+        grid=grid_for_seconds(config.shape, speed, seconds, device.type),
+        links=False,
+        report=report,
+        backend=backend,
+        until=begin + seconds,
+    )
