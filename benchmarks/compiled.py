@@ -24,7 +24,7 @@ import lightning_wlb as wlb
 from benchmarks import report
 from benchmarks.sliced_attention import VOCABULARY, batch_of
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.transformer import Transformer
 
 

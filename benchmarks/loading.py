@@ -28,9 +28,8 @@ from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.folder import Folder
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
-from lightning_wlb.models.initialise import held
+from lightning_wlb.models.tensor_parallel import held
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 RANKS = 4

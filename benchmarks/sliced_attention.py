@@ -26,7 +26,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.collate import make_step_batch
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Rank
-from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.programs import program_of

@@ -98,8 +98,7 @@ def _shape_of_config(config: Any) -> ModelShape:
     if isinstance(config, Mapping) and "model_type" not in config:
         return TransformerConfig.of(config).shape
     try:
-        from lightning_wlb.models.huggingface.config import read_config
-        from lightning_wlb.models.huggingface.shape import shape_of
+        from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
     except ImportError as error:
         raise ValueError(
             f"--model: a Hugging Face config needs {error.name}: pip install 'lightning-wlb[hf]'"

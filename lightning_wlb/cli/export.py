@@ -116,7 +116,7 @@ def export(
             " resuming')."
         )
     _require_transformers()
-    from lightning_wlb.models.huggingface.export import files_beside
+    from lightning_wlb.models.huggingface.load_and_export import files_beside
 
     source = _tokenizer_of(tokenizer, given)
     if source is not None:
@@ -148,8 +148,8 @@ def _write(
 ) -> int:
     import torch
 
-    from lightning_wlb.models.huggingface.config import read_config
-    from lightning_wlb.models.huggingface.export import write_adapted, write_model
+    from lightning_wlb.models.huggingface.config_and_shape import read_config
+    from lightning_wlb.models.huggingface.load_and_export import write_adapted, write_model
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
         wanted = [_PREFIX + name for name in names]

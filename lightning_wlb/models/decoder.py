@@ -1,4 +1,13 @@
-"""What a model must offer to be trained on packed documents and split over a mesh: one base class.
+"""Initial values as a function of a seed and a parameter's name, and of nothing else.
+
+Each parameter is drawn whole, in float32 on the CPU, by a generator of its own that is seeded with
+a hash of the seed and the parameter's global name; a rank then keeps its shard. So the same model
+comes out on one process, under any tensor-parallel size and on any pipeline stage.
+
+Cost: every rank draws the whole of every parameter of which it holds a shard, and needs memory for
+the largest in float32. Not for models that start from a checkpoint.
+
+What a model must offer to be trained on packed documents and split over a mesh: one base class.
 
 :class:`.Transformer` and the Hugging Face decoders are cases of :class:`Decoder`, and so is a model
 of one's own. Nothing of a model is asked for elsewhere: :class:`.LanguageModule` calls its forward
@@ -8,8 +17,10 @@ and :meth:`~Decoder.tensor_parallel_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.dropout import _DropoutNd
@@ -17,7 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
-from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.tensor_parallel import assign
 from lightning_wlb.plan import ActivationCheckpointing
 
 
@@ -86,7 +97,7 @@ class Decoder(nn.Module):
             f"compile=True, but {type(self).__name__} does not compile anything: only the blocks of"
             " lightning_wlb.Transformer and its subclasses are. Set compile=False; or, in a model"
             " of your own, override compile_blocks, and compile pure functions of rows there, as"
-            " Transformer does (lightning_wlb/models/dense.py)."
+            " Transformer does (lightning_wlb/models/compiled_functions.py)."
         )
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
@@ -173,3 +184,51 @@ def check_micro_batches(
                 f" for this module and its model have activation_checkpointing={planned!r}. Give"
                 " StepDataset.for_model activation_checkpointing=module.planned_checkpointing."
             )
+
+
+def initialise(
+    model: nn.Module,
+    seed: int,
+    standard_deviation: Callable[[str], float] = lambda name: 0.02,
+    tied: Mapping[str, str] | None = None,
+) -> None:
+    """Fill the parameters of ``model`` in place.
+
+    Vectors are zeros where their name ends in ``bias``, else ones (they are norm weights);
+    everything else is normal with mean 0.
+
+    Args:
+        model: its parameters are plain tensors or DTensors, on any device but meta.
+        seed: of the run, the same on every rank.
+        standard_deviation: by parameter name.
+        tied: parameter name -> the name under which its values are drawn, for a parameter that
+            equals one of another rank.
+
+    Raises:
+        ValueError: a parameter on the meta device, which has no memory to fill.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"initialise: parameter {name} is on the meta device. Give the model memory first,"
+                " by model.to_empty(device=...)."
+            )
+        source = (tied or {}).get(name, name)
+        assign(parameter, initial_values(source, parameter.shape, seed, standard_deviation(source)))
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what goes by this name in a run with that seed."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def initial_values(
+    name: str, shape: torch.Size, seed: int, standard_deviation: float = 0.02
+) -> Tensor:
+    """The whole initial value of one parameter, float32 on the CPU."""
+    if len(shape) <= 1:
+        return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return values.normal_(0.0, standard_deviation, generator=generator)

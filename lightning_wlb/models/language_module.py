@@ -37,7 +37,12 @@ from lightning_wlb.data.loader import StepLoader
 from lightning_wlb.data.trainer_options import refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches
-from lightning_wlb.models.loading import NOTHING_IMPORTED, is_of_cli, load_stored, numbered
+from lightning_wlb.models.load_from_checkpoint import (
+    NOTHING_IMPORTED,
+    is_of_cli,
+    load_stored,
+    numbered,
+)
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 

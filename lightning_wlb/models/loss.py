@@ -29,6 +29,7 @@ would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,6 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.cost.loss_chunks import chunk_rows
 from lightning_wlb.data.batch import IGNORE
 from lightning_wlb.distributed.process_groups import group_size
-from lightning_wlb.models.compiled import Function
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def slope_at_once(
 class Softmax:
     """The element-wise work on logits; the functions above, or others that are equal to them."""
 
-    log_sum_exp: Function = log_sum_exp
-    slope: Function = slope
+    log_sum_exp: Callable[..., Tensor] = log_sum_exp
+    slope: Callable[..., Tensor] = slope
 
 
 PLAIN = Softmax()

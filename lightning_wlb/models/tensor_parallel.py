@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_wlb.distributed.collectives import all_gather, reduce_scatter
@@ -42,6 +43,36 @@ def local(parameter: Tensor) -> Tensor:
             for placement in parameter.placements
         ]
     )
+
+
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Give a parameter its values; of a DTensor each rank keeps its shard, and nothing is sent.
+
+    Args:
+        parameter: plain or a DTensor, of any dtype, on any device.
+        full: the whole values, in the same shape, the same on every rank.
+    """
+    with torch.no_grad():
+        held(parameter).copy_(full[share_of(parameter)])
+
+
+def share_of(parameter: Tensor) -> tuple[slice, ...]:
+    """Which rectangle of the whole parameter this rank holds, its :func:`held` tensor.
+
+    Under FSDP over tensor parallelism, which both may split the same dim, it is one rectangle too:
+    FSDP cuts what tensor parallelism has left.
+    """
+    sizes, first = tuple(parameter.shape), (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        sizes, first = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    return tuple(slice(start, start + size) for start, size in zip(first, sizes, strict=True))
+
+
+def held(parameter: Tensor) -> Tensor:
+    """The tensor that this rank holds of a parameter, sharing its memory."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -42,11 +42,10 @@ from lightning_wlb.distributed.process_groups import (
     group_rank,
     group_size,
 )
+from lightning_wlb.models.compiled_functions import EAGER, Dense, rotary_frequencies
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
-from lightning_wlb.models.dense import EAGER, Dense
 from lightning_wlb.models.loss import token_loss
-from lightning_wlb.models.rotary import rotary_frequencies
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 from lightning_wlb.plan import Recompute
 

@@ -30,7 +30,7 @@ from lightning_wlb.distributed.process_groups import (
     gather_from_all_ranks,
 )
 from lightning_wlb.mesh import Rank
-from lightning_wlb.models.compiled import uncompiled
+from lightning_wlb.models.compiled_functions import uncompiled
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action

@@ -18,7 +18,7 @@ from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.stored import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.cli.main import main
-from lightning_wlb.models.huggingface import export as exporting
+from lightning_wlb.models.huggingface import load_and_export
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -68,7 +68,7 @@ def test_what_was_not_trained_comes_out_bit_for_bit(tmp_path, monkeypatch):
         write(folder, tiny(folder.name), torch.bfloat16)
         (folder / "tokenizer.json").write_text("{}")
     run_ranks(save_untouched, 4, (1, 2, 1, 2), [str(each) for each in folders], process_group=False)
-    monkeypatch.setattr(exporting, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(load_and_export, "FILE_BYTES", 20_000)
     for folder in folders:
         out = tmp_path / f"{folder.name}-exported"
         exported = export(f"{folder}.ckpt", out)

@@ -11,7 +11,7 @@ from lightning_wlb.distributed import collectives
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows, shard_parameters
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE

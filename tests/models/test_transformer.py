@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_wlb.models.compiled_functions import rotary_frequencies, rotate, rotate_real
 from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
-from lightning_wlb.models.initialise import initialise
-from lightning_wlb.models.rotary import rotary_frequencies, rotate, rotate_real
+from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE
 from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch

@@ -17,7 +17,7 @@ from lightning_wlb.data.planning_context import predictor_of
 from lightning_wlb.distributed.collectives import reduce_dtype, reducing_in
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -94,7 +94,7 @@ def test_the_strategy_says_so_to_its_steps_and_to_the_planner() -> None:
 
 def test_sums_in_the_modules_of_transformers_travel_so_too(monkeypatch) -> None:
     pytest.importorskip("transformers")
-    from lightning_wlb.models.huggingface.tensor import _summed
+    from lightning_wlb.models.huggingface.tensor_parallel import _summed
 
     sent: list[torch.dtype] = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, **_: sent.append(x.dtype))

@@ -4,8 +4,8 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_wlb.models.initialise import held
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.models.tensor_parallel import held
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.parallelize import check_parameters

@@ -15,37 +15,41 @@ layers carry something from row to row (recurrences, convolutions), which are re
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from transformers import AutoModelForCausalLM
 
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.huggingface import lora as adapters
-from lightning_wlb.models.huggingface import tensor
-from lightning_wlb.models.huggingface.attention import NAME, Running, during, recomputed
-from lightning_wlb.models.huggingface.checks import (
+from lightning_wlb.models.huggingface import tensor_parallel as tensor
+from lightning_wlb.models.huggingface.attention import Running, during, recomputed
+from lightning_wlb.models.huggingface.families import (
+    EXACT,
+    TENSOR_PARALLEL,
     check_config,
     check_family,
     check_parts,
     longrope_window,
 )
-from lightning_wlb.models.huggingface.ends import Embedding, Head
-from lightning_wlb.models.huggingface.families import EXACT, TENSOR_PARALLEL
-from lightning_wlb.models.huggingface.initial import initial_values, parameters_without_memory
-from lightning_wlb.models.huggingface.outline import GivenHidden, Stages
-from lightning_wlb.models.huggingface.styles import OWN_PLANS, Split
-from lightning_wlb.models.initialise import assign
+from lightning_wlb.models.huggingface.model_parts import (
+    FamilyEmbedding,
+    FamilyHead,
+    GivenHidden,
+    StageLayers,
+    building,
+    built,
+    initial_values,
+    part_names,
+)
+from lightning_wlb.models.huggingface.tensor_parallel import OWN_PLANS, Split
+from lightning_wlb.models.tensor_parallel import assign
 
 
 class HuggingFaceDecoder(Decoder):
@@ -67,8 +71,8 @@ class HuggingFaceDecoder(Decoder):
             reason and the remedy.
     """
 
-    embed: Embedding | None
-    head: Head | None
+    embed: FamilyEmbedding | None
+    head: FamilyHead | None
     activation_checkpointing = "auto"
 
     def __init__(
@@ -80,34 +84,34 @@ class HuggingFaceDecoder(Decoder):
     ) -> None:
         super().__init__()
         check_config(config)
-        causal = _built(config)
+        causal = built(config)
         check_family(causal)
         if config.model_type not in EXACT:
             _warn_unchecked(config.model_type, "on packed rows")
         prefix = causal.base_model_prefix
         base = getattr(causal, prefix)
         self.config = base.config
-        words_name, layers_name, norm_name = _part_names(base)
+        words_name, layers_name, norm_name = part_names(base)
         self._lora = lora
         if lora is not None:
-            with _building():
+            with building():
                 adapters.inject(causal, lora, f"{prefix}.{layers_name}")
             adapters.keep_adapters_only(self)
         projection = causal.get_output_embeddings()
         projection_name = next(name for name, each in causal.named_children() if each is projection)
         words, layers, norm = (getattr(base, each) for each in (words_name, layers_name, norm_name))
 
-        self.embed = Embedding(words)
+        self.embed = FamilyEmbedding(words)
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
         # Taken out of the base model, which is not registered: its parameters would be named twice.
         for name in (words_name, layers_name, norm_name):
             delattr(base, name)
-        self.stages = Stages(self.layers, len(layers))
+        self.stages = StageLayers(self.layers, len(layers))
         setattr(base, layers_name, self.stages)
         setattr(base, norm_name, nn.Identity())
         delattr(causal, prefix)
         setattr(causal, prefix, GivenHidden())
-        self.head = Head(norm, projection, causal)
+        self.head = FamilyHead(norm, projection, causal)
         # Rotary tables and the like, without parameters: on every stage.
         self.tables = nn.ModuleDict(
             {name: each for name, each in base.named_children() if name != norm_name}
@@ -308,50 +312,8 @@ class HuggingFaceDecoder(Decoder):
         tensor.install(self.layers, self._plan, self._splits, self._shapes, self.config.hidden_size)
 
 
-@contextmanager
-def _building() -> Iterator[None]:
-    """Modules made inside have no memory where the default device is meta."""
-    if torch.get_default_device().type == "meta":
-        with parameters_without_memory():
-            yield
-    else:
-        yield
-
-
-def _built(config: Any) -> Any:
-    """The family's model with this package's attention; without memory on the meta device."""
-    config = copy.deepcopy(config)
-    dtype = torch.get_default_dtype()
-    with _building():
-        causal = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=NAME,
-            # transformers' grouped product of experts has no float64.
-            experts_implementation="eager" if dtype == torch.float64 else None,
-            dtype=dtype,
-        )
-    # Parameters that lost their memory one by one are no longer shared.
-    causal.tie_weights()
-    return causal
-
-
 def _warn_unchecked(model_type: str, how: str) -> None:
     rank_zero_warn(
         f"Model type {model_type!r} is not among the Hugging Face families whose gradients are"
         f" checked {how} (docs/families.md). Compare the first losses with those of one process."
     )
-
-
-def _part_names(base: Any) -> tuple[str, str, str]:
-    """Names of the base model's embedding, layers and last norm, from its pipeline plan.
-
-    What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
-    """
-    plan = list(base.config.base_model_pp_plan)
-    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
-        raise ValueError(
-            f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
-            " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
-        )
-    return plan[0], lists[0], plan[-1]

@@ -3,12 +3,21 @@
 A family is a ``model_type``. Others may work as well: what is known to be wrong is refused by what
 the config or the modules say (:mod:`.huggingface.checks`), and a family that is not listed gives a
 warning. docs/families.md is made from these lists.
+
+What of a Hugging Face config cannot be trained exactly on packed rows, and is refused.
+
+Every refusal is of something that would be *silently* wrong: the loss would fall, and the gradients
+would not be those of the documents by themselves.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
 
 VERSION = "5.23"
 """Of transformers."""
@@ -79,6 +88,150 @@ def _on_one_rank() -> str:
 
 def _listed(names: frozenset[str]) -> str:
     return "\n".join(textwrap.wrap(", ".join(f"`{name}`" for name in sorted(names)), 100))
+
+
+# Layer types of transformers whose attention the kernels compute.
+ATTENTION = {"full_attention", "sliding_attention"}
+
+
+def check_config(config: Any) -> None:
+    """Refuse a config that cannot be trained exactly, before anything is built.
+
+    Args:
+        config: a transformers ``PretrainedConfig``.
+
+    Raises:
+        ValueError: naming the setting, its value, the reason and the remedy.
+    """
+    name = f"model type {config.model_type!r}"
+    if config is not config.get_text_config():
+        raise ValueError(
+            f"{name} takes more than text. Give its text part alone: config.get_text_config()."
+        )
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"{name} is no causal language model of transformers, one that predicts the next token."
+            " Give the config of a family of decoders (docs/families.md)."
+        )
+    # A family that has such settings by itself (Gemma 4's wider heads) is built by them.
+    if own := sorted(_of_single_layers(config) - _of_single_layers(type(config)())):
+        raise ValueError(
+            f"{name} gives single layers settings of their own ({', '.join(own)}), which the"
+            " families' modules pass over or cannot be built with. Leave per_layer_config out."
+        )
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    if others:
+        raise ValueError(
+            f"{name} has layers of type {', '.join(others)}, which read other rows in ways that the"
+            " variable-length kernels do not compute: packed documents would mix. Choose a family"
+            f" whose layer_types are {' or '.join(sorted(ATTENTION))} (docs/families.md)."
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"{name} shares keys between layers (num_kv_shared_layers="
+            f"{config.num_kv_shared_layers}), which pipeline stages and slices cannot pass on."
+            " Choose another family (docs/families.md)."
+        )
+    for field, value in config.to_dict().items():
+        if _is_random(field) and isinstance(value, int | float) and value:
+            raise ValueError(
+                f"{name}: {field}={value:g}. Dropout and noise would draw other numbers on every"
+                " mesh and where backward recomputes, so a run could not be repeated or resumed"
+                f" exactly. Set {field}=0.0 in the config."
+            )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{name} is quantised (quantization_config), and its weights are not numbers that can"
+            " be trained. Give a folder with weights in bfloat16 or float32; without weights, the"
+            " config without quantization_config."
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"{name}: output_router_logits=True asks for a load-balancing loss, which this package"
+            " does not add to the loss. Set output_router_logits=False."
+        )
+    for rope in _rope_types(config):
+        if rope == "dynamic":
+            raise ValueError(
+                f"{name}: rope type 'dynamic' turns all rows by the length of the longest document"
+                " in the batch, so a document's result would depend on its neighbours. Use 'yarn',"
+                " 'linear' or 'llama3' scaling, which are fixed."
+            )
+
+
+def longrope_window(config: Any) -> int | None:
+    """Positions from which on ``longrope`` turns *all* rows of a batch otherwise; None without it.
+
+    Below it the rotary embedding depends on nothing but the row's own position.
+    """
+    if "longrope" not in _rope_types(config):
+        return None
+    given = [
+        getattr(config, "original_max_position_embeddings", None),
+        *(each.get("original_max_position_embeddings") for each in _ropes(config)),
+        config.max_position_embeddings,
+    ]
+    return min(int(each) for each in given if each)
+
+
+def check_family(model: Any) -> None:
+    """Refuse a built ``ForCausalLM`` whose attention or layers are out of reach.
+
+    Raises:
+        ValueError: with the reason and the remedy.
+    """
+    name = type(model).__name__
+    if not model._supports_attention_backend:
+        raise ValueError(
+            f"{name} does not take its attention from transformers' attention interface, so packed"
+            " documents would attend to each other. Choose another family (docs/families.md)."
+        )
+    if not getattr(model.config, "base_model_pp_plan", None):
+        raise ValueError(
+            f"{name} does not say which of its modules are embedding, layers and norm"
+            " (base_model_pp_plan). Choose another family (docs/families.md)."
+        )
+
+
+def check_parts(model: Any, known: set[int]) -> None:
+    """Refuse parameters outside of embedding, layers and head, by ``id``.
+
+    Raises:
+        ValueError: naming them.
+    """
+    left = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+    if left:
+        raise ValueError(
+            f"{type(model).__name__} has parameters outside of its embedding, layers and head:"
+            f" {', '.join(left)}. A pipeline stage would not have them. Choose another family"
+            " (docs/families.md)."
+        )
+
+
+def _is_random(field: str) -> bool:
+    # Those of a classifier or a summary are of heads that are not built here.
+    unused = field.startswith(("classifier", "summary"))
+    random = any(each in field for each in ("dropout", "layerdrop", "jitter"))
+    return (random or field.endswith("pdrop")) and not unused
+
+
+def _of_single_layers(config: Any) -> set[str]:
+    """Names of the settings that a config gives single layers."""
+    of_layers = config.to_dict().get("per_layer_config") or {}
+    return {name for layer in of_layers.values() for name in layer}
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary parameters of a config: one mapping, or one for each type of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in given:
+        yield given
+    else:
+        yield from (each for each in given.values() if isinstance(each, Mapping))
+
+
+def _rope_types(config: Any) -> set[str]:
+    return {each.get("rope_type", "default") for each in _ropes(config)}
 
 
 if __name__ == "__main__":

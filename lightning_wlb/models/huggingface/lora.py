@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_wlb.arguments import flag, number, whole
-from lightning_wlb.models.initialise import seed_of
+from lightning_wlb.models.decoder import seed_of
 
 FIELDS = (
     "r",

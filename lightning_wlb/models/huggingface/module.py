@@ -11,12 +11,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.models.huggingface.config import read_config
+from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.folder import resolve
+from lightning_wlb.models.huggingface.load_and_export import load
 from lightning_wlb.models.huggingface.lora import checked, same_adapters
-from lightning_wlb.models.huggingface.shape import shape_of
-from lightning_wlb.models.huggingface.weights import load
+from lightning_wlb.models.huggingface.safetensors_folder import resolve
 from lightning_wlb.models.language_module import LanguageModule
 
 # Fields of a config that say something about the model, and change nothing in training.

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig
 
 import lightning_wlb as wlb
+from lightning_wlb.models.huggingface.config_and_shape import shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.shape import shape_of
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import (

@@ -10,10 +10,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.models import loss
-from lightning_wlb.models.compiled import Compiled, Compiler, uncompiled
-from lightning_wlb.models.decoder import Decoder
-from lightning_wlb.models.dense import Dense
-from lightning_wlb.models.initialise import initialise
+from lightning_wlb.models.compiled_functions import Compiled, Compiler, Dense, uncompiled
+from lightning_wlb.models.decoder import Decoder, initialise
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from tests.models.steps import config, documents, step_batch

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_wlb.models.huggingface.styles import Split, general, is_sum, split_of
+from lightning_wlb.models.huggingface.tensor_parallel import Split, general, is_sum, split_of
 
 PLAN = {
     "layers.*.self_attn.q_proj": "colwise",

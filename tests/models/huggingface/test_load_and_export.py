@@ -1,4 +1,7 @@
-"""Weights from a folder: every value in its place, and nothing read that a rank does not hold."""
+"""Weights from a folder: every value in its place, and nothing read that a rank does not hold.
+
+From a folder into a decoder and out again: the same files, for every family.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from lightning_wlb.models.huggingface import weights
+from lightning_wlb.models.huggingface import load_and_export
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.folder import Folder
+from lightning_wlb.models.huggingface.families import EXACT
+from lightning_wlb.models.huggingface.load_and_export import files_beside, write_model
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
-from lightning_wlb.models.initialise import held, share_of
+from lightning_wlb.models.huggingface.safetensors_folder import Folder
+from lightning_wlb.models.tensor_parallel import held, share_of
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write
@@ -65,7 +70,7 @@ def test_one_process_reads_every_value(family, tmp_path):
     model = write(tmp_path, config, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     decoder = emptied(config)
-    weights.load(decoder, tmp_path)
+    load_and_export.load(decoder, tmp_path)
     assert wrong(decoder, model.state_dict()) == []
 
 
@@ -82,7 +87,7 @@ class Loading(HuggingFaceModule):
             return values
 
         with patch.object(Folder, "read", counted):
-            weights.load(self.model, self.pretrained)
+            load_and_export.load(self.model, self.pretrained)
         state = torch.load(Path(self.pretrained) / "state.pt")
         self.wrong = wrong(self.model, state)
         self.share = sum(own.numel() * own.element_size() for _, _, own in parts(self.model))
@@ -142,7 +147,7 @@ def test_a_folder_of_another_model_is_refused(change, message, tmp_path):
     write(tmp_path, tiny("llama"))
     rewritten(tmp_path, change)
     with pytest.raises(ValueError, match=message):
-        weights.load(emptied(tiny("llama")), tmp_path)
+        load_and_export.load(emptied(tiny("llama")), tmp_path)
 
 
 def test_tables_that_modules_compute_are_passed_over(tmp_path):
@@ -150,7 +155,7 @@ def test_tables_that_modules_compute_are_passed_over(tmp_path):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewritten(tmp_path, lambda state: state.update({name: torch.ones(4)}))
     decoder = emptied(tiny("llama"))
-    weights.load(decoder, tmp_path)
+    load_and_export.load(decoder, tmp_path)
     assert wrong(decoder, model.state_dict()) == []
 
 
@@ -159,23 +164,78 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     write(tmp_path, config)
     own = "model.embed_tokens.weight"
     rewritten(tmp_path, lambda state: state.update({"lm_head.weight": state[own].clone()}))
-    weights.load(emptied(config), tmp_path)
+    load_and_export.load(emptied(config), tmp_path)
     rewritten(tmp_path, lambda state: state.update({"lm_head.weight": state[own] + 1}))
     with pytest.raises(ValueError, match="tie_word_embeddings=False"):
-        weights.load(emptied(config), tmp_path)
+        load_and_export.load(emptied(config), tmp_path)
 
 
 def test_folders_without_safetensors_are_refused(tmp_path):
     decoder = emptied(tiny("llama"))
     with pytest.raises(ValueError, match=r"has neither"):
-        weights.load(decoder, tmp_path)
+        load_and_export.load(decoder, tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"only pytorch_model.bin.*save_pretrained"):
-        weights.load(decoder, tmp_path)
+        load_and_export.load(decoder, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
-        weights.load(decoder, tmp_path)
+        load_and_export.load(decoder, tmp_path)
     index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"gone.safetensors cannot be read"):
-        weights.load(decoder, tmp_path)
+        load_and_export.load(decoder, tmp_path)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def check_round_trip(family: str, folder: Path) -> None:
+    config = tiny(family)
+    model, decoder, out = write(folder, config), emptied(config), folder / "out"
+    load_and_export.load(decoder, folder)
+    assert wrong(decoder, model.state_dict()) == []
+    values = dict(decoder.named_parameters()) | dict(decoder.persistent_buffers())
+    out.mkdir()
+    steps = []
+    count = write_model(
+        lambda names: {name: values[name].detach() for name in names},
+        config,
+        out,
+        dtype=torch.float32,
+        report=lambda done, of: steps.append((done, of)),
+    )
+    before, after = stored(folder), stored(out)
+    assert count == len(before)
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype, name
+        assert torch.equal(tensor, after[name]), name
+    # Each layer and the two ends.
+    groups = len(decoder.layers) + 2
+    assert steps == [(done, groups) for done in range(1, groups + 1)]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_what_is_read_comes_out_again(family, tmp_path):
+    check_round_trip(family, tmp_path)
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", sorted(EXACT))
+def test_what_is_read_comes_out_again_for_every_family(family, tmp_path):
+    check_round_trip(family, tmp_path)
+
+
+def test_the_tokenizers_files_are_known_by_their_names(tmp_path):
+    tokenizer = (
+        "tokenizer.json",
+        "spiece.model",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+    )
+    for name in (*tokenizer, "generation_config.json", "config.json", "model.safetensors", "x.md"):
+        (tmp_path / name).touch()
+    (tmp_path / "tokenizers").mkdir()
+    assert files_beside(tmp_path) == sorted([*tokenizer, "generation_config.json"])

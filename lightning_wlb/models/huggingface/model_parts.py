@@ -1,0 +1,332 @@
+"""Building a Hugging Face model without memory, and its initial values as a function of names.
+
+transformers fills a whole model from one stream of random numbers. Here each module is filled by
+transformers' own rule for it, whole, on the CPU, by a generator seeded with a hash of the seed and
+the module's name; a rank keeps its shard. So every mesh begins with the same values.
+
+Cost: every rank draws the whole of each module of which it holds a shard, and needs memory for the
+largest in float32 (in a mixture of experts, all experts of a layer).
+
+The base model's own forward, run on one stage's layers.
+
+A family's base model does more between its layers than call them: it makes rotary tables, chooses
+one by the kind of layer, scales the embedding. So its own ``forward`` runs on every stage, with
+class `StageLayers` in place of its list of layers: layers of other stages pass rows through. What
+the family does in front of its first layer (Granite scales the embedding) and behind its last must
+happen once in the model, not once a stage. So the last absent layer in front of the stage's gives
+out what the stage was given, whatever came in, and the first one behind keeps what the stage made.
+
+In the same way a family's head runs by the ``ForCausalLM``'s own forward, with :class:`GivenHidden`
+in place of its base model.
+
+The two ends of a Hugging Face decoder: token embedding, and norm with output projection.
+
+Under tensor parallelism the embedding's rows (words) lie on the ranks; each looks up its own words
+and the sum is scattered by rows. The head's logits are split by words and never gathered.
+
+Most families' head is a plain matrix. Its loss is :func:`~.loss.token_loss`. Others scale or cap
+the logits or add a bias; there the family's own code makes the logits of a chunk of rows at a time,
+which backward makes again. :func:`is_plain` finds out which it is by running the family's code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import AutoModelForCausalLM
+
+from lightning_wlb.distributed.process_groups import group_rank, group_size
+from lightning_wlb.models.decoder import seed_of
+from lightning_wlb.models.huggingface.attention import NAME, recomputed, running
+from lightning_wlb.models.loss import chunks, logits_loss, token_loss
+from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
+
+_FEW = 64
+"""Values of a parameter that is kept while a model is built: an activation's learned constants."""
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Modules made inside have parameters on the meta device, and buffers with their values.
+
+    Parameters of a few values keep those of their constructor: transformers' rules for initial
+    values leave some of them out.
+    """
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.numel() > _FEW:
+            marks = vars(parameter)
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            vars(parameter).update(marks)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[assignment,method-assign]
+    try:
+        # Lightning builds under the meta device, where buffers would have no values.
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def initial_values(
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    rule: Callable[[nn.Module], None],
+    seed: int,
+    name: str,
+) -> dict[str, Tensor]:
+    """Initial values of a module's own parameters, whole, float32 on the CPU, by name.
+
+    Args:
+        module: looked at, not changed; its parameters may be split or without memory.
+        shapes: the family's shape of each parameter.
+        rule: fills the parameters of one module; transformers' ``_init_weights``.
+        seed: of the run, the same on every rank.
+        name: the module's name, on any mesh the same.
+
+    Returns:
+        The parameters that the rule fills.
+    """
+    twin = _twin(module, shapes)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.manual_seed(seed_of(seed, name))
+        rule(twin)
+    values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
+    return {own: each for own, each in values.items() if not each.isnan().any()}
+
+
+def _twin(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """A copy of a module alone, its parameters whole and not a number, in float32 on the CPU."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None
+        if own is None
+        else nn.Parameter(torch.full(shapes[name], torch.nan, dtype=torch.float32, device="cpu"))
+        for name, own in module._parameters.items()
+    }
+    twin._buffers = {
+        name: None if own is None else own.detach().to("cpu", copy=True)
+        for name, own in module._buffers.items()
+    }
+    twin._modules = {}
+    return twin
+
+
+class StageLayers:
+    """What a base model takes for its list of layers: as long, but only some layers compute.
+
+    Args:
+        layers: the layers that are here, by global number as a string.
+        count: layers of the whole model.
+
+    Attributes:
+        span: global numbers of the layers that the next forward runs.
+    """
+
+    def __init__(self, layers: nn.ModuleDict, count: int) -> None:
+        self.layers = layers
+        self.count = count
+        self.span = range(count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(self.count))]
+        number = range(self.count)[index]
+        if number < self.span.start:
+            return _before
+        return self.layers[str(number)] if number in self.span else _behind
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+
+class _Before(nn.Module):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        run = running()
+        assert run is not None
+        assert run.received is not None
+        return run.received
+
+
+class _Behind(nn.Module):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        run = running()
+        assert run is not None
+        if run.left is None:
+            run.left = hidden_states
+        return hidden_states
+
+
+_before, _behind = _Before(), _Behind()
+
+
+class GivenHidden(nn.Module):
+    """Stands for the base model where the ``ForCausalLM`` is run for its head alone."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
+        """Give back the embeddings as the last hidden state."""
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """A base model's output of which only the last hidden state is there."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # Router logits, caches, attention weights: none.
+        return None
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class FamilyEmbedding(nn.Module):
+    """A family's token embedding, whose words may lie on several ranks.
+
+    transformers gives its padding token's row no gradient from here, on any number of ranks.
+    """
+
+    def __init__(self, words: nn.Embedding) -> None:
+        super().__init__()
+        self.words = words
+        self._padding = words.padding_idx
+
+    def forward(self, tokens: Tensor, group: ProcessGroup | None) -> Tensor:
+        """int64 [P] -> [P/TP, dim]."""
+        if group_size(group) == 1:
+            rows: Tensor = self.words(tokens)
+            return rows
+        own = self.words.weight.shape[0]
+        first = group_rank(group) * own
+        column = tokens - first
+        elsewhere = (column < 0) | (column >= own)
+        if self._padding is not None:
+            # By number among this rank's words, which its module looks up.
+            here = first <= self._padding < first + own
+            self.words.padding_idx = self._padding - first if here else None
+        rows = self.words(column.masked_fill(elsewhere, 0))
+        return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), group)
+
+
+class FamilyHead(nn.Module):
+    """Final norm, output projection, and whatever the family does to logits behind it.
+
+    Args:
+        norm: the base model's last norm.
+        projection: the output projection.
+        causal: the ``ForCausalLM`` that holds the projection, its base model replaced by
+            :class:`.GivenHidden`. It is not registered as a part.
+    """
+
+    def __init__(self, norm: nn.Module, projection: nn.Linear, causal: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.projection = projection
+        self._causal = (causal,)
+        self.plain = is_plain(causal, projection)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None, group: ProcessGroup | None) -> Tensor:
+        """[P/TP, dim] -> the sum of token losses; logits [P, vocabulary/TP] without labels."""
+        hidden = gather_rows(self.norm(hidden[None])[0], group)
+        if labels is None:
+            return self.logits(hidden)
+        if self.plain:
+            return token_loss(hidden, local(self.projection.weight), labels, group)
+        # Zero, and tied to the hidden states also where there is no row.
+        total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
+        # What a family does to logits takes about as much memory again as the plain loss.
+        for chunk in chunks(hidden.shape[0], local(self.projection.weight), times=2):
+            total = total + recomputed(self._loss)(hidden[chunk], labels[chunk])
+        return total
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, dim] behind the norm -> [rows, vocabulary/TP], by the family's own code."""
+        logits: Tensor = self._causal[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        run = running()
+        assert run is not None
+        return logits_loss(self.logits(hidden), labels, run.groups.tensor)
+
+
+def is_plain(causal: nn.Module, projection: nn.Module) -> bool:
+    """Whether a family's logits are a matrix times the hidden states and nothing else.
+
+    The family's own code is run with a projection that gives out a tensor of ours: plain is what
+    hands the hidden states to it as they are, and hands that tensor on as the logits.
+    """
+    if type(projection).forward is not nn.Linear.forward or projection.bias is not None:
+        return False
+    hidden = torch.arange(4, device="cpu", dtype=torch.float32).view(1, 1, 4)
+    logits = torch.arange(3, device="cpu", dtype=torch.float32).view(1, 1, 3)
+    seen: list[Tensor] = []
+
+    def given(x: Tensor) -> Tensor:
+        seen.append(x)
+        return logits
+
+    projection.forward = given
+    try:
+        out = causal(inputs_embeds=hidden, use_cache=False).logits
+    finally:
+        del projection.forward
+    (came,) = seen
+    return torch.equal(came, hidden) and torch.equal(out, logits)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Modules made inside have no memory where the default device is meta."""
+    if torch.get_default_device().type == "meta":
+        with parameters_without_memory():
+            yield
+    else:
+        yield
+
+
+def built(config: Any) -> Any:
+    """The family's model with this package's attention; without memory on the meta device."""
+    config = copy.deepcopy(config)
+    dtype = torch.get_default_dtype()
+    with building():
+        causal = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=NAME,
+            # transformers' grouped product of experts has no float64.
+            experts_implementation="eager" if dtype == torch.float64 else None,
+            dtype=dtype,
+        )
+    # Parameters that lost their memory one by one are no longer shared.
+    causal.tie_weights()
+    return causal
+
+
+def part_names(base: Any) -> tuple[str, str, str]:
+    """Names of the base model's embedding, layers and last norm, from its pipeline plan.
+
+    What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
+    """
+    plan = list(base.config.base_model_pp_plan)
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
+        raise ValueError(
+            f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
+            " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
+        )
+    return plan[0], lists[0], plan[-1]
