@@ -16,6 +16,7 @@ Cost: numbers of ranks × micro-batches for the sum and for each of the last ste
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,26 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from lightning_wlb.callbacks import imbalance
-from lightning_wlb.callbacks.drawing import new_figure, save_png, text_colour
 from lightning_wlb.heterogeneous.layouts import Strategy, rank_in
 from lightning_wlb.mesh import AXES, Mesh, Rank
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, at 150 dots per inch."""
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure; the folder of the file is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def text_colour(background: Iterable[float]) -> str:
+    """Black or white, whichever is legible on a colour of red, green, blue in [0, 1]."""
+    red, green, blue, *_ = background
+    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+
 
 KEPT_STEPS = 64
 """Last steps from which the one of median imbalance is shown."""

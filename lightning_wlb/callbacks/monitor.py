@@ -34,8 +34,14 @@ from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
-from lightning_wlb.callbacks.records import LEVELS, Records, StepRecord
-from lightning_wlb.callbacks.table import ranks_in_words, strategies_table, summary_table
+from lightning_wlb.callbacks.run_summary import (
+    LEVELS,
+    Records,
+    StepRecord,
+    ranks_in_words,
+    strategies_table,
+    summary_table,
+)
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch

@@ -10,20 +10,23 @@ where the rank reads the shards that it wrote.
 
 from __future__ import annotations
 
+import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
-from lightning_wlb.checkpoints import folders, manifest, metadata
-from lightning_wlb.checkpoints.agreement import Ranks
-from lightning_wlb.checkpoints.storage import read_shards
-from lightning_wlb.checkpoints.writing import OWN, REST
+from lightning_wlb.checkpoints import atomic_folders, manifest, safe_metadata
+from lightning_wlb.checkpoints.writing import OWN, REST, library_errors, unwarned
+from lightning_wlb.distributed.collective_errors import Ranks
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,10 @@ def open_checkpoint(path: Path, weights_only: bool | None, verify: bool, ranks: 
         ValueError: it was made to run code, or by a newer version.
     """
     folder = ranks.lead(lambda: _find(path))
-    ranks.each(lambda: folders.see(folder))
+    ranks.each(lambda: atomic_folders.see(folder))
     listed = ranks.lead(lambda: _listed(folder, verify))
     rest = ranks.each(lambda: _read_rest(folder, weights_only, listed))
-    return Opened(folder, rest, ranks.each(lambda: metadata.read(folder)), listed)
+    return Opened(folder, rest, ranks.each(lambda: safe_metadata.read(folder)), listed)
 
 
 def fill(state: dict[str, Any], opened: Opened, verify: bool, ranks: Ranks) -> None:
@@ -93,7 +96,7 @@ def fill(state: dict[str, Any], opened: Opened, verify: bool, ranks: Ranks) -> N
     """
     listed, shards = opened.listed, []
     if verify and listed is not None:
-        shards = sorted(name for name in listed.files if metadata.SHARD.fullmatch(name))
+        shards = sorted(name for name in listed.files if safe_metadata.SHARD.fullmatch(name))
 
     def compare() -> None:
         if listed is not None:
@@ -112,7 +115,7 @@ def fill(state: dict[str, Any], opened: Opened, verify: bool, ranks: Ranks) -> N
 
 
 def _find(path: Path) -> Path:
-    replaced = folders.replaced_by(path)
+    replaced = atomic_folders.replaced_by(path)
     if not path.exists() and (replaced / REST).is_file():
         rank_zero_warn(
             f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"
@@ -141,7 +144,7 @@ def _listed(path: Path, verify: bool) -> manifest.Manifest | None:
         return None
     manifest.check_sizes(path, listed)
     if verify:
-        small = [name for name in listed.files if not metadata.SHARD.fullmatch(name)]
+        small = [name for name in listed.files if not safe_metadata.SHARD.fullmatch(name)]
         manifest.check_files(path, listed, small)
     return listed
 
@@ -174,3 +177,54 @@ def _read_rest(
             wrong = f"{manifest.NAME} is missing"
         raise manifest.Damaged(f"{path} is damaged: {wrong}. Use another checkpoint.")
     return rest
+
+
+class Reader(dcp.FileSystemReader):
+    """The library's reader of a folder of shards, but for ``.metadata``.
+
+    Args:
+        folder: of shards.
+        stored: its metadata, if it is read already.
+    """
+
+    def __init__(self, folder: Path, stored: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._stored = stored
+
+    # Without keyword arguments: where this raises, the library is to look for no other metadata.
+    def read_metadata(self) -> Metadata:
+        """What the folder holds, and where. Raises as :func:`.safe_metadata.read`."""
+        return safe_metadata.read(cast(Path, self.path)) if self._stored is None else self._stored
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """The library's planner, but for entries that are not tensors: plain types only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an entry into the state that is loaded."""
+        plain = torch.load(value, map_location="cpu", weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], plain)
+
+
+def read_shards(state: dict[str, Any], folder: Path, stored: Metadata, ranks: Ranks) -> None:
+    """Fill the tensors of a state, and replace what else it holds; collective over ``ranks``.
+
+    Args:
+        state: names to tensors and plain values, nested.
+        folder: of shards.
+        stored: the folder's metadata.
+        ranks: who reads.
+
+    Raises:
+        OSError: where a rank could not read, on all ranks.
+        ValueError: the folder does not hold what the state asks for, or holds more than tensors
+            and plain types.
+    """
+    with library_errors(ValueError), unwarned(ranks):
+        dcp.load(
+            state,
+            storage_reader=Reader(folder, stored),
+            planner=LoadPlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.alone,
+        )

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.checkpoints.reading import fill, open_checkpoint
 from lightning_wlb.checkpoints.writing import Parts, write
+from lightning_wlb.distributed.collective_errors import Ranks
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Lightning's consolidate_checkpoint looks for this key.

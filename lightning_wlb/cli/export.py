@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_wlb.checkpoints import folders, manifest
-from lightning_wlb.checkpoints.stored import StoredCheckpoint
+from lightning_wlb.checkpoints import atomic_folders, manifest
+from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 
 DTYPES = ("bfloat16", "float32")
 _PREFIX = "model."  # of the decoder in the module
@@ -124,7 +124,7 @@ def export(
     copied = files_beside(source) if source is not None else []
     if tokenizer is not None and not any("token" in name for name in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
-    aside = folders.begin(folder, manifest.EXPORT)
+    aside = atomic_folders.begin(folder, manifest.EXPORT)
     try:
         tensors = _write(stored, given, aside.folder, dtype, report)
         for name in copied:
@@ -132,9 +132,9 @@ def export(
             shutil.copyfile(source / name, aside.folder / name)
         files = manifest.synchronised(aside.folder)
         manifest.write(aside.folder, manifest.EXPORT, aside.save, 1, -1, files)
-        folders.finish(aside)
+        atomic_folders.finish(aside)
     except BaseException:
-        folders.discard(aside)
+        atomic_folders.discard(aside)
         raise
     return Exported(tensors, tuple(copied))
 

@@ -13,7 +13,7 @@ from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lightning_wlb.callbacks.drawing import new_figure, save_png
+from lightning_wlb.callbacks.heat_map import new_figure, save_png
 from lightning_wlb.mesh_search.choice import MeshChoice, MeshRow
 
 ARITHMETIC = "#08306b"

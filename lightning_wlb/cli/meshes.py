@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.arguments import model_shape, names_of, packing_options
+from lightning_wlb.cli.forecast import WORTH, attention_share
 from lightning_wlb.cli.mesh_picture import draw_meshes
 from lightning_wlb.cli.request import (
     PRECISIONS,
@@ -32,7 +33,6 @@ from lightning_wlb.cli.request import (
     profile_of,
     settings_of,
 )
-from lightning_wlb.cli.verdict import WORTH, attention_share
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.choice import MeshChoice, MeshRow, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -79,7 +79,7 @@ class MeshVerdict:
 
     @property
     def worth_it(self) -> bool:
-        """Whether the gain is at least :data:`~lightning_wlb.cli.verdict.WORTH`."""
+        """Whether the gain is at least :data:`~lightning_wlb.cli.forecast.WORTH`."""
         return self.gain >= WORTH
 
     @property

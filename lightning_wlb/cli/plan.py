@@ -28,10 +28,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.arguments import add_model, packing_option_names
-from lightning_wlb.cli.forecast import Comparison, compare
-from lightning_wlb.cli.lengths import GENERATOR_A, STORE_FILES, STORES
+from lightning_wlb.cli.arguments import (
+    GENERATOR_A,
+    STORE_FILES,
+    STORES,
+    add_model,
+    packing_option_names,
+)
+from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
 from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
+from lightning_wlb.cli.pictures import draw_gantt, write_trace
 from lightning_wlb.cli.request import (
     BASELINE,
     COMPARED,
@@ -41,8 +47,6 @@ from lightning_wlb.cli.request import (
     STEPS,
     Request,
 )
-from lightning_wlb.cli.timelines import draw_gantt, write_trace
-from lightning_wlb.cli.verdict import Verdict, judged
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.heterogeneous.pool_search import SAMPLE
 from lightning_wlb.heterogeneous.report import best_step, chosen_pool, pool_report, pool_request

@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.cli.arguments import mesh_of, model_shape, names_of, packing_options
-from lightning_wlb.cli.lengths import Lengths, load_lengths
+from lightning_wlb.cli.arguments import (
+    Lengths,
+    load_lengths,
+    mesh_of,
+    model_shape,
+    names_of,
+    packing_options,
+)
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
 from lightning_wlb.cost.memory_model import usable_bytes

@@ -24,9 +24,9 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.heterogeneous.dealing import check_packing
 from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.heterogeneous.model_check import check_buffers, check_rebuilt

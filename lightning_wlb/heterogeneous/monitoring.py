@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_wlb.callbacks.imbalance import Timings, micro_batch_seconds
-from lightning_wlb.callbacks.records import Records
+from lightning_wlb.callbacks.run_summary import Records
 from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.prediction.step import StepPrediction
 

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_wlb.checkpoints.agreement import Ranks
+from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.heterogeneous.layouts import Strategy, Weights, strategy_of
 from lightning_wlb.heterogeneous.links import Links
 from lightning_wlb.heterogeneous.model_check import check_buffers, check_rebuilt

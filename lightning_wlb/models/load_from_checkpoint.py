@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from lightning_wlb.checkpoints.consolidate import consolidated
-from lightning_wlb.checkpoints.stored import StoredCheckpoint
+from lightning_wlb.checkpoints.consolidate import StoredCheckpoint, consolidated
 
 _Module = TypeVar("_Module", bound=L.LightningModule)
 

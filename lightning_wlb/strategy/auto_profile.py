@@ -32,10 +32,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_wlb.attention.varlen import kernel_name
-from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data.cache import built_before, built_once, fingerprint
+from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import device_name
 from lightning_wlb.profiling.device_profile import measure_quickly

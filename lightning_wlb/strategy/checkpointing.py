@@ -4,7 +4,7 @@ Lightning hands over what is the same on every rank (loops, callbacks, scheduler
 state), and leaves weights and optimizer state to the strategy, because no rank has all of them.
 
 A save blocks training until it is on the disk, or, with ``async_save``, while the tensors are
-copied (:mod:`lightning_wlb.checkpoints.background`). What ends with the run does not wait for
+copied (:mod:`lightning_wlb.checkpoints.async_saving`). What ends with the run does not wait for
 threads: a save outside of training, one on an exception, and Slurm's before a requeue block.
 
 What ModelCheckpoint removes goes when the save before it is on the disk. Where that fails it stays,
@@ -37,10 +37,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice, flag
-from lightning_wlb.checkpoints import folders, sharded
-from lightning_wlb.checkpoints.agreement import Ranks
-from lightning_wlb.checkpoints.background import COPIES, Background, Stager
-from lightning_wlb.checkpoints.newest import (
+from lightning_wlb.checkpoints import atomic_folders, sharded
+from lightning_wlb.checkpoints.async_saving import COPIES, Background, Stager
+from lightning_wlb.checkpoints.latest import (
     JOB,
     RESUMABLE,
     can_resume,
@@ -48,6 +47,7 @@ from lightning_wlb.checkpoints.newest import (
     requeue_number,
 )
 from lightning_wlb.checkpoints.writing import Parts, write
+from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.distributed.device_mesh import Size
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
@@ -316,7 +316,7 @@ class CheckpointStrategy(MeshStrategy):
                 continue
             del self._outdated[path]
             try:
-                folders.remove(path)
+                atomic_folders.remove(path)
             except (OSError, ValueError) as error:
                 rank_zero_warn(f"{path} could not be removed: {error} Training goes on.")
 

@@ -29,10 +29,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.attention.varlen import kernel_name
-from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import shape_of
+from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.distributed.device_mesh import Size, is_settled
 from lightning_wlb.heterogeneous.agreed_pool import agreed_pool
 from lightning_wlb.heterogeneous.layouts import Strategy

@@ -31,8 +31,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_wlb.checkpoints.manifest import Damaged
-from lightning_wlb.checkpoints.newest import (
+from lightning_wlb.checkpoints.latest import (
     REQUEUE,
     can_resume,
     checkpoints_in,
@@ -40,6 +39,7 @@ from lightning_wlb.checkpoints.newest import (
     is_of_job,
     newest_first,
 )
+from lightning_wlb.checkpoints.manifest import Damaged
 
 _T = TypeVar("_T")
 

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.callbacks.monitor import _peak_flops
-from lightning_wlb.callbacks.records import LEVELS
-from lightning_wlb.callbacks.table import summary_table
+from lightning_wlb.callbacks.run_summary import LEVELS, summary_table
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.config import TransformerConfig

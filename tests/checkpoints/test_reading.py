@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.checkpoints import manifest, reading, sharded
-from lightning_wlb.checkpoints.stored import StoredCheckpoint
+from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from tests.checkpoints.strangers import Hostile, list_anew, load, model, save
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_wlb.checkpoints import folders, sharded
+from lightning_wlb.checkpoints import atomic_folders, sharded
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
@@ -363,16 +363,16 @@ def broken_saves(rank: int, scratch: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         # Before it renames: the checkpoint that bears the name is whole.
-        patch.setattr(folders, "finish", dies)
-        patch.setattr(folders, "discard", lambda aside: None)
+        patch.setattr(atomic_folders, "finish", dies)
+        patch.setattr(atomic_folders, "discard", lambda aside: None)
         with pytest.raises(Killed):
             runner.save_checkpoint(path)
     (part,) = (scratch / ".partial").iterdir()
     assert (part / "manifest.json").exists()
     assert sorted(file.name for file in path.iterdir()) == at_six
     # Between the two renames of systems that cannot exchange: what was to be replaced is read.
-    folders.replaced_by(path).parent.mkdir()
-    path.rename(folders.replaced_by(path))
+    atomic_folders.replaced_by(path).parent.mkdir()
+    path.rename(atomic_folders.replaced_by(path))
     with pytest.warns(UserWarning, match=r"run.ckpt is missing: .* Reading .*\.old.run.ckpt"):
         losses = resume((1, 1, 1, 1), UNTIED, path)["losses"]
     assert losses == fit((1, 1, 1, 1), UNTIED, 12)[1]["losses"][6:]

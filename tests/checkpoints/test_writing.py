@@ -5,14 +5,20 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shutil
 import sys
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_wlb.checkpoints import folders, manifest, writing
+from lightning_wlb.checkpoints import atomic_folders, manifest, writing
 from tests.checkpoints.strangers import load, save
 from tests.ranks import run_ranks
 
@@ -21,10 +27,10 @@ def killed_at(point: str, path: Path, value: float, exchange: bool) -> bool:
     """Save in a process that is gone when the save comes to a point; whether it came to it."""
     child = os.fork()
     if child == 0:
-        reached = folders.reached
-        folders.reached = lambda each: os._exit(9) if each == point else reached(each)
+        reached = atomic_folders.reached
+        atomic_folders.reached = lambda each: os._exit(9) if each == point else reached(each)
         if not exchange:
-            folders._exchange = lambda one, other: False
+            atomic_folders._exchange = lambda one, other: False
         save(path, value)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -33,7 +39,7 @@ def killed_at(point: str, path: Path, value: float, exchange: bool) -> bool:
 def saves_that_are_killed(rank: int, scratch: Path, exchange: bool) -> dict:
     """Point -> whether it was reached, whether the name was there, and what was loaded."""
     found = {}
-    for point in folders.POINTS:
+    for point in atomic_folders.POINTS:
         path = scratch / point / "run.ckpt"
         save(path, 1.0)
         reached = killed_at(point, path, 2.0, exchange)
@@ -50,8 +56,8 @@ def test_a_save_that_is_killed_leaves_one_whole_checkpoint(exchange, tmp_path):
     if exchange and not sys.platform.startswith("linux"):
         pytest.skip("renameat2 is Linux's")
     (found,) = run_ranks(saves_that_are_killed, 1, tmp_path, exchange, process_group=False)
-    new = folders.POINTS.index("named")
-    for at, point in enumerate(folders.POINTS):
+    new = atomic_folders.POINTS.index("named")
+    for at, point in enumerate(atomic_folders.POINTS):
         moved = point == "moved"
         reached = not (moved and exchange)
         assert found[point] == (
@@ -78,7 +84,7 @@ def test_nothing_is_replaced_before_what_replaces_it_is_on_the_disk(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", synchronise)
     monkeypatch.setattr(shutil, "rmtree", delete)
-    monkeypatch.setattr(folders, "reached", lambda point: events.append(f"<{point}>"))
+    monkeypatch.setattr(atomic_folders, "reached", lambda point: events.append(f"<{point}>"))
     save(path, 1.0)
     # A folder that is new is in its parent on the disk, too.
     assert events[:3] == [tmp_path.name, "new", ".partial"]
@@ -141,8 +147,8 @@ def errors_of_rank_0(rank: int, scratch: Path) -> list[tuple[int, list[str], flo
     def fails(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "somewhere")
 
-    places = (folders, "make_folder"), (writing, "_write_rest"), (manifest, "write")
-    for module, name in (*places, (folders, "_exchange"), (folders, "sync_folder")):
+    places = (atomic_folders, "make_folder"), (writing, "_write_rest"), (manifest, "write")
+    for module, name in (*places, (atomic_folders, "_exchange"), (atomic_folders, "sync_folder")):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(module, name, fails)
@@ -161,7 +167,7 @@ def test_what_fails_on_rank_0_alone_fails_on_all_and_leaves_nothing(tmp_path):
 
 def not_shared(rank: int, scratch: Path) -> str:
     """Each rank has a disk of its own."""
-    folders._LATE_SECONDS = 0.1
+    atomic_folders._LATE_SECONDS = 0.1
     mine = scratch / str(rank)
     mine.mkdir()
     os.chdir(mine)
@@ -178,8 +184,8 @@ def test_ranks_without_a_shared_disk_are_refused(tmp_path):
 
 
 def lost_file(rank: int, scratch: Path) -> str:
-    folders._LATE_SECONDS = 0.1
-    reached = folders.reached
+    atomic_folders._LATE_SECONDS = 0.1
+    reached = atomic_folders.reached
 
     def lose(point: str) -> None:
         reached(point)
@@ -188,7 +194,7 @@ def lost_file(rank: int, scratch: Path) -> str:
             shard.unlink()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folders, "reached", lose)
+        patch.setattr(atomic_folders, "reached", lose)
         with pytest.raises(ValueError, match="is not there on") as info:
             save(scratch / "run.ckpt", 1.0)
     assert rank > 0 or list(scratch.iterdir()) == [], "rank 0 has made it, and removes it"
@@ -205,14 +211,14 @@ def left_by_a_rank(rank: int, scratch: Path) -> float:
     """Rank 1 loses its connection while rank 0 is about to give the folder its name."""
     path, given_up = scratch / "run.ckpt", scratch / "given up"
     save(path, 1.0)
-    gather, reached, gathers = dist.all_gather_object, folders.reached, []
+    gather, reached, gathers = dist.all_gather_object, atomic_folders.reached, []
 
     def note(point: str) -> None:
         reached(point)
         if point == "written":
             gathers.append(0)
         if point == "listed":
-            assert folders.wait_for(given_up)
+            assert atomic_folders.wait_for(given_up)
 
     def lose(found: list, mine: object, group: object = None) -> None:
         if rank == 1 and gathers:
@@ -222,7 +228,7 @@ def left_by_a_rank(rank: int, scratch: Path) -> float:
         gather(found, mine, group=group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folders, "reached", note)
+        patch.setattr(atomic_folders, "reached", note)
         patch.setattr(dist, "all_gather_object", lose)
         if rank == 0:
             save(path, 2.0)
@@ -249,3 +255,37 @@ def test_state_that_could_not_be_read_again_is_refused_before_anything_is_writte
     with pytest.raises(ValueError, match=r"\['optimizer_0'\].*pathlib"):
         sharded.save(tmp_path / "run.ckpt", layers, [optimizer], {}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclass
+class State:
+    steps: int
+
+
+@pytest.mark.parametrize(
+    ("state", "where", "kind"),
+    [
+        ({"a": {"b": [1, np.float64(2)]}}, "['a']['b'][1]", "numpy.float64"),
+        ({"a": (np.arange(2),)}, "['a'][0]", "numpy.ndarray"),
+        ({"a": Path()}, "['a']", f"{type(Path()).__module__}.PosixPath"),
+        ({"a": timedelta(1)}, "['a']", "datetime.timedelta"),
+        ({"a": State(1)}, "['a']", f"{__name__}.State"),
+        ({"a": deque([1])}, "['a']", "collections.deque"),
+        ({"a": lambda: 1}, "['a']", "builtins.function"),
+        ({"a": {np.int64(1): 1}}, "the key 1 in ['a']", "numpy.int64"),
+    ],
+)
+def test_what_could_not_be_read_is_named(state, where, kind):
+    said = f"cannot hold {where}: an object of {kind} could"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        writing.check_plain(state)
+
+
+def test_what_can_be_read_passes():
+    writing.check_plain(
+        {
+            "plain": [None, True, 1, 1.0, 1j, "text", b"bytes", (), {}],
+            7: torch.ones(2),
+            "more": [torch.float32, torch.Size((1,)), OrderedDict(a=1), {1, 2}],
+        }
+    )

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from lightning_wlb.callbacks import ImbalanceMonitor
-from lightning_wlb.callbacks.table import strategies_table
+from lightning_wlb.callbacks.run_summary import strategies_table
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.timeline import Timing

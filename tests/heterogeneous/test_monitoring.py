@@ -2,10 +2,10 @@
 
 import math
 
-from lightning_wlb.callbacks.records import Records
+from lightning_wlb.callbacks.run_summary import Records
 from lightning_wlb.heterogeneous.monitoring import ByStrategy
 from lightning_wlb.plan import Scheme
-from tests.callbacks.test_records import record
+from tests.callbacks.test_run_summary import record
 
 
 def test_a_strategy_that_was_never_timed_has_no_times() -> None:

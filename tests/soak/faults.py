@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import atomic_folders
 from tests.soak import plants
 
 ALL = (0, 1, 2, 3)
@@ -315,7 +315,7 @@ CRASHES = tuple(
         step=6,
         **LAUNCHER,
     )
-    for point in folders.POINTS
+    for point in atomic_folders.POINTS
 )
 
 FAULTS = {

@@ -4,9 +4,9 @@ A place is a name that the run comes to: ``script`` (a rank's first line), ``sta
 not yet connected), ``prepare_data``, ``setup``, ``train_dataloader``, ``step`` (a batch begins),
 ``forward`` and ``backward`` (inside the model), ``after backward``, ``optimizer``, ``batch end``,
 ``validation``, ``saving`` (the Trainer collects state), ``writing`` (a rank writes its shard),
-``save: ...`` (one of ``lightning_wlb.checkpoints.folders.POINTS``), ``state`` (what a callback
-saves), ``read`` (a worker reads a document) and ``tokens`` (what it reads). An action is a function
-of the :class:`Plant`; of ``tokens``, of the tokens.
+``save: ...`` (one of ``lightning_wlb.checkpoints.atomic_folders.POINTS``), ``state`` (what a
+callback saves), ``read`` (a worker reads a document) and ``tokens`` (what it reads). An action is a
+function of the :class:`Plant`; of ``tokens``, of the tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import atomic_folders
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.documents import InMemoryDocuments
 from tests.strategy import harness
@@ -107,13 +107,13 @@ def planted(fault: Fault | None, rank: int, folder: Path) -> Iterator[Plant]:
         # Two renames are what there is to interrupt where names cannot be exchanged.
         return not plant.due("save: moved") and exchanges(*paths)
 
-    exchanges = folders._exchange
+    exchanges = atomic_folders._exchange
     hooks = register_module_forward_pre_hook(forward), register_module_forward_hook(watch)
     try:
         with (
             mock.patch.object(_FileSystemWriter, "write_data", write_data),
-            mock.patch.object(folders, "reached", lambda point: plant.at(f"save: {point}")),
-            mock.patch.object(folders, "_exchange", exchange),
+            mock.patch.object(atomic_folders, "reached", lambda point: plant.at(f"save: {point}")),
+            mock.patch.object(atomic_folders, "_exchange", exchange),
         ):
             yield plant
     finally:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_wlb.checkpoints import folders
+from lightning_wlb.checkpoints import atomic_folders
 from tests.soak.faults import CRASHES
 from tests.soak.processes import losses, run, states, tail
 from tests.soak.training import Run
@@ -33,7 +33,7 @@ def test_a_kill(crash, background, unbroken, tmp_path: Path) -> None:
     assert again.code == 0, tail(tmp_path / "rank-0.log")
     began = int((tmp_path / "began").read_text())
     point = crash.place.removeprefix("save: ")
-    late = folders.POINTS.index(point) >= folders.POINTS.index("named")
+    late = atomic_folders.POINTS.index(point) >= atomic_folders.POINTS.index("named")
     assert began == (6 if late else 3)
     want, ends = unbroken
     assert losses(tmp_path) == want

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_wlb.checkpoints import sharded
-from lightning_wlb.checkpoints.stored import StoredCheckpoint
+from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks import ranks
-from lightning_wlb.checkpoints import folders, manifest, sharded
+from lightning_wlb.checkpoints import atomic_folders, manifest, sharded
 from tests.soak import table
 from tests.soak.power import Disk, cut
 
@@ -47,8 +47,10 @@ def save(home: Path, pipe: Connection, point: str, how: str, synchronises: bool)
             cut(home)
 
     with (
-        mock.patch.object(folders, "reached", reached),
-        mock.patch.object(folders, "_exchange", _none if how == "two renames" else _exchange),
+        mock.patch.object(atomic_folders, "reached", reached),
+        mock.patch.object(
+            atomic_folders, "_exchange", _none if how == "two renames" else _exchange
+        ),
         mock.patch.object(os, "fsync", os.fsync if synchronises else lambda _: None),
     ):
         while True:
@@ -61,7 +63,7 @@ def save(home: Path, pipe: Connection, point: str, how: str, synchronises: bool)
                 return
 
 
-_exchange = folders._exchange
+_exchange = atomic_folders._exchange
 
 
 def _none(*_: Path) -> bool:
@@ -120,7 +122,7 @@ def newest(home: Path) -> int:
 WAYS = ("exchanged", "two renames", "a new name")
 
 
-@pytest.mark.parametrize("point", folders.POINTS)
+@pytest.mark.parametrize("point", atomic_folders.POINTS)
 @pytest.mark.parametrize("how", WAYS)
 def test_a_cut_at_a_point_of_a_save(how: str, point: str, disk: Disk) -> None:
     if point == "moved" and how != "two renames":

@@ -14,7 +14,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_wlb.checkpoints import storage
+from lightning_wlb.checkpoints import writing
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import checkpointing as saving
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -64,14 +64,14 @@ def slowly(write: Any) -> Any:
 
 def full_disk(at: str) -> Any:
     """Opening a file of a checkpoint of that name fails."""
-    create = storage._DurableFiles.create_stream
+    create = writing._DurableFiles.create_stream
 
     def fails(files: Any, path: Any, mode: str) -> Any:
         if at in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return create(files, path, mode)
 
-    return patch.object(storage._DurableFiles, "create_stream", fails)
+    return patch.object(writing._DurableFiles, "create_stream", fails)
 
 
 def both_ways(scratch: Path) -> list[bool]:

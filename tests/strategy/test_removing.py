@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_wlb.checkpoints.writing import Parts
 from lightning_wlb.strategy import checkpointing as saving
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.test_newest import write
+from tests.checkpoints.test_latest import write
 
 
 @pytest.fixture

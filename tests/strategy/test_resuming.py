@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.test_newest import write
+from tests.checkpoints.test_latest import write
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
-from lightning_wlb.callbacks.drawing import new_figure, save_png, text_colour
+from lightning_wlb.callbacks.heat_map import new_figure, save_png, text_colour
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.simulate import Simulation
 from lightning_wlb.schedule.timeline import Span, Timing, spans_of

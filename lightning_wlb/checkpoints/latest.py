@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_wlb.checkpoints import folders, manifest
+from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.writing import REST
 
 REQUEUE = "hpc_ckpt_*.ckpt"
@@ -45,7 +45,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     Links are left out where they lead to another one of them.
     """
     found: dict[Path, Path] = {}
-    for place in (folder, folders.replaced_by(folder / "any").parent):
+    for place in (folder, atomic_folders.replaced_by(folder / "any").parent):
         for path in sorted(place.glob(pattern), key=Path.is_symlink):
             if is_checkpoint(path):
                 found.setdefault(path.resolve(), path)

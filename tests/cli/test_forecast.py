@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_wlb.cli.forecast import compare
+from lightning_wlb.cli.forecast import LEAST_WINDOW, WORTH, Shorter, Verdict, compare, judged
 from lightning_wlb.cli.plan import add_arguments
 from lightning_wlb.cli.request import Request
-from lightning_wlb.cli.verdict import LEAST_WINDOW, WORTH, Shorter, Verdict, judged
 from lightning_wlb.cost.flops import attention_flops, linear_flops
 
 

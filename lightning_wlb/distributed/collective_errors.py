@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.checkpoints.manifest import Damaged
-
 _T = TypeVar("_T")
-# As which of these an error is raised on the ranks that it did not happen on.
-_KINDS = (Damaged, ValueError, FileNotFoundError, OSError, MisconfigurationException)
+# An error is raised on the other ranks as the first of these that it is an instance of; this
+# package's own kinds of ValueError keep their class.
+_KINDS = (ValueError, FileNotFoundError, OSError, MisconfigurationException)
 
 
 class Ranks:
@@ -90,7 +89,9 @@ class _Said:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> _Said:
-        kind = next((each for each in _KINDS if isinstance(error, each)), RuntimeError)
+        kind: type[Exception] = next((a for a in _KINDS if isinstance(error, a)), RuntimeError)
+        if isinstance(error, ValueError) and type(error).__module__.startswith("lightning_wlb."):
+            kind = type(error)
         text, code = str(error), None
         if kind is RuntimeError:
             text = f"{type(error).__name__}: {text}"

@@ -6,7 +6,7 @@ from threading import Event, Thread, current_thread
 
 import torch
 
-from lightning_wlb.checkpoints.background import COPIES, SERVES_ONCE, Background, Stager
+from lightning_wlb.checkpoints.async_saving import COPIES, SERVES_ONCE, Background, Stager
 from lightning_wlb.checkpoints.writing import Parts
 
 

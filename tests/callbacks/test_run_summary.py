@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_wlb.callbacks.imbalance import Level
-from lightning_wlb.callbacks.records import COLUMNS, Records, StepRecord
+from lightning_wlb.callbacks.run_summary import COLUMNS, Records, StepRecord
 
 
 def record(

@@ -32,7 +32,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 
 from lightning_wlb.checkpoints import manifest
-from lightning_wlb.checkpoints.durable import make_folder, sync_folder
+from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 
 POINTS = (
     "begun",  # the folder aside is made

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_wlb.checkpoints import folders, manifest
-from lightning_wlb.checkpoints.folders import Aside
+from lightning_wlb.checkpoints import atomic_folders, manifest
+from lightning_wlb.checkpoints.atomic_folders import Aside
 from tests.checkpoints.strangers import load, save
 
 
 def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> Aside:
-    aside = folders.begin(path, kind)
+    aside = atomic_folders.begin(path, kind)
     (aside.folder / "__0_0.distcp").write_text(text)
     files = manifest.synchronised(aside.folder)
     manifest.write(aside.folder, kind, aside.save, 1, 0, files)
@@ -29,28 +29,30 @@ def text(path: Path) -> str:
 def test_what_stood_there_stays_until_the_new_folder_is_whole(exchange, tmp_path, monkeypatch):
     if exchange and not sys.platform.startswith("linux"):
         pytest.skip("renameat2 is Linux's")
-    names, before = [], folders.reached
+    names, before = [], atomic_folders.reached
     if not exchange:
-        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
-    monkeypatch.setattr(folders, "reached", lambda point: names.append(point) or before(point))
+        monkeypatch.setattr(atomic_folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(
+        atomic_folders, "reached", lambda point: names.append(point) or before(point)
+    )
     path = tmp_path / "folder"
     aside = write(path, "one")
     assert not path.exists()
-    folders.finish(aside)
+    atomic_folders.finish(aside)
     aside = write(path, "two")
     assert text(path) == "one"
     names.clear()
-    folders.finish(aside)
+    atomic_folders.finish(aside)
     assert text(path) == "two"
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
     assert names == [*([] if exchange else ["moved"]), "named", "synchronised", "removed"]
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
-    folders.finish(write(tmp_path / "one", "one"))
+    atomic_folders.finish(write(tmp_path / "one", "one"))
     for name, target in (("link", "one"), ("nowhere", "gone")):
         (tmp_path / name).symlink_to(target)
-        folders.finish(write(tmp_path / name, "two"))
+        atomic_folders.finish(write(tmp_path / name, "two"))
         assert not (tmp_path / name).is_symlink()
         assert text(tmp_path / name) == "two"
     assert text(tmp_path / "one") == "one"
@@ -68,17 +70,19 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
 def test_an_error_before_the_end_leaves_everything_as_it_was(
     point, there, exchange, tmp_path, monkeypatch
 ):
-    path, before = tmp_path / "folder", folders.reached
+    path, before = tmp_path / "folder", atomic_folders.reached
     if there:
-        folders.finish(write(path, "one"))
+        atomic_folders.finish(write(path, "one"))
     aside = write(path, "two")
     if not exchange:
-        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
-    monkeypatch.setattr(folders, "reached", lambda each: 1 / 0 if each == point else before(each))
+        monkeypatch.setattr(atomic_folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(
+        atomic_folders, "reached", lambda each: 1 / 0 if each == point else before(each)
+    )
     with pytest.raises(ZeroDivisionError):
-        folders.finish(aside)
+        atomic_folders.finish(aside)
     assert text(aside.folder) == "two"
-    folders.discard(aside)
+    atomic_folders.discard(aside)
     assert not there or text(path) == "one"
     assert [each.name for each in tmp_path.iterdir()] == (["folder"] if there else [])
 
@@ -87,9 +91,9 @@ def test_what_died_is_removed_when_it_is_stale(tmp_path):
     stale, fresh = (write(tmp_path / name, "half").folder for name in ("mine", "other"))
     for each in (stale, *stale.iterdir()):
         os.utime(each, (0, 0))
-    mine = folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
-    # Two runs that save under one name write into two folders.
-    again = folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
+    mine = atomic_folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
+    # Two runs that save under one name write into two atomic_folders.
+    again = atomic_folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
     assert set(mine.parent.iterdir()) == {fresh, mine, again}
 
 
@@ -146,8 +150,8 @@ def test_exports_and_checkpoints_do_not_replace_each_other(tmp_path):
         (manifest.CHECKPOINT, manifest.EXPORT),
     ):
         path = tmp_path / one.split()[1]
-        folders.finish(write(path, "one", one))
+        atomic_folders.finish(write(path, "one", one))
         with pytest.raises(ValueError, match=f"is not a {other}"):
-            folders.begin(path, other)
-        folders.finish(write(path, "two", one))
+            atomic_folders.begin(path, other)
+        atomic_folders.finish(write(path, "two", one))
         assert text(path) == "two"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lightning_wlb.cli.timelines import draw_gantt, write_trace
+from lightning_wlb.cli.pictures import draw_gantt, write_trace
 from lightning_wlb.schedule.actions import Action, parse_program
 from lightning_wlb.schedule.programs import make_programs
 from lightning_wlb.schedule.simulate import simulate

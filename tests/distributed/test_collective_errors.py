@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from lightning_wlb.checkpoints.agreement import Ranks
 from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.distributed.collective_errors import Ranks
 from tests.ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_wlb.checkpoints import metadata
+from lightning_wlb.checkpoints import safe_metadata
 from lightning_wlb.checkpoints.manifest import Damaged
 from tests.checkpoints.strangers import save
 
@@ -46,11 +46,11 @@ def read(folder: Path, tmp_path: Path, changed: Any) -> Metadata:
             (tmp_path / each.name).symlink_to(each)
     content = changed if isinstance(changed, bytes) else pickle.dumps(changed)
     (tmp_path / ".metadata").write_bytes(content)
-    return metadata.read(tmp_path)
+    return safe_metadata.read(tmp_path)
 
 
 def test_it_is_what_the_library_reads(folder):
-    mine, theirs = metadata.read(folder), dcp.FileSystemReader(folder).read_metadata()
+    mine, theirs = safe_metadata.read(folder), dcp.FileSystemReader(folder).read_metadata()
     assert mine.state_dict_metadata == theirs.state_dict_metadata
     assert mine.planner_data == theirs.planner_data
     assert mine.storage_data == theirs.storage_data
