@@ -21,8 +21,8 @@ import lightning_wlb as wlb
 from benchmarks.measured import quiet_trainer
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import DocumentStore, DocumentSubset
 from lightning_wlb.data.loader import StepDataset
+from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.planning import DataSettings
 
 PACKINGS = ("original", "fixed_greedy", "auto", "wlb")

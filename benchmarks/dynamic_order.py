@@ -46,7 +46,7 @@ from benchmarks.ranks import run_ranks
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.heterogeneous.pool import Elected, Pool
 from lightning_wlb.heterogeneous.pool_search import described

@@ -37,7 +37,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.actions import Action

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
 from lightning_wlb.models.huggingface.safetensors_folder import Folder

@@ -42,7 +42,7 @@ from lightning_wlb.cost.attention_tiles import layers_kernel_cost
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.distributed.process_groups import mesh_groups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig

@@ -29,7 +29,7 @@ from rich.console import Console
 
 import lightning_wlb as wlb
 from benchmarks import report
-from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.data.open_documents import hold_out
 from lightning_wlb.prediction.predictor import mean_context_of
 

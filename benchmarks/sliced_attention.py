@@ -22,8 +22,7 @@ import torch
 
 import lightning_wlb as wlb
 from benchmarks import report
-from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import initialise

@@ -9,10 +9,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import DocumentStore, InMemoryDocuments
 from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.open_documents import documents
-from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.document_store import DocumentStore
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
+from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule

@@ -25,7 +25,7 @@ from benchmarks.workloads import documents_for, generator_a
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan

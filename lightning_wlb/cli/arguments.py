@@ -14,9 +14,9 @@ import numpy.typing as npt
 import yaml
 
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.open_documents import documents
-from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.mixture import MixedDocuments
+from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.planning.packing import PACKINGS

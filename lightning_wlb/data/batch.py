@@ -1,8 +1,18 @@
 """What one rank is given for one step: its plan, and the tensors of its micro-batches.
 
-:class:`StepBatch` is what the loader hands to ``training_step``: made by
-:func:`~lightning_wlb.data.collate.make_step_batch`, sent by value from a loader worker, pinned
-and moved to the device as a whole.
+:func:`make_step_batch` walks the micro-batches of this rank's replica, spreads each over the
+context-parallel group by the sharding that the plan names, and reads from the store the tokens of
+this rank's own rows: tokens on the first pipeline stage, labels on the last. All index arithmetic
+of attention happens here, in the data loader, off the training path. The loader hands the result, a
+:class:`StepBatch`, to ``training_step``: it is sent by value from a loader worker, pinned and moved
+to the device as a whole.
+
+The label of a row is the next token of the same *store document*, also where a piece ends, so that
+the number of targets does not depend on how documents were cut. Rows that pad a rank, masked
+targets and the last token of a document have :data:`IGNORE`.
+
+Cost: linear in the rank's own rows and in the keys they attend to, plus one read of the store for
+each run of consecutive tokens (two for a document under context parallelism).
 """
 
 from __future__ import annotations
@@ -11,15 +21,22 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
-from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.data.corpus_digest import Sample
-from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
+from lightning_wlb.data.store_checks import Sample, check_targets, read_mask, read_tokens
+from lightning_wlb.data.stores.document_store import DocumentStore
+from lightning_wlb.mesh import Rank
+from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan
+from lightning_wlb.prediction.asymmetric_units import layout_of, units
+from lightning_wlb.sharding import Layout, RankIndices, head_indices, rank_indices
+from lightning_wlb.sharding.slices import SlicedIndices, SlicedReplica
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
@@ -179,3 +196,150 @@ def _with_tensors(holder: _Fields, change: Callable[[Tensor], Tensor]) -> _Field
         if isinstance(value := getattr(holder, field.name), Tensor)
     }
     return replace(holder, **tensors)
+
+
+def make_step_batch(
+    plan: StepPlan,
+    store: DocumentStore,
+    rank: Rank,
+    state: dict[str, Any],
+    next_digest: int,
+    last: bool,
+    sliding_window: int | None = None,
+    vocab_size: int | None = None,
+) -> StepBatch:
+    """The tensors that a rank needs to run ``plan``.
+
+    Args:
+        plan: a valid plan for ``rank.mesh.data`` replicas.
+        store: where the documents are; read only for this rank's own rows.
+        rank: where this rank stands in the mesh.
+        state: the planner's state after this step.
+        next_digest: digest of the following step's plan, 0 if there is none in this epoch.
+        last: whether the run's bound on tokens is reached with this step.
+        sliding_window: of the model's widest layer: keys that no query sees do not travel.
+        vocab_size: of the model; None: not known.
+
+    Raises:
+        ValueError: the plan is for another number of replicas, a token is outside the
+            vocabulary, or the store fails or returns something else than it said.
+    """
+    mesh = rank.mesh
+    if len(plan.replicas) != mesh.data:
+        raise ValueError(
+            f"step {plan.step} is planned for {len(plan.replicas)} replicas, but the mesh has"
+            f" {mesh.data}. Plan for Mesh(data={mesh.data})."
+        )
+    sizes = mesh.context, mesh.tensor
+    shares = any(len(each.replicas) > 1 for each in plan.replicas[rank.data].forward)
+    executed = tuple(
+        units(replica, *sizes) if shares or number == rank.data else replica
+        for number, replica in enumerate(plan.replicas)
+    )
+    own = executed[rank.data]
+    members = [own.slices_of(each) for each in own.forward]
+    layouts = [layout_of(own, each, *sizes) for each in own.forward]
+    sliced = SlicedReplica(layouts, members, sliding_window)
+
+    micro_batches = []
+    for number, (micro_batch, slices, layout) in enumerate(
+        zip(own.forward, members, layouts, strict=True)
+    ):
+        assert layout.rows == micro_batch.rows, (
+            f"the plan says {micro_batch.rows} rows, the sharding {layout.rows}"
+        )
+        # Merged replicas put their context-parallel groups one after another.
+        place = mesh.context * micro_batch.replicas.index(rank.data) + rank.context
+        parts = sliced.indices(number, place) if sliced.is_sliced(slices) else None
+        indices, attention = _attention(number, layout, place, parts, sliding_window)
+        tensors = _tensors(
+            slices,
+            indices,
+            indices.offset if parts is None else parts.positions,
+            replace(attention, replicas=len(micro_batch.replicas)),
+            store,
+            rank,
+            vocab_size,
+        )
+        micro_batches.append(replace(tensors, recompute=micro_batch.recompute))
+    return StepBatch(plan, rank.data, executed, micro_batches, state, next_digest, last)
+
+
+def _attention(
+    number: int, layout: Layout, place: int, parts: SlicedIndices | None, sliding_window: int | None
+) -> tuple[RankIndices, AttentionMetadata]:
+    """One context-parallel rank's rows of a micro-batch, and which keys each of them attends to."""
+    slices = None
+    if parts is not None:
+        indices, slices = parts.own, SliceMetadata.from_indices(parts, number)
+    elif layout.by_heads:
+        # Every rank has all keys of its heads, whatever the window.
+        indices, sliding_window = head_indices(layout, place), None
+    else:
+        indices = rank_indices(layout, place, sliding_window)
+    metadata = AttentionMetadata.from_indices(indices, layout.rows, layout.ranks, sliding_window)
+    return indices, replace(metadata, slices=slices)
+
+
+def _tensors(
+    slices: tuple[Slice, ...],
+    indices: RankIndices,
+    offsets: np.ndarray,
+    attention: AttentionMetadata,
+    store: DocumentStore,
+    rank: Rank,
+    vocab_size: int | None,
+) -> MicroBatchTensors:
+    """One micro-batch on one rank; ``offsets`` are the positions of its real rows."""
+    rows = attention.rows
+    positions = np.zeros(rows, np.int64)
+    positions[: len(offsets)] = offsets
+    tokens = np.zeros(rows, np.int64) if rank.first_stage else None
+    labels = np.full(rows, IGNORE, np.int64) if rank.last_stage else None
+    if tokens is not None or labels is not None:
+        _read(slices, indices, store, vocab_size, tokens, labels)
+    return MicroBatchTensors(
+        tokens=None if tokens is None else torch.from_numpy(tokens),
+        labels=None if labels is None else torch.from_numpy(labels),
+        positions=torch.from_numpy(positions),
+        attention=attention,
+        rows=rows,
+    )
+
+
+def _read(
+    slices: tuple[Slice, ...],
+    indices: RankIndices,
+    store: DocumentStore,
+    vocab_size: int | None,
+    tokens: np.ndarray | None,
+    labels: np.ndarray | None,
+) -> None:
+    """Fill the rank's real rows, one read for each run of consecutive tokens."""
+    count = len(indices.offset)
+    breaks = (np.diff(indices.document) != 0) | (np.diff(indices.offset) != 1)
+    bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [0]
+    for row, end in pairwise(bounds):
+        part = slices[int(indices.document[row])]
+        start = part.start + int(indices.offset[row])
+        stop = start + end - row
+        # One token more than the rows, for the last row's label, where the document has it.
+        # Numbers go on beyond the last document where a mixture passes a store again.
+        length = int(store.lengths[part.document % len(store.lengths)])
+        label_stop = min(stop + 1, length)
+        first = start if tokens is not None else start + 1
+        until = label_stop if labels is not None else stop
+        if until <= first:
+            continue
+        read = read_tokens(store, part.document, first, until, vocab_size)
+        if tokens is not None:
+            tokens[row:end] = read[: stop - start]
+        if labels is not None:
+            following = read[start + 1 - first :]
+            if len(following):
+                allowed = read_mask(store, part.document, start + 1, label_stop)
+                if allowed is not None:
+                    following = np.where(allowed, following, IGNORE)
+                labels[row : row + len(following)] = following
+            targets = int(np.count_nonzero(following != IGNORE))
+            check_targets(store, part.document, start, stop, targets)

@@ -23,9 +23,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import DocumentStore, name_of
 from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader
-from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.open_documents import Documents, check_documents, hold_out, is_documents
 from lightning_wlb.data.planning_context import (
     checkpointing_of,
@@ -34,11 +32,8 @@ from lightning_wlb.data.planning_context import (
     rank_of,
     shape_of,
 )
-from lightning_wlb.data.trainer_options import (
-    refuse_fractions,
-    refuse_overfitting,
-    refuse_prediction,
-)
+from lightning_wlb.data.stores.document_store import DocumentStore, name_of
+from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, NAMES
@@ -404,3 +399,66 @@ def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) ->
             f"Truncation at the context window of {settings.context_window} tokens drops"
             f" {planner.dropped_tokens} tokens per epoch; long_documents='split' keeps them."
         )
+
+
+def refuse_overfitting(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException where a Trainer asks for the same batches again and again."""
+    if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            f"Trainer(overfit_batches={trainer.overfit_batches}) would repeat batches of a loader,"  # type: ignore[attr-defined]
+            " but each step is planned from the documents that come next. To overfit, give"
+            " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
+        )
+
+
+def refuse_fractions(
+    trainer: L.Trainer, store: DocumentStore, settings: DataSettings, *names: str
+) -> None:
+    """Refuse options that are a fraction of an epoch over the documents.
+
+    Args:
+        trainer: whose options they are.
+        store: the documents that the epoch passes.
+        settings: which of them enter a step.
+        names: of the options.
+
+    Raises:
+        MisconfigurationException: with the number of steps that the fraction is about.
+    """
+    for name in names:
+        value = getattr(trainer, name)
+        if not isinstance(value, float) or value in (0.0, 1.0):
+            continue
+        steps = about_steps(store, settings)
+        counted = (
+            ""
+            if steps is None
+            else f": an epoch has about {steps}, so {name}={max(round(value * steps), 1)}"
+        )
+        raise MisconfigurationException(
+            f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
+            f" documents arrive and not counted beforehand. Give a whole number of steps{counted}."
+        )
+
+
+def about_steps(store: DocumentStore, settings: DataSettings) -> int | None:
+    """Steps of an epoch if each took its N · C tokens; None for a mixture, whose epoch is longer.
+
+    Packings that hold documents back or fill micro-batches with what fits take a few more.
+    """
+    if isinstance(store, MixedDocuments):
+        return None
+    lengths = np.asarray(store.lengths)
+    if settings.long_documents == "truncate":
+        lengths = np.minimum(lengths, settings.context_window)
+    return -(-int(lengths.sum()) // (settings.micro_batches * settings.context_window))
+
+
+def refuse_prediction() -> NoReturn:
+    """Raise MisconfigurationException: there is no ``trainer.predict``."""
+    raise MisconfigurationException(
+        "trainer.predict is not there: a step's documents are split over ranks, and no rank has the"
+        " logits of a whole document. For losses use WLBDataModule(test_documents=...) and"
+        " trainer.test; to score or generate, take the model elsewhere: lightning-wlb export writes"
+        " a Hugging Face folder, and LanguageModule.load_from_checkpoint reads a consolidated file."
+    )

@@ -42,15 +42,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_wlb.cost.attention_tiles import layers_kernel_cost
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.data import loader_workers as workers
 from lightning_wlb.data import open_documents as opening
-from lightning_wlb.data import workers
-from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.collate import make_step_batch
-from lightning_wlb.data.corpus_digest import samples_of
-from lightning_wlb.data.documents import DocumentStore, check_lengths
-from lightning_wlb.data.mixture import MixedDocuments
+from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.open_documents import Documents
-from lightning_wlb.data.reading import count_targets
+from lightning_wlb.data.store_checks import count_targets, samples_of
+from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
+from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.heterogeneous.layouts import rank_in
 from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import Rank

@@ -15,14 +15,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.data import tokenising
-from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
-from lightning_wlb.data.mixture import MixedDocuments, open_mixture
-from lightning_wlb.data.stdlib import StdlibDocuments
-from lightning_wlb.data.stores.arrow import PARTIAL, ArrowDocuments
-from lightning_wlb.data.stores.flat import FlatDocuments
-from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
-from lightning_wlb.data.stores.parquet import ParquetDocuments
+from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
+from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
+from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronDocuments, has_index
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
+from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
+from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.tokenising import tokenised_chats, tokenised_texts
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.planning.arrivals import document_numbers
 
@@ -98,13 +97,13 @@ def _texts(
     column: str | None = None,
     eos: bool | str = True,
 ) -> ArrowDocuments:
-    return ArrowDocuments(tokenising.texts(source, tokenizer, column, eos))
+    return ArrowDocuments(tokenised_texts(source, tokenizer, column, eos))
 
 
 def _chats(
     source: str | Path, tokenizer: str | Path | None = None, column: str | None = None
 ) -> ArrowDocuments:
-    return ArrowDocuments(tokenising.chats(source, tokenizer, column))
+    return ArrowDocuments(tokenised_chats(source, tokenizer, column))
 
 
 def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:

@@ -40,8 +40,8 @@ from rich.progress import Progress as Bar
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.cache import built_once, fingerprint
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.mixture import MixedDocuments
 from lightning_wlb.data.planning_context import shape_of
+from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.heterogeneous.setup import blank_model
 from lightning_wlb.mesh import AXES, Mesh

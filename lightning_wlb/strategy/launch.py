@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 
-from lightning_wlb.data.workers import live_on_without_parent
+from lightning_wlb.data.loader_workers import live_on_without_parent
 from lightning_wlb.distributed.device_mesh import Size, checked_sizes, resolve_mesh
 from lightning_wlb.distributed.process_groups import MeshGroups, mesh_groups
 from lightning_wlb.mesh import Mesh, Rank

@@ -35,7 +35,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_wlb.data.workers import live_on_without_parent
+from lightning_wlb.data.loader_workers import live_on_without_parent
 from lightning_wlb.distributed.process_groups import gather_from_all_ranks
 from lightning_wlb.supervision.heartbeat import Board, Connection, beat
 from lightning_wlb.supervision.progress import AFTER, CALLBACKS, HERE, OPTIMISING, REDUCING

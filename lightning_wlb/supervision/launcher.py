@@ -22,7 +22,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from lightning_wlb.data.workers import die_with
+from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.supervision.watchdog import GRACE, say
 
 _LAUNCHER = "LIGHTNING_WLB_LAUNCHER"

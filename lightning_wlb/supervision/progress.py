@@ -13,7 +13,7 @@ import time
 from typing import NamedTuple
 
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.workers import WAIT
+from lightning_wlb.data.loader_workers import WAIT
 from lightning_wlb.schedule.actions import Action
 
 BETWEEN, RUNNING, EXCHANGING, REDUCING, OPTIMISING, CALLBACKS, AFTER, LOADING = range(8)

@@ -42,7 +42,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_wlb.data.workers import WAIT, WaitEnded
+from lightning_wlb.data.loader_workers import WAIT, WaitEnded
 from lightning_wlb.supervision.progress import AFTER, HERE
 
 REQUEUE, STOP, INTERRUPT, SAVE_FAILED = 1, 2, 4, 8

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.cost.profile import ActionOverhead
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.loader import StepDataset
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig

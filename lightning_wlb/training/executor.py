@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
-from lightning_wlb.data.corpus_digest import Sample
+from lightning_wlb.data.store_checks import Sample
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import (
     MeshGroups,

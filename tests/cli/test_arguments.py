@@ -21,7 +21,7 @@ from lightning_wlb.cli.arguments import (
 )
 from lightning_wlb.cli.main import main
 from lightning_wlb.cost.flops import PassWork, Work
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner

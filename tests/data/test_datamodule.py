@@ -10,15 +10,15 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.data import datamodule
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.datamodule import WLBDataModule, about_steps
+from lightning_wlb.data.open_documents import documents
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning import DataSettings
 
@@ -166,11 +166,11 @@ def test_resume_is_quiet(tmp_path: Path, unbroken: Recorder) -> None:
 
 
 def test_a_checkpoint_after_a_failed_step_repeats_that_step(tmp_path: Path) -> None:
-    module, documents = Recorder(), data()
+    module, datamodule = Recorder(), data()
     module.fail_at = 4
     runner = trainer(tmp_path, max_steps=9)
     with pytest.raises(RuntimeError, match="a step that fails"):
-        runner.fit(module, documents)
+        runner.fit(module, datamodule)
     runner.save_checkpoint(tmp_path / "failed.ckpt")
     rest = Recorder()
     fit(tmp_path, rest, tmp_path / "failed.ckpt", max_steps=9)
@@ -196,25 +196,25 @@ def test_max_tokens_ends_the_run_and_a_resumed_end_stays_one(
 
 
 def test_a_second_fit_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
-    module, documents = Recorder(), data(max_tokens=1000)
+    module, datamodule = Recorder(), data(max_tokens=1000)
     runner = trainer(tmp_path)
-    runner.fit(module, documents)
+    runner.fit(module, datamodule)
     steps = list(module.steps)
-    runner.fit(module, documents)
+    runner.fit(module, datamodule)
     assert module.steps == steps
 
 
 def test_a_new_trainer_starts_from_the_beginning(tmp_path: Path) -> None:
-    module, documents = Recorder(), data()
-    trainer(tmp_path, max_steps=3).fit(module, documents)
-    trainer(tmp_path, max_steps=3).fit(module, documents)
+    module, datamodule = Recorder(), data()
+    trainer(tmp_path, max_steps=3).fit(module, datamodule)
+    trainer(tmp_path, max_steps=3).fit(module, datamodule)
     assert module.steps == [0, 1, 2, 0, 1, 2]
 
 
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
-    module, documents = Recorder(), data(validation_documents=10)
+    module, datamodule = Recorder(), data(validation_documents=10)
     runner = trainer(tmp_path, max_steps=6, val_check_interval=2, check_val_every_n_epoch=None)
-    runner.fit(module, documents)
+    runner.fit(module, datamodule)
     assert module.steps == list(range(6))
     # A sanity check of up to two batches, then three passes, always the same.
     one_pass = len(list(documents.val_dataloader()))
@@ -277,7 +277,7 @@ def test_a_models_sliding_window_shortens_what_its_batches_read() -> None:
 
 def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(datamodule, "rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_wlb.data.datamodule.rank_zero_info", said.append)
     documents = data(
         documents=[[1] * 70, [2] * 30],
         packing={"method": "wlb", "thresholds": [20, 40]},
@@ -297,13 +297,13 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
     class Shapeless(Recorder):
         model_shape = None  # type: ignore[assignment]
 
-    for documents, module, message in [
+    for datamodule, module, message in [
         (data(), Shapeless(), r"Shapeless has model_shape=None. Pass WLBDataModule\(model_shape="),
         (data(validation_documents=40), Recorder(), "number from 0 to 39"),
         (data(documents=[[1, 200]]), Recorder(), r"201 different tokens, the model a.* of 99"),
     ]:
         with pytest.raises(MisconfigurationException, match=message):
-            trainer(tmp_path, max_steps=1).fit(module, documents)
+            trainer(tmp_path, max_steps=1).fit(module, datamodule)
     with pytest.raises(MisconfigurationException, match="has no validation documents"):
         trainer(tmp_path).validate(Recorder(), data())
     with pytest.raises(MisconfigurationException, match="needs a Trainer"):
@@ -334,7 +334,7 @@ data:
   class_path: lightning_wlb.data.datamodule.WLBDataModule
   init_args:
     documents:
-      class_path: lightning_wlb.data.documents.InMemoryDocuments
+      class_path: lightning_wlb.data.stores.in_memory.InMemoryDocuments
       init_args:
         sequences: [[1, 2, 3], [4, 5], [6]]
     context_window: 4
@@ -385,3 +385,47 @@ def test_test_documents_are_read_once(tmp_path: Path) -> None:
     assert sorted(number for step in module.validated for number in step) == [0, 1, 2]
     with pytest.raises(MisconfigurationException, match="no test documents"):
         trainer(tmp_path).test(Evaluated(), data())
+
+
+TOKENS = [[number] * 10 for number in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "long_documents", "steps"),
+    [([32, 32], "split", 1), ([32, 33], "split", 2), ([320], "split", 5), ([320], "truncate", 1)],
+)
+def test_steps_of_an_epoch(lengths: list[int], long_documents: str, steps: int) -> None:
+    store = InMemoryDocuments([[1] * length for length in lengths])
+    settings = DataSettings(32, 2, packing="original", long_documents=long_documents)
+    assert about_steps(store, settings) == steps
+
+
+def test_a_mixture_is_not_counted() -> None:
+    store = documents({"mixture": [{"documents": TOKENS, "weight": 1}]})
+    assert about_steps(store, DataSettings(32, 2)) is None
+
+
+def firsts(store) -> set[int]:
+    """The documents of a store, by their first token."""
+    return {int(store.read(number, 0, 1)[0]) for number in range(len(store.lengths))}
+
+
+def test_test_documents_are_held_out_beside_those_for_validation() -> None:
+    made = WLBDataModule(
+        TOKENS, context_window=16, micro_batches=2, validation_documents=4, test_documents=5
+    )
+    train, validation, test = map(firsts, made._stores())
+    assert (len(train), len(validation), len(test)) == (11, 4, 5)
+    assert train | validation | test == set(range(20))
+    fewer = WLBDataModule(TOKENS, context_window=16, micro_batches=2, validation_documents=4)
+    assert firsts(fewer._stores()[1]) == validation
+
+
+def test_more_test_documents_than_there_are() -> None:
+    made = WLBDataModule(
+        TOKENS, context_window=16, micro_batches=2, validation_documents=15, test_documents=5
+    )
+    with pytest.raises(MisconfigurationException, match="test_documents=5 of 5 documents cannot"):
+        made.setup("fit")
+    with pytest.raises(ValueError, match="test_documents"):
+        WLBDataModule(TOKENS, context_window=16, micro_batches=2, test_documents=-1)

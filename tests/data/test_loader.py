@@ -16,8 +16,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.documents import InMemoryDocuments
 from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning.planner import DataSettings, Planner, Release
 from tests import ranks  # noqa: F401  (what a new process has imported already)

@@ -11,11 +11,12 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_wlb as wlb
 from lightning_wlb.cost.flops import ModelShape
-from lightning_wlb.data.documents import DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.loader import StepDataset
 from lightning_wlb.data.open_documents import KINDS, check_documents, documents
-from lightning_wlb.data.stdlib import StdlibDocuments
-from lightning_wlb.data.stores.arrow import ArrowDocuments
+from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments
+from lightning_wlb.data.stores.document_store import DocumentSubset
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
+from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from tests.data.stores.corpora import TOKENS, write_arrow
 from tests.data.test_datamodule import Recorder
 

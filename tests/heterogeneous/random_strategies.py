@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_wlb.data.collate import make_step_batch
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.batch import make_step_batch
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import mesh_groups
 from lightning_wlb.heterogeneous.layouts import Strategy, rank_in, strategy_of
 from lightning_wlb.heterogeneous.links import Links

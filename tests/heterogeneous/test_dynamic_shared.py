@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from lightning_wlb.cost.flops import PassWork
-from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.heterogeneous.layouts import Strategy, rank_in
 from lightning_wlb.heterogeneous.parameters import Linked
 from lightning_wlb.heterogeneous.transfer import Push

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.data.collate import make_step_batch
+from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.heterogeneous import transfer as travel
 from lightning_wlb.heterogeneous.layouts import rank_in, slots
 from lightning_wlb.heterogeneous.links import Link

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.collate import make_step_batch
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.batch import StepBatch, make_step_batch
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, Piece, Recompute, ReplicaPlan, Slice, StepPlan

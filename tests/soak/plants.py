@@ -37,7 +37,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_wlb.checkpoints import atomic_folders
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from tests.strategy import harness
 
 if TYPE_CHECKING:

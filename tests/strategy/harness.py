@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from tests.device import ON_CUDA

@@ -12,9 +12,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.collate import make_step_batch
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.batch import StepBatch, make_step_batch
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.decoder import initialise

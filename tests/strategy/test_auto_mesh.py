@@ -12,7 +12,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh_search.evaluate import evaluate
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.decoder import Decoder

@@ -21,7 +21,7 @@ from lightning_wlb.cost.profile import ActionOverhead, Link, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data import cache as cached
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies
 from lightning_wlb.mesh import Mesh

@@ -15,7 +15,7 @@ import pytest
 from lightning_wlb.callbacks.monitor import ImbalanceMonitor
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_wlb.data.workers import die_with
+from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.supervision import faults
 from lightning_wlb.supervision.progress import AFTER, CALLBACKS, HERE, OPTIMISING, RUNNING

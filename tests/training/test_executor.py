@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import InMemoryDocuments
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training import executor, messages
 from lightning_wlb.training.executor import check_digests

@@ -1,10 +1,16 @@
 """Texts and chats, through a tokenizer, to documents that a store opens.
 
-``TokeniseRequest`` says what is asked for, ``tokenise`` writes it to a folder; ``texts`` and
-``chats`` do so once in the user's cache folder.
+``TokeniseRequest`` says what is asked for, ``tokenise`` writes it to a folder; ``tokenised_texts``
+and ``tokenised_chats`` do so once in the user's cache folder.
 """
 
-from lightning_wlb.data.tokenising.direct import chats, texts
-from lightning_wlb.data.tokenising.job import COLUMNS, Kind, TokeniseRequest, tokenise
+from lightning_wlb.data.tokenising.run import (
+    COLUMNS,
+    Kind,
+    TokeniseRequest,
+    tokenise,
+    tokenised_chats,
+    tokenised_texts,
+)
 
-__all__ = ["COLUMNS", "Kind", "TokeniseRequest", "chats", "texts", "tokenise"]
+__all__ = ["COLUMNS", "Kind", "TokeniseRequest", "tokenise", "tokenised_chats", "tokenised_texts"]

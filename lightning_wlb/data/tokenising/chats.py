@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_wlb.data.tokenising.encoders import (
+from lightning_wlb.data.tokenising.sources import Row
+from lightning_wlb.data.tokenising.texts import (
     Document,
     check_encodable,
     column_of,
@@ -33,7 +34,6 @@ from lightning_wlb.data.tokenising.encoders import (
     hugging_face_tokenizer,
     tokenizer_file,
 )
-from lightning_wlb.data.tokenising.sources import Row
 
 Span = tuple[int, int]
 

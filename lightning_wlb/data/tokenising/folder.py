@@ -26,9 +26,8 @@ from typing import IO, Any, Self
 import numpy as np
 import pyarrow as pa
 
-from lightning_wlb.data.stores.arrow import PARTIAL
-from lightning_wlb.data.stores.lists import FACTS
-from lightning_wlb.data.tokenising.encoders import Document
+from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL
+from lightning_wlb.data.tokenising.texts import Document
 
 FORMAT = 1
 

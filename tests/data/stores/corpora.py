@@ -12,7 +12,8 @@ import pyarrow as pa
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_wlb.data.documents import DocumentStore, InMemoryDocuments
+from lightning_wlb.data.stores.document_store import DocumentStore
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 
 VOCABULARY = 60_000
 TOKENS = [[1, 2, 3], [4], [5, 6]]

@@ -1,23 +1,28 @@
-"""Document stores: what the planner and the data loader need to know about documents.
+"""What planning and loading need of documents (:class:`DocumentStore`), and how stores keep to it.
 
-A store tells the length of every document without reading tokens, so that every rank can plan
-a step for the whole mesh and then read only its own share. :class:`InMemoryDocuments` holds
-sequences that fit in memory (fine-tuning sets, tests), and every loader worker has a copy of it.
-Larger corpora stay in their files, which :mod:`lightning_wlb.data.stores` maps into memory. For
-another format implement :class:`DocumentStore`.
+A store tells the length of every document without reading tokens, so that every rank can plan a
+step for the whole mesh and then read its own share alone. For another format implement
+:class:`DocumentStore`; for one of memory-mapped files, derive from :class:`MappedDocuments`, which
+turns ranges into 64-bit tokens, counts targets, refuses tokens outside the vocabulary and lets a
+store be sent to another process: a forked worker shares the maps, a pickled store opens its files
+again. :class:`DocumentSubset` is some documents of a store.
 
-Cost: reading is a slice; counting targets is two look-ups in a cumulative sum.
+Cost of mapped documents: 8 bytes for each document. Reading copies the range and looks at each of
+its tokens twice; counting targets reads the mask of the range, where there is one.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.arguments import choice, whole
 
 IGNORED_LABEL = -100
 """The label that Hugging Face gives to a token that may not be a target."""
@@ -64,7 +69,7 @@ def check_lengths(
     Raises:
         ValueError: naming the first empty document or the type, and the remedy.
     """
-    _integers(f"{store}: lengths", lengths, "Give a flat array of whole numbers.")
+    integers(f"{store}: lengths", lengths, "Give a flat array of whole numbers.")
     if len(lengths) == 0:
         raise ValueError(f"{store} holds no documents. Give it at least one document with a token.")
     empty = np.flatnonzero(lengths < 1)
@@ -142,89 +147,6 @@ def name_of(store: DocumentStore, document: int) -> str:
     return f"document {document} of {store!r}" if own is None else str(own(document))
 
 
-class InMemoryDocuments:
-    """Documents given as sequences of token numbers (lists, numpy arrays or torch tensors).
-
-    Args:
-        sequences: one sequence of integers for each document.
-        masks: for each document None or one bool (or 0 or 1) for each token: whether the token may
-            be a target (a loss mask: False for the prompt's tokens in fine-tuning). None: all may.
-        vocab_size: None: the largest token plus one.
-        labels: in place of masks, as Hugging Face's models take them: for each document None or
-            one integer for each token, the token itself or ``-100`` where it may not be a target.
-
-    Raises:
-        ValueError: an empty store or document, tokens that are not integers in
-            ``[0, vocab_size)``, or masks or labels that do not match the sequences.
-    """
-
-    def __init__(
-        self,
-        sequences: Sequence[Any],
-        masks: Sequence[Any] | None = None,
-        vocab_size: int | None = None,
-        labels: Sequence[Any] | None = None,
-    ) -> None:
-        remedy = "Give each document as a flat sequence of integer token numbers."
-        arrays = [
-            _integers(f"InMemoryDocuments: document {number}", sequence, remedy).astype(np.int64)
-            for number, sequence in enumerate(sequences)
-        ]
-        self.lengths = np.array([len(array) for array in arrays], dtype=np.int64)
-        check_lengths(self.lengths, "InMemoryDocuments")
-        self._tokens = np.concatenate(arrays)
-        self._starts = np.concatenate(([0], np.cumsum(self.lengths)))
-        largest = int(self._tokens.max())
-        self.vocab_size = largest + 1 if vocab_size is None else whole("vocab_size", vocab_size, 1)
-        if int(self._tokens.min()) < 0 or largest >= self.vocab_size:
-            raise ValueError(
-                f"InMemoryDocuments: tokens range from {int(self._tokens.min())} to {largest},"
-                f" outside [0, vocab_size={self.vocab_size}). Raise vocab_size or check the"
-                " tokenizer."
-            )
-        if labels is not None:
-            if masks is not None:
-                raise ValueError(
-                    "InMemoryDocuments: masks and labels were given, and both say which tokens may"
-                    " be targets. Give one of them."
-                )
-            masks = _masks_of(labels, arrays)
-        self._mask = None if masks is None else _flat_mask(masks, self.lengths)
-        # _allowed[i]: tokens before i (over the whole store) that may be targets.
-        self._allowed = None if self._mask is None else np.concatenate(([0], self._mask.cumsum()))
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
-        begin = self._starts[document]
-        return self._tokens[begin + start : begin + stop]
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target."""
-        # The tokens [first, last) that are targets of [start, stop).
-        last = min(stop + 1, int(self.lengths[document]))
-        first = min(start + 1, last)
-        if self._allowed is None:
-            return last - first
-        begin = self._starts[document]
-        return int(self._allowed[begin + last] - self._allowed[begin + first])
-
-    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Whether each token of ``[start, stop)`` may be a target, bool [stop - start]."""
-        if self._mask is None:
-            return None
-        begin = self._starts[document]
-        return self._mask[begin + start : begin + stop]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({len(self)} documents, {int(self.lengths.sum())} tokens,"
-            f" vocab_size={self.vocab_size})"
-        )
-
-
 class DocumentSubset:
     """Some documents of another store, renumbered from 0 in the order given.
 
@@ -269,7 +191,7 @@ class DocumentSubset:
 
 
 def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[Any]:
-    array = _integers(
+    array = integers(
         "DocumentSubset: numbers",
         numbers,
         "Give a flat sequence of document numbers; np.flatnonzero makes them from a selection.",
@@ -285,57 +207,123 @@ def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[Any]:
     return array.astype(small, copy=False)
 
 
-def _integers(name: str, values: Any, remedy: str) -> npt.NDArray[Any]:
+def integers(name: str, values: Any, remedy: str) -> npt.NDArray[Any]:
+    """The values as a flat array of whole numbers, or ValueError with the remedy."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"{name} is an array of {array.dtype} with shape {array.shape}. {remedy}")
     return array
 
 
-def _masks_of(
-    labels: Sequence[Any], tokens: list[npt.NDArray[np.int64]]
-) -> list[npt.NDArray[np.bool_] | None]:
-    """The masks of documents in memory, from their labels."""
-    if len(labels) != len(tokens):
-        raise ValueError(
-            f"InMemoryDocuments: {len(labels)} sequences of labels for {len(tokens)} documents."
-            " Give one (or None) for each document."
-        )
-    masks: list[npt.NDArray[np.bool_] | None] = []
-    for number, (given, own) in enumerate(zip(labels, tokens, strict=True)):
-        if given is None:
-            masks.append(None)
-            continue
-        named = f"InMemoryDocuments: document {number}"
-        array = _integers(f"{named}: labels", given, "Give one integer for each token.")
-        if len(array) != len(own):
-            raise ValueError(
-                f"{named} has {len(own)} tokens but {len(array)} labels. Give one for each token."
-            )
-        masks.append(labels_as_mask(array, own, named, 0, "Give masks of booleans for others."))
-    return masks
+Empty = Literal["refuse", "drop"]
+Array = npt.NDArray[Any]
 
 
-def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    if len(masks) != len(lengths):
-        raise ValueError(
-            f"InMemoryDocuments: {len(masks)} masks for {len(lengths)} documents. Give one mask"
-            " (or None) for each document."
+class MappedDocuments(ABC):
+    """Documents in files.
+
+    A subclass finds the files and the lengths, and then calls this constructor.
+
+    Args:
+        name: how errors call the store.
+        lengths: tokens of every row of the source, int64 [rows].
+        vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
+        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them and say how many.
+        arguments: what the subclass was made with, by name; another process makes it anew.
+
+    Raises:
+        ValueError: no documents, an empty one, or an argument of another kind.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lengths: npt.NDArray[np.int64],
+        vocab_size: int | None,
+        empty: Empty,
+        arguments: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self._arguments = arguments
+        self._rows: npt.NDArray[np.int64] | None = None
+        if choice(f"{name}: empty", empty, get_args(Empty)) == "drop":
+            lengths = self._without_empty(lengths)
+        check_lengths(lengths, name, "Open the store with empty='drop', or leave them out of it.")
+        self.lengths = lengths
+        self.vocab_size = (
+            None if vocab_size is None else whole(f"{name}: vocab_size", vocab_size, 1)
         )
-    flat = []
-    for number, (mask, length) in enumerate(zip(masks, lengths.tolist(), strict=True)):
-        array = np.ones(length, bool) if mask is None else np.asarray(mask)
-        if array.shape != (length,):
-            raise ValueError(
-                f"InMemoryDocuments: document {number} has {length} tokens but a mask of shape"
-                f" {array.shape}. Give one bool for each token."
-            )
-        wrong = np.flatnonzero((array != 0) & (array != 1))
+
+    @abstractmethod
+    def _tokens(self, row: int, start: int, stop: int) -> Array:
+        """Tokens ``[start, stop)`` of a row of the source, of any integer type."""
+
+    def _flags(self, row: int, start: int, stop: int) -> Array | None:
+        """The mask of a range of a row, as it stands in the source; None: there is no mask."""
+        return None
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of the document, int64 [stop - start].
+
+        Raises:
+            ValueError: a token that is negative or outside the vocabulary of the store.
+        """
+        tokens = np.asarray(self._tokens(self._row(document), start, stop), np.int64)
+        check_tokens(tokens, self.vocab_size, self, document, start)
+        return tokens
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target."""
+        last = min(stop + 1, int(self.lengths[document]))
+        first = min(start + 1, last)
+        mask = self.mask(document, first, last)
+        return last - first if mask is None else int(np.count_nonzero(mask))
+
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Whether each token of ``[start, stop)`` may be a target, bool [stop - start].
+
+        Raises:
+            ValueError: a mask of other values than 0 and 1.
+        """
+        flags = self._flags(self._row(document), start, stop)
+        if flags is None or flags.dtype == np.bool_:
+            return flags
+        wrong = np.flatnonzero((flags != 0) & (flags != 1))
         if len(wrong):
             raise ValueError(
-                f"InMemoryDocuments: the mask of document {number} has {array[wrong[0]]} at"
-                f" position {int(wrong[0])}, but a mask says True (may be a target) or False. Give"
-                " labels, which have -100, as labels=... in its place."
+                f"{self.name_of(document)}: its mask has the value {flags[wrong[0]]} at position"
+                f" {start + int(wrong[0])}, but a mask says 1 (may be a target) or 0. Mend the"
+                " source; of labels with -100 the mask is labels != -100."
             )
-        flat.append(array.astype(bool))
-    return np.concatenate(flat)
+        return flags.astype(np.bool_)
+
+    def name_of(self, document: int) -> str:
+        """How errors call a document: its row in the source, and the store."""
+        return f"document {self._row(document)} of {self.name}"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.name}: {len(self)} documents, {int(self.lengths.sum())} tokens,"
+            f" vocab_size={self.vocab_size}"
+        )
+
+    # Memory maps would be pickled with all their tokens: another process opens the files itself.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._arguments), ()
+
+    def _row(self, document: int) -> int:
+        return document if self._rows is None else int(self._rows[document])
+
+    def _without_empty(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        rows = np.flatnonzero(lengths)
+        if len(rows) == len(lengths):
+            return lengths
+        rank_zero_info(
+            f"{self.name}: {len(lengths) - len(rows)} of {len(lengths)} documents have no tokens"
+            " and are left out (empty='drop')."
+        )
+        self._rows = rows
+        return lengths[rows]

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.open_documents import hold_out
+from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 
 
 def test_reads_lists_arrays_and_tensors() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_wlb.data import workers
+from lightning_wlb.data import loader_workers as workers
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 

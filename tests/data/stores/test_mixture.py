@@ -17,11 +17,12 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.documents import DocumentStore, DocumentSubset, InMemoryDocuments
 from lightning_wlb.data.loader import StepDataset, StepLoader
-from lightning_wlb.data.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.open_documents import documents as open_documents
 from lightning_wlb.data.open_documents import hold_out, path_of
+from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
+from lightning_wlb.data.stores.in_memory import InMemoryDocuments
+from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule

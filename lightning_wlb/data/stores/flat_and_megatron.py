@@ -1,22 +1,31 @@
-"""The tokens of all documents one after another in one array, and where each document begins.
+"""Corpora that are one array of tokens, and where each document begins in it.
 
-The array is a ``.npy`` file or raw numbers of a known type, and is mapped into memory. Where the
-documents begin is told by offsets, or by a token that ends each document: then the tokens are gone
-through once, block by block, and the offsets are kept in a cache (:mod:`.cached`).
+:class:`FlatDocuments` reads a ``.npy`` file or raw numbers of a known type, mapped into memory.
+Where the documents begin is told by offsets, or by a token that ends each document: then the tokens
+are gone through once, block by block, and the offsets are kept beside the file (``data/cache.py``).
 
-Cost: opening reads the offsets, 8 bytes for each document, and no tokens; a read is a slice.
+:class:`MegatronDocuments` reads Megatron's indexed datasets: tokens in ``NAME.bin``, where they are
+in ``NAME.idx``. The index is a header (magic, version 1, type of the tokens, counts), the lengths
+of the sequences (int32), where they begin in bytes (int64), and the number of the first sequence of
+each document (int64, one more than documents). A document is its consecutive sequences. Not for
+multimodal datasets, whose index has a mode for each sequence, and which are refused by its size.
+
+Cost: opening reads the offsets or the index, 8 to 20 bytes for each document, and no tokens; a read
+is a slice.
 """
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.arguments import whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
-from lightning_wlb.data.stores.base import Array, Empty, MappedDocuments
+from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments
 
 _BLOCK = 1 << 24
 """Tokens that are searched at once for the end of a document."""
@@ -162,3 +171,129 @@ def _cached_offsets(path: Path, tokens: Array, end_of_document: int) -> Path:
     made_of = fingerprint([path], path.parent, path.resolve(), tokens.dtype.str, end_of_document)
     folder = built_once(f"{path.name}-offsets-{made_of}", build, path)
     return folder / "offsets.npy"
+
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+
+class MegatronDocuments(MappedDocuments):
+    """The documents of a ``.bin`` file with its ``.idx``.
+
+    Args:
+        source: their common path, without or with one of the suffixes; or a folder with one pair.
+        vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
+        empty: ``"refuse"`` documents without tokens, or ``"drop"`` them.
+
+    Raises:
+        ValueError: a file that is missing, truncated or no index, an index that disagrees with
+            itself or with the tokens, or documents without tokens.
+    """
+
+    def __init__(
+        self, source: str | Path, vocab_size: int | None = None, empty: Empty = "refuse"
+    ) -> None:
+        stem = _stem(Path(source))
+        tokens, index = Path(f"{stem}.bin"), Path(f"{stem}.idx")
+        name = f"MegatronDocuments({stem})"
+        self._index = _index(index)
+        self._array = array_of(tokens, "iu", self._index.dtype)
+        lengths = _document_lengths(self._index, self._array, index, tokens)
+        arguments = {"source": source, "vocab_size": vocab_size, "empty": empty}
+        super().__init__(name, lengths, vocab_size, empty, arguments)
+
+    def _tokens(self, row: int, start: int, stop: int) -> Array:
+        first = self._index.documents[row]
+        begin = int(self._index.pointers[first]) // self._array.itemsize
+        return self._array[begin + start : begin + stop]
+
+
+class _Index(NamedTuple):
+    """What an index file says.
+
+    Attributes:
+        dtype: of the tokens.
+        sizes: tokens of each sequence.
+        pointers: where each sequence begins, in bytes.
+        documents: number of the first sequence of each document, and the number of sequences.
+    """
+
+    dtype: str
+    sizes: Array
+    pointers: Array
+    documents: Array
+
+
+def has_index(path: Path) -> bool:
+    """Whether a path is that of such a pair of files, or of a folder with one."""
+    if path.is_dir():
+        return any(path.glob("*.idx"))
+    return Path(f"{_stem(path)}.idx").exists()
+
+
+def _stem(path: Path) -> Path:
+    if path.is_dir():
+        found = sorted(path.glob("*.idx"))
+        if len(found) != 1:
+            raise ValueError(
+                f"{path} has {len(found)} .idx files. Give the path of one pair, such as"
+                f" {found[0] if found else path / 'NAME'} (several can be a mixture)."
+            )
+        path = found[0]
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def _index(path: Path) -> _Index:
+    try:
+        content = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Check the file.") from error
+    if len(content) < _HEADER.size or content[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise ValueError(
+            f"{path} does not begin as an index of Megatron's does (MMIDIDX). Check that it is one;"
+            " those of fairseq (TNTIDX) are of another format."
+        )
+    _, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
+    if version != 1 or code not in _TYPES:
+        raise ValueError(
+            f"{path} is of version {version} with tokens of type {code}. Known are version 1 and"
+            f" the types {', '.join(f'{known} ({name})' for known, name in _TYPES.items())}."
+        )
+    counts = ((sequences, "<i4"), (sequences, "<i8"), (documents, "<i8"))
+    expected = _HEADER.size + sum(count * np.dtype(kind).itemsize for count, kind in counts)
+    if expected != len(content):
+        raise ValueError(
+            f"{path} has {len(content)} bytes, but {expected} for the {sequences} sequences and"
+            f" {documents} entries of documents that it announces. It is truncated or damaged."
+        )
+    arrays, at = [], _HEADER.size
+    for count, kind in counts:
+        arrays.append(np.frombuffer(content, kind, count, at))
+        at += arrays[-1].nbytes
+    return _Index(_TYPES[code], *arrays)
+
+
+def _document_lengths(index: _Index, tokens: Array, path: Path, of: Path) -> Array:
+    sizes, pointers, documents = index.sizes, index.pointers, index.documents
+    ends = np.cumsum(sizes, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    if total != len(tokens):
+        raise ValueError(
+            f"{path} counts {total} tokens, {of} has {len(tokens)} of {index.dtype}. They do not"
+            " belong together, or one is truncated."
+        )
+    wrong = np.flatnonzero((sizes < 0) | (pointers != (ends - sizes) * tokens.itemsize))
+    if len(wrong):
+        raise ValueError(
+            f"{path}: sequence {int(wrong[0])} has {sizes[wrong[0]]} tokens from byte"
+            f" {pointers[wrong[0]]} on, which is not where the one before it ends. The index is"
+            " damaged: make it again."
+        )
+    bounds = (int(documents[0]), int(documents[-1])) if len(documents) else (0, 0)
+    if bounds != (0, len(sizes)) or (np.diff(documents) < 0).any():
+        raise ValueError(
+            f"{path}: its documents run from sequence {bounds[0]} to {bounds[1]} of {len(sizes)},"
+            " or go back. The index is damaged: make it again."
+        )
+    return np.diff(np.concatenate(([0], ends))[documents])

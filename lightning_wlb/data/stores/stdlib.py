@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
-from lightning_wlb.data.documents import check_lengths
+from lightning_wlb.data.stores.document_store import check_lengths
 
 _CACHE_VERSION = 1
 _DEFAULT_BPE_VOCABULARY = 4096

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.arguments import flag, number
-from lightning_wlb.data.documents import DocumentStore, DocumentSubset
+from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.planning.mixture import Share
 
 _ENTRIES = ("documents", "weight", "repeat", "name")

@@ -13,6 +13,8 @@ Cost: the tokenizer's, over the number of processes; memory of a few megabytes e
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
@@ -32,13 +34,13 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
-from lightning_wlb.data.stores.arrow import PARTIAL
-from lightning_wlb.data.stores.lists import FACTS
+from lightning_wlb.data.cache import cache_folders
+from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL
 from lightning_wlb.data.tokenising import folder as folders
 from lightning_wlb.data.tokenising.chats import ChatEncoder
-from lightning_wlb.data.tokenising.encoders import Document, Encoder, TextEncoder
 from lightning_wlb.data.tokenising.folder import FORMAT, Figures
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
+from lightning_wlb.data.tokenising.texts import Document, Encoder, TextEncoder
 
 Kind = Literal["texts", "chats"]
 
@@ -397,3 +399,78 @@ def _progress(show: bool, total: int, done: int) -> Iterator[Progress]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total, completed=done)
         yield lambda size: bar.advance(task, size)
+
+
+def tokenised_texts(
+    source: str | Path,
+    tokenizer: str | Path | None = None,
+    column: str | None = None,
+    eos: bool | str = True,
+) -> Path:
+    """The folder with the documents of texts, tokenised now if they were not before.
+
+    Args:
+        source: a ``.jsonl``, ``.jsonl.gz``, ``.txt`` or ``.md`` file, or a folder of these.
+        tokenizer: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
+        column: of JSON lines that holds the text; None: ``text``.
+        eos: the end-of-document token: True, the tokenizer's own where it has one; a token, by its
+            text; False, none.
+
+    Raises:
+        ValueError: no tokenizer is named, or as for :class:`.TokeniseRequest` and
+            :func:`.tokenise`.
+        TimeoutError: another process tokenises the same and does not get on.
+    """
+    return _tokenised(TokeniseRequest(source, _named(source, tokenizer), "texts", column, eos))
+
+
+def tokenised_chats(
+    source: str | Path, tokenizer: str | Path | None = None, column: str | None = None
+) -> Path:
+    """The folder with the documents of chats, tokenised now if they were not before.
+
+    Args:
+        source: a ``.jsonl`` or ``.jsonl.gz`` file, or a folder of these.
+        tokenizer: the folder or name of a Hugging Face tokenizer with a chat template.
+        column: that holds the messages; None: ``messages``.
+
+    Raises:
+        ValueError: no tokenizer is named, or as for :class:`.TokeniseRequest` and
+            :func:`.tokenise`.
+        TimeoutError: another process tokenises the same and does not get on.
+    """
+    return _tokenised(TokeniseRequest(source, _named(source, tokenizer), "chats", column))
+
+
+def _named(source: str | Path, tokenizer: Any) -> str:
+    if not tokenizer:
+        raise ValueError(
+            f"The documents {str(source)!r} need a tokenizer. Name a tokenizer.json file, or the"
+            " folder or name of a Hugging Face tokenizer, as tokenizer=... beside them."
+        )
+    return str(tokenizer)
+
+
+def _tokenised(request: TokeniseRequest) -> Path:
+    identity = request.identity()
+    source = Path(request.source).resolve()
+    key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
+    folder = _cache_folder() / f"{source.stem}-{key[:16]}"
+    if finished(folder, identity) is None:
+        rank_zero_info(f"Tokenising {source} into {folder}, once. {request.describe()}")
+        tokenise(request, folder)
+    return folder
+
+
+def _cache_folder() -> Path:
+    for folder in cache_folders():
+        try:
+            (folder / "documents").mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder / "documents", os.W_OK):
+            return folder / "documents"
+    raise ValueError(
+        f"None of the cache folders {', '.join(map(str, cache_folders()))} can be written to."
+        " Tokenise by the command (lightning-wlb tokenize) and give its folder as documents."
+    )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.data.tokenising.encoders import TextEncoder
 from lightning_wlb.data.tokenising.sources import Row
+from lightning_wlb.data.tokenising.texts import TextEncoder
 from tests.data.tokenising.support import LINES, saved, tokenizer
 
 TEXTS = st.lists(

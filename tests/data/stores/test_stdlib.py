@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lightning_wlb.data import cache as cached
-from lightning_wlb.data import stdlib
-from lightning_wlb.data.documents import DocumentStore
-from lightning_wlb.data.stdlib import StdlibDocuments
+from lightning_wlb.data.stores import stdlib
+from lightning_wlb.data.stores.document_store import DocumentStore
+from lightning_wlb.data.stores.stdlib import StdlibDocuments
 
 SOURCE_A = b"""import os
 

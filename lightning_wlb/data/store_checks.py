@@ -1,25 +1,35 @@
-"""Reading from a store whose word is not taken for it: a store of the user's own, or damaged files.
+"""Stores are not believed: every read is checked, and ranks compare a digest of their copies.
 
 What a store returns must be what it said: as many tokens as the range has, whole numbers of the
-vocabulary, a mask of as many booleans, and as many targets as it counted for the planner, whose
-sum the loss is divided by. Anything else would be trained on without a word: numpy spreads a
-single token over a whole range, and a mask of labels (-100) counts as True. Each error names store,
-document and range.
+vocabulary, a mask of as many booleans, and as many targets as it counted for the planner, whose sum
+the loss is divided by. Anything else (a store of the user's own, damaged files) would be trained on
+without a word: numpy spreads a single token over a whole range, and a mask of labels (-100) counts
+as True. Each error names store, document and range.
 
-Cost: one look at each token; of ranges with targets, one count of them.
+Plans agree between ranks where lengths do, and a rank reads only its own rows. So nodes whose
+copies of a corpus differ in their tokens (another tokenizer, a file that was changed) would train
+on a mixture of both. With the first step of every pass over the documents each rank hashes the
+beginnings of some documents, spread over the store (:func:`samples_of`), and the exchange that
+compares plans compares the digests. That is no proof: copies that differ elsewhere pass.
+
+Cost: one look at each token that is read; of ranges with targets, one count of them. The digest
+reads ``SAMPLED_DOCUMENTS`` times at most ``SAMPLED_TOKENS`` tokens of each store, once a pass, in
+the loader worker.
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.data.documents import DocumentStore, check_tokens, name_of
+from lightning_wlb.data.stores.document_store import DocumentStore, check_tokens, name_of
+from lightning_wlb.data.stores.mixture import MixedDocuments
 
 
 def read_tokens(
@@ -113,3 +123,42 @@ def _naming(
 def _returned(method: str, document: int, start: int, stop: int, got: npt.NDArray[Any]) -> str:
     shape = f"shape {list(got.shape)}"
     return f"{method}({document}, {start}, {stop}) returned an array of {got.dtype} with {shape}"
+
+
+SAMPLED_DOCUMENTS = 16
+SAMPLED_TOKENS = 256
+
+
+class Sample(NamedTuple):
+    """What was read of a store.
+
+    Attributes:
+        store: how messages call the store; may differ from rank to rank.
+        digest: 63 bits of its vocabulary, and of some documents' tokens and masks.
+    """
+
+    store: str
+    digest: int
+
+
+def samples_of(store: DocumentStore) -> tuple[Sample, ...]:
+    """A sample of a store, or of each store of a mixture.
+
+    Raises:
+        ValueError: what the store returns is not what it said.
+    """
+    stores = store.stores if isinstance(store, MixedDocuments) else (store,)
+    return tuple(Sample(repr(each), _digest(each)) for each in stores)
+
+
+def _digest(store: DocumentStore) -> int:
+    sha = hashlib.sha256(repr(store.vocab_size).encode())
+    last = len(store.lengths) - 1
+    for document in sorted(
+        {round(last * part / (SAMPLED_DOCUMENTS - 1)) for part in range(SAMPLED_DOCUMENTS)}
+    ):
+        stop = min(SAMPLED_TOKENS, int(store.lengths[document]))
+        sha.update(read_tokens(store, document, 0, stop, store.vocab_size).tobytes())
+        mask = read_mask(store, document, 0, stop)
+        sha.update((np.ones(stop, np.bool_) if mask is None else mask).tobytes())
+    return int.from_bytes(sha.digest()[:8], "big") >> 1

@@ -1,0 +1,331 @@
+"""Arrow and Parquet files: every row is a document, and its columns are mapped into memory.
+
+:class:`ArrowDocuments` opens Hugging Face ``datasets`` folders and Arrow IPC files (streams and
+file format) without the ``datasets`` library. A folder that ``lightning-wlb tokenize`` wrote also
+says its vocabulary. Compressed Arrow files cannot be mapped and are refused.
+
+:class:`ParquetDocuments` opens Parquet files. These are compressed, and reading one document would
+unpack all those of its row group. So the columns of tokens and masks are written once as an Arrow
+stream, row group by row group, into the folder ``.lightning_wlb`` beside the file (or, where one
+may not write there, the user's cache folder), and mapped from there. The name of that copy holds
+the file's size and time of change: a file that was changed is read again, and the older copy beside
+it is removed.
+
+Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
+bytes for each document and column. A read is a binary search for the record batch and a slice. The
+first opening of a Parquet file unpacks the columns and writes 4 bytes for each token (more than
+Parquet takes); its memory is bounded by a few million tokens, and by one document.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, shown
+from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments, labels_as_mask
+from lightning_wlb.data.stores.list_columns import (
+    AUTO,
+    Columns,
+    MappedBatch,
+    columns_of,
+    mapped_batches,
+)
+
+FACTS = "lightning_wlb.json"
+"""What ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ``tokens``, ..."""
+
+
+_SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+$")
+
+
+class ListDocuments(MappedDocuments):
+    """The rows of files as documents; a subclass finds the Arrow files that hold them.
+
+    Args:
+        source: a path, or several files.
+        column: of the tokens; None: ``input_ids``, ``tokens``, or the only lists of integers.
+        mask_column: of the masks, lists of booleans or of 0 and 1, or ``labels`` (the token, or
+            -100 where it may not be a target); ``"auto"``: the one of ``loss_mask``,
+            ``assistant_masks``, ``completion_mask`` and ``labels`` that is there; None: no mask.
+        vocab_size: tokens are in ``[0, vocab_size)``; None: as the files say, else not known.
+        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them.
+
+    Raises:
+        ValueError: files that are missing, damaged or compressed, columns of another type, masks
+            of another length than the tokens, nulls, or rows without tokens.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path],
+        column: str | None = None,
+        mask_column: str | None = AUTO,
+        vocab_size: int | None = None,
+        empty: Empty = "refuse",
+    ) -> None:
+        arguments = {
+            "source": source,
+            "column": column,
+            "mask_column": mask_column,
+            "vocab_size": vocab_size,
+            "empty": empty,
+        }
+        name = f"{type(self).__name__}({name_of_files(source)})"
+        given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
+        files, facts = self._find(given, name, column, mask_column)
+        if vocab_size is None:
+            vocab_size = facts.get("vocab_size")
+        self._batches: list[MappedBatch] = []
+        parts: list[Array] = []
+        first: Columns | None = None
+        for path, source in files:
+            schema, batches = mapped_batches(path)
+            columns = columns_of(schema, column, mask_column, str(source))
+            if first is not None and columns != first:
+                raise ValueError(
+                    f"{source} has the columns {columns}, {files[0][1]} has {first}. Name those"
+                    " that all files have with column=... and mask_column=..."
+                )
+            first = columns
+            for batch in batches:
+                lists, own = MappedBatch.of(batch, columns, source)
+                self._batches.append(lists)
+                parts.append(own)
+        self._labels = first is not None and first.mask_is_labels
+        self._starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
+        lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
+        _check_facts(facts, lengths, name)
+        super().__init__(name, lengths, vocab_size, empty, arguments)
+
+    @staticmethod
+    def _find(
+        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
+    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
+        """The Arrow files in order, each with the file that it was made of, which errors name.
+
+        The second result is what is known of them: ``vocab_size``, and how many ``documents`` and
+        ``tokens`` there must be.
+        """
+        raise NotImplementedError
+
+    def _tokens(self, row: int, start: int, stop: int) -> Array:
+        batch, own = self._batch(row)
+        if batch.attention is not None:
+            padding = np.flatnonzero(batch.attention.read(own, start, stop) == 0)
+            if len(padding):
+                raise ValueError(
+                    f"document {row} of {self.name} is padded: its attention_mask is 0 at position"
+                    f" {start + int(padding[0])}. Tokenise without padding (steps are packed from"
+                    " documents of any length), or leave the column out if it means something else."
+                )
+        return batch.tokens.read(own, start, stop)
+
+    def _flags(self, row: int, start: int, stop: int) -> Array | None:
+        batch, own = self._batch(row)
+        if batch.mask is None:
+            return None
+        flags = batch.mask.read(own, start, stop)
+        if not self._labels:
+            return flags
+        tokens = batch.tokens.read(own, start, stop)
+        remedy = "Mend the source, or open it with mask_column=None to ignore them."
+        return labels_as_mask(flags, tokens, f"document {row} of {self.name}", start, remedy)
+
+    def _batch(self, row: int) -> tuple[MappedBatch, int]:
+        """The record batch of a row, and the row's number in it."""
+        number = bisect_right(self._starts, row) - 1
+        return self._batches[number], row - self._starts[number]
+
+
+def _check_facts(facts: Mapping[str, Any], lengths: npt.NDArray[np.int64], name: str) -> None:
+    for fact, found in (("documents", len(lengths)), ("tokens", int(lengths.sum()))):
+        if facts.get(fact, found) != found:
+            raise ValueError(
+                f"{name} has {found} {fact}, but its {FACTS} says {facts[fact]}. Files were"
+                " changed or lost: make the folder again."
+            )
+
+
+def name_of_files(source: str | Path | Sequence[str | Path]) -> str:
+    """How a path, or the first of several with their number, is written in a store's name."""
+    if isinstance(source, str | Path):
+        return str(source)
+    return f"{source[0]} and {len(source) - 1} more" if len(source) > 1 else str(source[0])
+
+
+def shards(folder: Path, suffix: str, name: str) -> list[Path]:
+    """The files of a folder by name; those called ``data-00000-of-00004...`` must all be there.
+
+    Raises:
+        ValueError: none, not as many as their names say, or those of several splits.
+    """
+    files = sorted(folder.glob(f"*{suffix}"))
+    if not files:
+        raise ValueError(f"{name} has no {suffix} files. Check the folder.")
+    found = [match for path in files if (match := _SHARD.match(path.name))]
+    series = sorted({(match[1], int(match[2])) for match in found})
+    if len(series) > 1:
+        patterns = ", ".join(str(folder / f"{prefix}-*{suffix}") for prefix, _ in series)
+        raise ValueError(f"{name} has files of several splits. Give one of them: {patterns}.")
+    if series and len(found) != series[0][1]:
+        raise ValueError(
+            f"{name}: {len(found)} of {series[0][1]} files are there, such as {files[0].name}. Copy"
+            f" the others, or give a pattern such as {folder / f'*{suffix}'} for what is there."
+        )
+    return files
+
+
+PARTIAL = "lightning_wlb.partial.json"
+"""What ``lightning-wlb tokenize`` keeps in a folder that is not complete yet."""
+
+
+class ArrowDocuments(ListDocuments):
+    """The rows of Arrow files as documents.
+
+    ``source`` is a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a
+    folder of ``.arrow`` files (taken by name), a file, or several files. The other arguments are
+    those of :class:`.ListDocuments`.
+    """
+
+    @staticmethod
+    def _find(
+        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
+    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
+        files, facts = (source, {}) if isinstance(source, list) else _files(source, name)
+        return [(path, path) for path in files], facts
+
+
+def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
+    """The Arrow files in order, and what their folder says of them."""
+    if not path.is_dir():
+        return [path], {}
+    facts = _json(path / FACTS)
+    if not facts and (path / PARTIAL).exists():
+        raise ValueError(
+            f"{name}: lightning-wlb tokenize has not completed this folder ({PARTIAL} is there,"
+            f" {FACTS} is not). Run the same command again: it continues."
+        )
+    splits = _json(path / "dataset_dict.json").get("splits")
+    if splits:
+        raise ValueError(
+            f"{name} has several splits. Give the folder of one: "
+            + ", ".join(str(path / split) for split in splits)
+        )
+    state = _json(path / "state.json")
+    if state.get("_indices_data_files"):
+        raise ValueError(
+            f"{name} has an indices file of an old version of datasets. Write it again with"
+            " dataset.flatten_indices().save_to_disk(...)."
+        )
+    listed = [path / each["filename"] for each in state.get("_data_files", [])]
+    return listed or shards(path, ".arrow", name), facts
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a file says; empty where there is none."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Make the folder again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no mapping. Make the folder again.")
+    return content
+
+
+_CACHE_VERSION = 1
+_TOKENS_AT_ONCE = 4_000_000
+
+
+class ParquetDocuments(ListDocuments):
+    """The rows of Parquet files as documents.
+
+    ``source`` is a file, a folder of ``.parquet`` files (taken by name), or several files. The
+    other arguments are those of :class:`.ListDocuments`.
+    """
+
+    @staticmethod
+    def _find(
+        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
+    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
+        if isinstance(source, list):
+            files = source
+        else:
+            files = shards(source, ".parquet", name) if source.is_dir() else [source]
+        return [(_as_arrow(path, column, mask_column), path) for path in files], {}
+
+
+def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
+    """The Arrow file of a Parquet file's columns, written where there is none."""
+    try:
+        with pq.ParquetFile(path) as parquet:
+            columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
+            prefix = f"{path.name}-{'-'.join(columns.names)}-v{_CACHE_VERSION}-"
+            key = prefix + fingerprint([path], path.parent, path.resolve())
+            folder = built_once(key, lambda folder: _write(folder, parquet, columns, path), path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a Parquet file: {error}. It is truncated, damaged or"
+            " something else. Make it again."
+        ) from error
+    # Beside the file its name is its own; the user's cache may hold files of that name elsewhere.
+    if folder.parent.name == BESIDE:
+        for older in folder.parent.iterdir():
+            if older.name.startswith(prefix) and older != folder:
+                shutil.rmtree(older, ignore_errors=True)
+    return folder / "data.arrow"
+
+
+def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
+    source = parquet.schema_arrow
+    kinds = [(name, _small(source.field(name).type)) for name in columns.names]
+    if columns.attention is not None:
+        kinds[-1] = columns.attention, pa.list_(pa.bool_())
+    schema = pa.schema(kinds)
+    row = 0
+    with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
+        for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):
+            for batch in parquet.iter_batches(
+                _rows_at_once(parquet.metadata.row_group(group), columns.tokens),
+                row_groups=[group],
+                columns=columns.names,
+            ):
+                lists = [batch.column(batch.schema.get_field_index(n)) for n in columns.names]
+                for name, rows in zip(columns.names, lists, strict=True):
+                    if rows.null_count or rows.values.null_count:
+                        raise ValueError(
+                            f"{path}: column {name!r} has nulls among rows {row} to"
+                            f" {row + len(batch) - 1}. Every row must be a list of numbers. Mend"
+                            " the source."
+                        )
+                small = [rows.cast(field.type) for rows, field in zip(lists, schema, strict=True)]
+                writer.write_batch(pa.record_batch(small, schema=schema))
+                row += len(batch)
+
+
+def _small(kind: pa.DataType) -> pa.DataType:
+    """The list type in which a column is kept: no token and no label needs more than 32 bits."""
+    value = kind.value_type
+    return pa.list_(pa.int32() if value.bit_width > 32 or value == pa.uint32() else value)
+
+
+def _rows_at_once(group: Any, column: str) -> int:
+    """Rows of a row group that hold about :data:`_TOKENS_AT_ONCE` tokens."""
+    leaves = [group.column(number) for number in range(group.num_columns)]
+    tokens = max(
+        (leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] == column),
+        default=1,
+    )
+    return max(1, _TOKENS_AT_ONCE * max(group.num_rows, 1) // max(tokens, 1))

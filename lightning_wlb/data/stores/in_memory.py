@@ -1,0 +1,150 @@
+"""Documents whose tokens are held in memory: sequences of numbers, with masks or labels.
+
+For fine-tuning sets and tests; every loader worker has a copy. Larger corpora stay in their files.
+
+Cost: 8 bytes for each token, 9 more with a mask. A read is a slice; counting targets is two
+look-ups in a cumulative sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_wlb.arguments import whole
+from lightning_wlb.data.stores.document_store import check_lengths, integers, labels_as_mask
+
+
+class InMemoryDocuments:
+    """Documents given as sequences of token numbers (lists, numpy arrays or torch tensors).
+
+    Args:
+        sequences: one sequence of integers for each document.
+        masks: for each document None or one bool (or 0 or 1) for each token: whether the token may
+            be a target (a loss mask: False for the prompt's tokens in fine-tuning). None: all may.
+        vocab_size: None: the largest token plus one.
+        labels: in place of masks, as Hugging Face's models take them: for each document None or
+            one integer for each token, the token itself or ``-100`` where it may not be a target.
+
+    Raises:
+        ValueError: an empty store or document, tokens that are not integers in
+            ``[0, vocab_size)``, or masks or labels that do not match the sequences.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Any],
+        masks: Sequence[Any] | None = None,
+        vocab_size: int | None = None,
+        labels: Sequence[Any] | None = None,
+    ) -> None:
+        remedy = "Give each document as a flat sequence of integer token numbers."
+        arrays = [
+            integers(f"InMemoryDocuments: document {number}", sequence, remedy).astype(np.int64)
+            for number, sequence in enumerate(sequences)
+        ]
+        self.lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+        check_lengths(self.lengths, "InMemoryDocuments")
+        self._tokens = np.concatenate(arrays)
+        self._starts = np.concatenate(([0], np.cumsum(self.lengths)))
+        largest = int(self._tokens.max())
+        self.vocab_size = largest + 1 if vocab_size is None else whole("vocab_size", vocab_size, 1)
+        if int(self._tokens.min()) < 0 or largest >= self.vocab_size:
+            raise ValueError(
+                f"InMemoryDocuments: tokens range from {int(self._tokens.min())} to {largest},"
+                f" outside [0, vocab_size={self.vocab_size}). Raise vocab_size or check the"
+                " tokenizer."
+            )
+        if labels is not None:
+            if masks is not None:
+                raise ValueError(
+                    "InMemoryDocuments: masks and labels were given, and both say which tokens may"
+                    " be targets. Give one of them."
+                )
+            masks = _masks_of(labels, arrays)
+        self._mask = None if masks is None else _flat_mask(masks, self.lengths)
+        # _allowed[i]: tokens before i (over the whole store) that may be targets.
+        self._allowed = None if self._mask is None else np.concatenate(([0], self._mask.cumsum()))
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
+        begin = self._starts[document]
+        return self._tokens[begin + start : begin + stop]
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target."""
+        # The tokens [first, last) that are targets of [start, stop).
+        last = min(stop + 1, int(self.lengths[document]))
+        first = min(start + 1, last)
+        if self._allowed is None:
+            return last - first
+        begin = self._starts[document]
+        return int(self._allowed[begin + last] - self._allowed[begin + first])
+
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Whether each token of ``[start, stop)`` may be a target, bool [stop - start]."""
+        if self._mask is None:
+            return None
+        begin = self._starts[document]
+        return self._mask[begin + start : begin + stop]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self)} documents, {int(self.lengths.sum())} tokens,"
+            f" vocab_size={self.vocab_size})"
+        )
+
+
+def _masks_of(
+    labels: Sequence[Any], tokens: list[npt.NDArray[np.int64]]
+) -> list[npt.NDArray[np.bool_] | None]:
+    """The masks of documents in memory, from their labels."""
+    if len(labels) != len(tokens):
+        raise ValueError(
+            f"InMemoryDocuments: {len(labels)} sequences of labels for {len(tokens)} documents."
+            " Give one (or None) for each document."
+        )
+    masks: list[npt.NDArray[np.bool_] | None] = []
+    for number, (given, own) in enumerate(zip(labels, tokens, strict=True)):
+        if given is None:
+            masks.append(None)
+            continue
+        named = f"InMemoryDocuments: document {number}"
+        array = integers(f"{named}: labels", given, "Give one integer for each token.")
+        if len(array) != len(own):
+            raise ValueError(
+                f"{named} has {len(own)} tokens but {len(array)} labels. Give one for each token."
+            )
+        masks.append(labels_as_mask(array, own, named, 0, "Give masks of booleans for others."))
+    return masks
+
+
+def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    if len(masks) != len(lengths):
+        raise ValueError(
+            f"InMemoryDocuments: {len(masks)} masks for {len(lengths)} documents. Give one mask"
+            " (or None) for each document."
+        )
+    flat = []
+    for number, (mask, length) in enumerate(zip(masks, lengths.tolist(), strict=True)):
+        array = np.ones(length, bool) if mask is None else np.asarray(mask)
+        if array.shape != (length,):
+            raise ValueError(
+                f"InMemoryDocuments: document {number} has {length} tokens but a mask of shape"
+                f" {array.shape}. Give one bool for each token."
+            )
+        wrong = np.flatnonzero((array != 0) & (array != 1))
+        if len(wrong):
+            raise ValueError(
+                f"InMemoryDocuments: the mask of document {number} has {array[wrong[0]]} at"
+                f" position {int(wrong[0])}, but a mask says True (may be a target) or False. Give"
+                " labels, which have -100, as labels=... in its place."
+            )
+        flat.append(array.astype(bool))
+    return np.concatenate(flat)

@@ -1,0 +1,259 @@
+"""Columns of lists in Arrow files: which hold tokens and masks, and their rows as numpy views.
+
+Tokens are the column ``input_ids`` or ``tokens``, else the only column of lists of integers. The
+mask is the one column named as in ``MASK_COLUMNS``, lists of booleans or of 0 and 1, or ``labels``
+as Hugging Face's models take them. An ``attention_mask`` beside them must be all ones: rows that
+were padded are refused. Other columns are not looked at.
+
+Lengths are the differences of the list offsets, and tokens are slices of the lists' values,
+straight from the memory map: no token is read before it is asked for. Offsets of a damaged file
+that lead outside its values are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from lightning_wlb.data.stores.document_store import Array
+
+TOKEN_COLUMNS = ("input_ids", "tokens")
+MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask", "labels")
+ATTENTION_COLUMN = "attention_mask"
+LABELS = "labels"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that a store reads.
+
+    Args:
+        tokens: name of the column of tokens.
+        mask: name of the column of masks; None: every token may be a target.
+        attention: name of the column that says which tokens are no padding; None: none is.
+    """
+
+    tokens: str
+    mask: str | None
+    attention: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that there are."""
+        return [each for each in (self.tokens, self.mask, self.attention) if each is not None]
+
+    @property
+    def mask_is_labels(self) -> bool:
+        """Whether the mask is written as labels: the token, or -100."""
+        return self.mask == LABELS
+
+
+def columns_of(
+    schema: pa.Schema, column: str | None, mask_column: str | None, name: str
+) -> Columns:
+    """The columns to read of a table with this schema.
+
+    Args:
+        schema: of the table.
+        column: of the tokens; None: find it.
+        mask_column: of the mask; ``"auto"``: find it; None: no mask.
+        name: how errors call the table.
+
+    Raises:
+        ValueError: a column that is not there, of another type, or one of several.
+    """
+    if column is None:
+        column = _token_column(schema, name)
+    if mask_column == AUTO:
+        present = [each for each in MASK_COLUMNS if each in schema.names and each != column]
+        if len(present) > 1:
+            raise ValueError(
+                f"{name} has several columns that may be masks: {', '.join(present)}. Choose one"
+                " with mask_column=..., or none with mask_column=None."
+            )
+        mask_column = present[0] if present else None
+    _check(schema, column, _is_integers, "lists of integers", name)
+    if mask_column is not None:
+        wanted = "lists of booleans or integers"
+        remedy = " Choose another with mask_column=..., or none with mask_column=None."
+        _check(schema, mask_column, _is_flags, wanted, name, remedy)
+    padded = ATTENTION_COLUMN in schema.names and _is_flags(schema.field(ATTENTION_COLUMN).type)
+    return Columns(column, mask_column, ATTENTION_COLUMN if padded else None)
+
+
+def _token_column(schema: pa.Schema, name: str) -> str:
+    for known in TOKEN_COLUMNS:
+        if known in schema.names:
+            return known
+    lists = [field.name for field in schema if _is_integers(field.type)]
+    if len(lists) != 1:
+        found = f"several: {', '.join(lists)}" if lists else "no column of lists of integers"
+        remedy = (
+            "Name the column of tokens with column=..."
+            if lists
+            else "These are no tokens: write texts or chats as JSON lines (datasets' and pandas'"
+            " to_json do) and tokenise them with lightning-wlb tokenize."
+        )
+        raise ValueError(
+            f"{name} has no column {' or '.join(TOKEN_COLUMNS)}, and {found} among its columns"
+            f" {_columns(schema)}. {remedy}"
+        )
+    return lists[0]
+
+
+def _check(
+    schema: pa.Schema,
+    column: str,
+    fits: Callable[[pa.DataType], bool],
+    wanted: str,
+    name: str,
+    remedy: str = "",
+) -> None:
+    if schema.names.count(column) != 1:
+        raise ValueError(f"{name} has no column {column!r}; its columns are {_columns(schema)}.")
+    kind = schema.field(column).type
+    if not fits(kind):
+        raise ValueError(f"{name}: column {column!r} is of type {kind}, not {wanted}.{remedy}")
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)
+
+
+def _is_integers(kind: pa.DataType) -> bool:
+    return is_list(kind) and pa.types.is_integer(kind.value_type)
+
+
+def _is_flags(kind: pa.DataType) -> bool:
+    return _is_integers(kind) or (is_list(kind) and pa.types.is_boolean(kind.value_type))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether the type is one of lists, of any or of one length."""
+    types = pa.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+_FILE_MAGIC = b"ARROW1"
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+class _Lists(NamedTuple):
+    """A column of lists: those of row i are ``values[offsets[i]:offsets[i + 1]]``."""
+
+    offsets: Array
+    values: Array
+    packed: bool
+    """Whether the values are bits, eight to a byte."""
+
+    def read(self, row: int, start: int, stop: int) -> Array:
+        begin = int(self.offsets[row])
+        start, stop = begin + start, begin + stop
+        if not self.packed:
+            return self.values[start:stop]
+        bits = np.unpackbits(self.values[start // 8 : -(-stop // 8)], bitorder="little")
+        return bits[start % 8 : start % 8 + stop - start].view(np.bool_)
+
+    @staticmethod
+    def of(column: Any, named: str) -> tuple[_Lists, Array]:
+        """The lists of a column of a record batch, and their lengths.
+
+        Args:
+            column: lists of numbers.
+            named: how errors call it.
+        """
+        if column.null_count or column.values.null_count:
+            raise ValueError(
+                f"{named} has nulls: {column.null_count} rows, {column.values.null_count} values."
+                " Every row must be a list of numbers. Mend the source."
+            )
+        if pa.types.is_fixed_size_list(column.type):
+            offsets = (np.arange(len(column) + 1) + column.offset) * column.type.list_size
+        else:
+            offsets = column.offsets.to_numpy()
+        values, count = column.values, len(column.values)
+        ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
+        lengths = np.diff(offsets)
+        if ends[0] < 0 or ends[1] > count or (len(lengths) and lengths.min() < 0):
+            raise ValueError(
+                f"{named}: its list offsets run from {ends[0]} to {ends[1]} over {count} values, or"
+                " decrease. The file is damaged: make it again."
+            )
+        packed = pa.types.is_boolean(values.type)
+        if packed:
+            buffer = values.buffers()[1]
+            bits = np.frombuffer(buffer, np.uint8) if buffer else np.empty(0, np.uint8)
+            return _Lists(offsets + values.offset, bits, packed), lengths
+        return _Lists(offsets, values.to_numpy(), packed), lengths
+
+
+class MappedBatch(NamedTuple):
+    """The columns of a record batch."""
+
+    tokens: _Lists
+    mask: _Lists | None
+    attention: _Lists | None
+
+    @staticmethod
+    def of(batch: Any, columns: Columns, path: Path) -> tuple[MappedBatch, Array]:
+        """The columns of a record batch of a file, and the lengths of its documents."""
+        lists = {
+            name: _Lists.of(batch.column(batch.schema.get_field_index(name)), f"{path}: {name!r}")
+            for name in columns.names
+        }
+        tokens, lengths = lists[columns.tokens]
+        for name, (_, others) in lists.items():
+            differing = np.flatnonzero(lengths != others)
+            if len(differing):
+                row = int(differing[0])
+                raise ValueError(
+                    f"{path}: {len(differing)} rows of a record batch of {len(lengths)} differ in"
+                    f" length between {columns.tokens!r} and {name!r}; the first has {lengths[row]}"
+                    f" and {others[row]}. Mend the source."
+                )
+        mask, attention = (
+            None if name is None else lists[name][0] for name in (columns.mask, columns.attention)
+        )
+        return MappedBatch(tokens, mask, attention), lengths
+
+
+def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
+    """The schema and the record batches of an Arrow file, as views of its memory map."""
+    try:
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty, it holds no Arrow data. Make it again.")
+        mapped = pa.memory_map(str(path))
+        whole = mapped.read_buffer()
+        if whole[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC:
+            reader = pa.ipc.open_file(whole)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            reader = pa.ipc.open_stream(whole)
+            if whole[-len(_END_OF_STREAM) :].to_pybytes() != _END_OF_STREAM:
+                raise ValueError(
+                    f"{path} does not end with the mark of an Arrow stream's end: it is truncated,"
+                    " or its writer was not closed. Make it again."
+                )
+            batches = iter(reader)
+        end = whole.address + whole.size
+        found = []
+        for batch in batches:
+            for buffer in (each for column in batch.columns for each in column.buffers()):
+                if buffer and buffer.size and not whole.address <= buffer.address < end:
+                    raise ValueError(
+                        f"{path} is compressed, and cannot be mapped into memory. Write it without"
+                        " compression, or as Parquet."
+                    )
+            found.append(batch)
+        return reader.schema, found
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as an Arrow file: {error}. It is truncated, damaged or"
+            " something else. Make it again."
+        ) from error
