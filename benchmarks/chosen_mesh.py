@@ -38,11 +38,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.choice import name_of
-from lightning_wlb.mesh_search.evaluate import evaluate
-from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import choose_mesh
+from lightning_wlb.mesh_search.search import Reasons, choose_mesh, legal_meshes
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings

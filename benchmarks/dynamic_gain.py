@@ -38,10 +38,10 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.heterogeneous.pool_search import choose_pool, described
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.bound import ClosedForm
-from lightning_wlb.mesh_search.choice import name_of
-from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.closed_form import ClosedForm
+from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import Planner
 from lightning_wlb.planning.judge import PredictedJudge, Verdict

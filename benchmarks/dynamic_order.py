@@ -51,7 +51,7 @@ from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.heterogeneous.pool import Elected, Pool
 from lightning_wlb.heterogeneous.pool_search import described
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.choice import name_of
+from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages

@@ -27,7 +27,7 @@ from lightning_wlb.heterogeneous.pool import Kinds, Pool
 from lightning_wlb.heterogeneous.pool_search import described
 from lightning_wlb.heterogeneous.proposal import proposed_strategies
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.choice import name_of
+from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.plan import ActivationCheckpointing, Piece
 from lightning_wlb.planning.dealing import deal_exactly, deal_greedily, lower_bound
 from lightning_wlb.planning.longest_first import longest_first

@@ -40,11 +40,9 @@ from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.heterogeneous.pool_search import PROPOSED, described
 from lightning_wlb.heterogeneous.proposal import proposed_strategies
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.choice import MeshChoice, MeshRow, name_of
-from lightning_wlb.mesh_search.evaluate import evaluate
-from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import choose_mesh
+from lightning_wlb.mesh_search.search import Reasons, choose_mesh, legal_meshes
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Shape
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, Rules

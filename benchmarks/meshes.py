@@ -41,8 +41,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.proposal import proposed_meshes
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.choice import name_of
-from lightning_wlb.mesh_search.evaluate import evaluate
+from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.planning import DataSettings

@@ -29,8 +29,7 @@ from benchmarks.meshes import SETTINGS
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.choice import name_of
-from lightning_wlb.mesh_search.evaluate import evaluate
+from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.planning.dealing import deal_exactly, deal_greedily, lower_bound
 from lightning_wlb.planning.longest_first import deal

@@ -19,7 +19,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device_profile import measure
 from lightning_wlb.profiling.grid import Grid
-from lightning_wlb.strategy.devices import profile_of
+from lightning_wlb.strategy.profile_choice import profile_of
 from lightning_wlb.training.action_overhead import measure_overhead
 
 LAYERS = ("7b", "llama3-8b")

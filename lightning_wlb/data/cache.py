@@ -14,12 +14,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_only
 from platformdirs import user_cache_dir
 
+
+class _Kept(Protocol):
+    """What can be kept as text."""
+
+    def to_json(self) -> str: ...
+
+
 _Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer", bound=_Kept)
+_ANSWER = "answer.json"
 
 
 BESIDE = ".lightning_wlb"
@@ -67,6 +76,35 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         if aside is not root:
             shutil.rmtree(aside, ignore_errors=True)
     return root / key
+
+
+def remembered(name: str, make: Callable[[], _Answer], read: Callable[[str], _Answer]) -> _Answer:
+    """An answer that is kept as text in the user's cache folder: read from there, or made now.
+
+    Args:
+        name: says what the answer depends on; a fingerprint of this package's code is added.
+        make: finds the answer.
+        read: the inverse of the answer's ``to_json``; raises ValueError for other text.
+    """
+    package = Path(__file__).parents[1]
+    code = fingerprint(sorted(package.rglob("*.py")), package)
+    made: list[_Answer] = []
+
+    def build(folder: Path) -> None:
+        made.append(make())
+        (folder / _ANSWER).write_text(made[0].to_json())
+
+    try:
+        folder = built_once(f"{name}-{code}", build)
+    except OSError:  # A disk that is full costs another search the next time.
+        if not made:
+            raise
+    if made:
+        return made[0]
+    try:
+        return read((folder / _ANSWER).read_text())
+    except (OSError, ValueError):  # A crash or a clean-up has damaged the answer.
+        return make()
 
 
 def built_before(key: str, source: Path | None = None) -> Path | None:

@@ -9,8 +9,10 @@ the others find out by the process group's own means.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -77,6 +79,19 @@ class Ranks:
         """Run on rank 0 and give all ranks its result; collective, raises alike."""
         result: _T = self.every(do if self.leads else lambda: None)[0]  # type: ignore[assignment]
         return result
+
+
+@contextmanager
+def patient_ranks() -> Iterator[Ranks]:
+    """All ranks, which wait as long as it takes for what one of them does alone.
+
+    Such work is tokenising documents for hours, or a search. Collective at both ends.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=100))
+    try:
+        yield Ranks(group)
+    finally:
+        dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)

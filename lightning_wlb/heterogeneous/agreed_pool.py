@@ -18,15 +18,16 @@ without memory. Not for an evaluation, which runs on the mesh.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.cache import remembered
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.heterogeneous.dealing import check_packing
 from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.heterogeneous.model_check import check_buffers, check_rebuilt
@@ -35,14 +36,13 @@ from lightning_wlb.heterogeneous.setup import blank_model
 from lightning_wlb.heterogeneous.transfer import weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.strategy.auto_mesh import PREPARING, Asked, recalled, request_of, waiting
 
 
 def agreed_pool(
-    asked: Asked,
+    request: Callable[[], MeshRequest],
     mesh: Mesh,
-    trainer: pl.Trainer,
     data: WLBDataModule,
     module: LanguageModule,
     profile: Profile | None,
@@ -50,9 +50,9 @@ def agreed_pool(
     """The strategies that steps may take in place of the mesh's pipelines; collective.
 
     Args:
-        asked: of the run; sizes, virtual stages and nodes are not looked at.
+        request: makes what is searched for: the run's documents, model and ``profile``, with all
+            sizes of the mesh open. Called on rank 0 only.
         mesh: of the run.
-        trainer: that is to run.
         data: its data module.
         module: its model.
         profile: by which the run's steps are planned; None: by work.
@@ -63,16 +63,8 @@ def agreed_pool(
     if reason is not None or profile is None:
         rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
         return ()
-    # Nodes as steps are planned for, or strategies could be refused that are chosen.
-    asked = asked._replace(
-        sizes=["auto"] * len(mesh.shape),
-        virtual_stages=None,
-        devices_per_node=profile.devices_per_node,
-    )
-    with waiting(PREPARING) as ranks:
-        choice = ranks.lead(
-            lambda: _recalled(request_of(asked, trainer, data, module, profile), mesh)
-        )
+    with patient_ranks() as ranks:
+        choice = ranks.lead(lambda: _recalled(request(), mesh))
     by = "measured" if profile.measured else "analytic"
     rank_zero_info(f'WLBStrategy: dynamic="auto", by the {by} profile {profile.name}:')
     rank_zero_info("\n".join(choice.lines))
@@ -81,11 +73,13 @@ def agreed_pool(
 
 def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
     request = replace(request, steps=SAMPLE)
-    return recalled(
-        f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}",
-        lambda tell: choose_pool(request, mesh, progress=tell),
-        PoolChoice.from_json,
-    )
+    name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
+
+    def search() -> PoolChoice:
+        with progress_bar() as tell:
+            return choose_pool(request, mesh, progress=tell)
+
+    return remembered(name, search, PoolChoice.from_json)
 
 
 def _obstacle(mesh: Mesh, data: WLBDataModule, profile: Profile | None) -> str | None:

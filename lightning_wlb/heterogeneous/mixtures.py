@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from lightning_wlb.heterogeneous.document_time import documents_ns
 from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
 from lightning_wlb.heterogeneous.proposal import proposed_strategies
-from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
 from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.plan import Piece, Recompute, Scheme, Shape
 from lightning_wlb.prediction.predictor import Predictor
 

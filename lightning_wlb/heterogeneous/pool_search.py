@@ -35,7 +35,7 @@ from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
 from lightning_wlb.heterogeneous.mixtures import mixtures
 from lightning_wlb.heterogeneous.pool import Pool, best_of
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.choice import name_of
+from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Progress
 from lightning_wlb.plan import Scheme

@@ -15,12 +15,12 @@ from lightning_wlb.heterogeneous.pool_search import (
     described,
 )
 from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.plan import alike
 from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.schedule.simulate import Simulation
-from lightning_wlb.strategy.auto_mesh import progress_bar
 
 
 def pool_request(request: Request) -> MeshRequest:

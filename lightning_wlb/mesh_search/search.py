@@ -1,9 +1,12 @@
 """The search for a mesh: enumerate, prune, simulate by work, plan the best again by profile.
 
-1. Every legal mesh is enumerated (:mod:`~lightning_wlb.mesh_search.legal`).
+1. Every legal mesh is enumerated (:func:`legal_meshes`). Pipeline, context and tensor sizes that
+   are not given are powers of two, and the replicas are what is left, which need not be one (24
+   devices: 3, 6, 12 or 24 replicas). Tensor-parallel ranks share a node, because they talk in
+   every layer. A pipeline rank has 1, 2 or 4 stages.
 2. Those whose state or activations do not fit are left out. Of the others the closed form
-   (:mod:`~lightning_wlb.mesh_search.bound`) keeps the best :data:`KEPT`, and of each size of an
-   axis the best that is not :data:`HOPELESS`, for it orders good meshes badly.
+   (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`, and of each size of
+   an axis the best that is not :data:`HOPELESS`, for it orders good meshes badly.
 3. The first steps of the run are planned on each by exact work, and predicted by the profile
    (:mod:`~lightning_wlb.mesh_search.evaluate`), which takes a part of the time of planning by
    profile. A single mesh may be far better by profile, where memory decides the micro-batches.
@@ -20,16 +23,24 @@ profile; ``benchmarks/results/meshes.json`` has what that takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.mesh import AXES, Mesh
-from lightning_wlb.mesh_search.bound import ClosedForm
-from lightning_wlb.mesh_search.choice import MeshChoice
-from lightning_wlb.mesh_search.evaluate import Evaluation, evaluate
-from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.closed_form import ClosedForm
+from lightning_wlb.mesh_search.evaluate import Evaluation, LeftOut, MeshChoice, evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.schedule.programs import SCHEDULES
+from lightning_wlb.sharding import HEADS, check_heads
+
+VIRTUAL_STAGES = (1, 2, 4)
+"""Stages of a pipeline rank that are tried."""
 
 KEPT = 16
 """Meshes that the closed form keeps."""
@@ -58,6 +69,101 @@ LARGEST = 1 << 16
 
 Progress = Callable[[str, int, int], None]
 """Is told what is being done, how much of it is done, and how much there is."""
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar that a search moves, where there is a terminal to show it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(what: str, done: int, whole: int) -> None:
+            bar.update(task, description=what, completed=done, total=whole)
+
+        yield tell
+
+
+class Reasons:
+    """Counts what is left out, by reason."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Mesh]] = {}
+
+    def add(self, reason: str, mesh: Mesh) -> None:
+        """Leave a mesh out."""
+        self._found.setdefault(reason, []).append(mesh)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """By reason, in the order in which they came first."""
+        return tuple(
+            LeftOut(reason, len(meshes), name_of(meshes[0]))
+            for reason, meshes in self._found.items()
+        )
+
+
+def legal_meshes(request: MeshRequest, reasons: Reasons) -> list[Mesh]:
+    """The meshes that the model, the nodes and the schedule allow.
+
+    Args:
+        request: what is searched for.
+        reasons: what is left out is added to it.
+    """
+    legal = []
+    for mesh in _meshes(request):
+        if (reason := _objection(request, mesh)) is None:
+            legal.append(mesh)
+        else:
+            reasons.add(reason, mesh)
+    return legal
+
+
+def _meshes(request: MeshRequest) -> Iterator[Mesh]:
+    """All sizes whose product is the number of devices, with numbers of virtual stages."""
+    fixed, devices = request.fixed, request.devices
+    powers = [1 << power for power in range(devices.bit_length())]
+    for tensor in [fixed["tensor"]] if "tensor" in fixed else powers:
+        for context in [fixed["context"]] if "context" in fixed else powers:
+            for pipeline in [fixed["pipeline"]] if "pipeline" in fixed else powers:
+                data, rest = divmod(devices, pipeline * context * tensor)
+                if rest or data == 0 or fixed.get("data", data) != data:
+                    continue
+                for virtual in _virtual_stages(request, pipeline):
+                    yield Mesh(data, pipeline, context, tensor, virtual)
+
+
+def _virtual_stages(request: MeshRequest, pipeline: int) -> tuple[int, ...]:
+    if pipeline == 1:
+        return (1,)  # A pipeline of one rank has no bubble that more stages would fill.
+    if request.virtual_stages is not None:
+        return (request.virtual_stages,)
+    if request.schedule is None:
+        return VIRTUAL_STAGES
+    return VIRTUAL_STAGES[1:] if SCHEDULES[request.schedule].virtual_stages else (1,)
+
+
+def _objection(request: MeshRequest, mesh: Mesh) -> str | None:
+    """Why a mesh cannot be run, if it cannot."""
+    per_node, shape = request.profile.devices_per_node, request.shape
+    if mesh.tensor > per_node or (mesh.devices > per_node and per_node % mesh.tensor):
+        return f"tensor-parallel ranks in different nodes ({per_node} devices each)"
+    try:
+        shape.check_tensor_parallel(mesh.tensor)
+        if request.sharding == HEADS and mesh.context > 1:
+            for layer in shape.kinds:
+                check_heads(layer.heads, layer.kv_heads, mesh.context, mesh.tensor)
+    except ValueError as error:
+        return str(error).partition(". ")[0]
+    if mesh.stages > shape.layers:
+        return f"more pipeline stages than the {shape.layers} layers"
+    return None
 
 
 def choose_mesh(request: MeshRequest, *, progress: Progress | None = None) -> MeshChoice:

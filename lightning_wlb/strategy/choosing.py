@@ -37,14 +37,19 @@ from lightning_wlb.distributed.device_mesh import Size, is_settled
 from lightning_wlb.heterogeneous.agreed_pool import agreed_pool
 from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies, run_elsewhere
-from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE
-from lightning_wlb.strategy import auto_mesh as searching
-from lightning_wlb.strategy.auto_profile import Asked, agreed_profile, decoder_like
+from lightning_wlb.strategy import mesh_choice as searching
 from lightning_wlb.strategy.checkpointing import CheckpointStrategy
-from lightning_wlb.strategy.devices import profile_of
+from lightning_wlb.strategy.profile_choice import (
+    Measurement,
+    agreed_profile,
+    decoder_like,
+    profile_of,
+)
 from lightning_wlb.supervision.progress import BETWEEN, HERE
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.precision import WLBPrecision, name_of
@@ -165,10 +170,10 @@ class ChoosingStrategy(CheckpointStrategy):
             return None
         return replace(profile, devices_per_node=self.num_processes)
 
-    def _searched_for(self, schedule: str, virtual_stages: int | None) -> searching.Asked:
+    def _searched_for(self, schedule: str, virtual_stages: int | None) -> searching.MeshArguments:
         precision = self.precision_plugin
         assert isinstance(precision, WLBPrecision)
-        return searching.Asked(
+        return searching.MeshArguments(
             self._asked,
             schedule,
             virtual_stages,
@@ -190,17 +195,26 @@ class ChoosingStrategy(CheckpointStrategy):
         module: Any = self.lightning_module
         if self._chooses_pool and module.trainer.state.fn == TrainerFn.FITTING:
             HERE.note(BETWEEN, "the choice of strategies")
-            self.dynamic = agreed_pool(
-                self._searched_for(self.schedule, None),
-                self.mesh,
-                module.trainer,
-                data,
-                module,
-                self.profile or data.profile,
-            )
+            self.dynamic = self._chosen_strategies(data, module)
             self._prepare_strategies()
             if not (self.dynamic or self._depends_on_times(data)):
                 self.profile = self._base
+
+    def _chosen_strategies(
+        self, data: WLBDataModule, module: LanguageModule
+    ) -> tuple[Strategy, ...]:
+        profile = self.profile or data.profile
+
+        def request() -> MeshRequest:
+            assert profile is not None
+            asked = self._searched_for(self.schedule, None)._replace(
+                sizes=["auto"] * len(AXES),
+                # Nodes as steps are planned for, or strategies could be refused that are chosen.
+                devices_per_node=profile.devices_per_node,
+            )
+            return searching.request_of(asked, module.trainer, data, module, profile)
+
+        return agreed_pool(request, self.mesh, data, module, profile)
 
     def _prepare_strategies(self) -> None:
         """Let the executor run the strategies, if there are any; collective over all ranks."""
@@ -247,7 +261,7 @@ class ChoosingStrategy(CheckpointStrategy):
         data.measured = "" if profile is None else profile.to_json()
         self.profile = profile or self.profile
 
-    def _to_measure(self, data: WLBDataModule) -> Asked | None:
+    def _to_measure(self, data: WLBDataModule) -> Measurement | None:
         """What is to be measured for a run; None where nothing depends on times, or is known."""
         module, precision, device = self.lightning_module, self.precision_plugin, self.root_device
         if (
@@ -280,7 +294,7 @@ class ChoosingStrategy(CheckpointStrategy):
         assert isinstance(precision, WLBPrecision)
         base = self.profile
         several = base is not None and self.num_nodes > 1
-        return Asked(
+        return Measurement(
             config,
             device,
             precision.compute_dtype,

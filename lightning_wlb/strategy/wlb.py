@@ -47,7 +47,7 @@ from lightning_wlb.strategy.checks import (
     same_loss,
 )
 from lightning_wlb.strategy.choosing import ChoosingStrategy
-from lightning_wlb.strategy.display import Display
+from lightning_wlb.strategy.model_summary import Display
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.gradient_norm import add_tied_gradients
 from lightning_wlb.training.messages import Pipeline

@@ -12,7 +12,7 @@ import pytest
 from lightning_wlb.cli import meshes
 from lightning_wlb.cli.main import main
 from lightning_wlb.cli.meshes import is_searched
-from lightning_wlb.mesh_search.choice import MeshChoice
+from lightning_wlb.mesh_search.evaluate import MeshChoice
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.strategy.wlb import WLBStrategy

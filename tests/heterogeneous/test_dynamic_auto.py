@@ -25,7 +25,6 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.strategy import choosing
-from lightning_wlb.strategy.auto_mesh import Asked
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, trainer
@@ -75,7 +74,7 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         patch(mock.patch.object(choosing, "agreed_profile", return_value=MEASURED))
         patch(mock.patch.object(Pool, "elect", by_pieces))
         # Nothing that an earlier run has kept, but for the checkpoint.
-        patch(mock.patch.object(pooling, "recalled", lambda name, choose, read: choose(None)))
+        patch(mock.patch.object(pooling, "remembered", lambda name, make, read: make()))
         two = PoolChoice((APART, STAGES), (APART, STAGES), 2, Mesh(tensor=2), 2, 1, (2, 1), 4)
         again = patch(mock.patch.object(pooling, "choose_pool", return_value=two))
         fit("unbroken", module(CASE), 4, profile=None)
@@ -164,12 +163,11 @@ CPU = Profile.load("cpu")
     ],
 )
 def test_what_keeps_all_steps_on_the_mesh_is_said(mesh, packing, profile, kind, said) -> None:
-    asked = Asked((2, 1, 1, 1), "1f1b", None, 2, 2, "float32", "float32")
     given, own, runner = data(CASE, packing=packing), kind(module(CASE).config), trainer("auto", 1)
     own.trainer = runner
     own.configure_model()
     with mock.patch.object(pooling, "rank_zero_info") as tell:
-        assert pooling.agreed_pool(asked, mesh, runner, given, own, profile) == ()
+        assert pooling.agreed_pool(mock.Mock(), mesh, given, own, profile) == ()
     (line,) = tell.call_args.args
     assert line.startswith('WLBStrategy: dynamic="auto" leaves all steps on the mesh: ')
     assert said in line

@@ -19,8 +19,8 @@ from lightning_wlb.heterogeneous.proposal import (
     proposed_strategies,
 )
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
 from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.planning import DataSettings
 
 

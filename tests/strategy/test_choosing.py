@@ -13,7 +13,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy import choosing
-from lightning_wlb.strategy.auto_mesh import compare
+from lightning_wlb.strategy.mesh_choice import compare
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.strategy.harness import CASES, data
 

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.strategy.display import Display
+from lightning_wlb.strategy.model_summary import Display
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, Case, data, module, trainer

@@ -27,9 +27,15 @@ from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme
-from lightning_wlb.strategy import auto_profile as automatic
 from lightning_wlb.strategy import choosing
-from lightning_wlb.strategy.auto_profile import Asked, agreed_profile, decoder_like
+from lightning_wlb.strategy import profile_choice as automatic
+from lightning_wlb.strategy.profile_choice import (
+    Measurement,
+    agreed_profile,
+    decoder_like,
+    nearest,
+    profile_of,
+)
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.precision import WLBPrecision, name_of
 from tests.ranks import run_ranks
@@ -40,11 +46,12 @@ CASE = Case("auto", layers=2)
 LENGTHS = (900, 400, 300, 200, 100, 80, 60, 900, 500, 200, 150, 90, 40, 30, 20, 10)
 
 
-def asked(**options: Any) -> Asked:
+def asked(**options: Any) -> Measurement:
     config = decoder_like(TransformerConfig.preset("tiny").shape)
     assert config is not None
-    return Asked(**({"config": config, "device": CPU, "dtype": torch.float32, "backend": "auto",
-                     "ranks": 2, "link": Link(1000.0, 1e9)} | options))  # fmt: skip
+    defaults = {"config": config, "device": CPU, "dtype": torch.float32, "backend": "auto"}
+    defaults |= {"ranks": 2, "link": Link(1000.0, 1e9)}
+    return Measurement(**(defaults | options))
 
 
 def measured(action_ns: float) -> Profile:
@@ -76,7 +83,9 @@ class Measurements:
         ), mock.patch.object(cached, "user_cache_dir", lambda name: str(folder / name))
 
 
-def profiles(folder: Path, costs: list[float | Exception], *wanted: Asked) -> list[Profile | None]:
+def profiles(
+    folder: Path, costs: list[float | Exception], *wanted: Measurement
+) -> list[Profile | None]:
     measurements = Measurements(costs)
     first, second = measurements.patched(folder)
     with first, second:
@@ -228,7 +237,7 @@ def settled(
     outcome: Profile | None = None,
     dynamic: Dynamic = "off",
     pool: tuple[Strategy, ...] = (),
-) -> tuple[Profile | None, list[Asked]]:
+) -> tuple[Profile | None, list[Measurement]]:
     """By what a run is planned, and what was to be measured for it."""
     strategy, own = WLBStrategy(dynamic=dynamic), module(CASE)
     standing = SimpleNamespace(state=SimpleNamespace(fn=fn), lightning_module=own)
@@ -238,9 +247,9 @@ def settled(
     strategy._lightning_module = own
     strategy.precision_plugin = WLBPrecision("32-true")
     strategy.parallel_devices = [CPU] * 2
-    wanted: list[Asked] = []
+    wanted: list[Measurement] = []
 
-    def measure(asked: Asked) -> Profile | None:
+    def measure(asked: Measurement) -> Profile | None:
         wanted.append(asked)
         return outcome
 
@@ -330,3 +339,48 @@ def test_what_a_checkpoint_brings_goes_before_a_measurement() -> None:
     assert settled(documents_, base=base)[0] == base
     assert documents_.state_dict() == {"planner": None, "profile": ""}
     assert data(CASE).state_dict() == {"planner": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "kernel", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "flash_attn 3", "h100"),
+        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "torch (FlashAttention-2)", "h100-fa2"),
+        ("NVIDIA H200", 150_000_000_000, "flash_attn 4", "h200"),
+        ("NVIDIA H200", 150_000_000_000, "flash_attn 2", "h200-fa2"),
+        ("NVIDIA H200", 150_000_000_000, "exact", "h200-fa2"),
+        ("NVIDIA GH200 480GB", 100_000_000_000, "flash_attn 3", "h200"),
+    ],
+)
+def test_a_gpu_gets_the_profile_of_its_name_and_kernel_and_its_own_memory(
+    name, memory, kernel, profile
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = nearest(name, memory, kernel)
+    assert (found.name, found.memory_bytes) == (profile, memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "profile"),
+    [("NVIDIA A100-SXM4-40GB", 42_000_000_000, "h100"), ("NVIDIA B200", 190_000_000_000, "h200")],
+)
+def test_another_gpu_gets_the_nearest_in_memory_with_a_warning(name, memory, profile) -> None:
+    words = f"no device profile of {name}.*analytic profile '{profile}' with {memory // 10**9} GB"
+    with pytest.warns(UserWarning, match=words + ".*lightning-wlb profile --output FILE"):
+        found = nearest(name, memory, "flash_attn 3")
+    assert (found.name, found.memory_bytes) == (profile, memory)
+
+
+def test_a_cpu_gets_the_measured_one_and_other_devices_none() -> None:
+    assert profile_of(torch.device("cpu")) == Profile.load("cpu")
+    assert profile_of(torch.device("meta")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_has_one() -> None:
+    device = torch.device("cuda", 0)
+    found = profile_of(device)
+    assert found is not None
+    assert found.memory_bytes == torch.cuda.get_device_properties(device).total_memory

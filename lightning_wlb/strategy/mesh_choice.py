@@ -22,51 +22,30 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.cache import built_once, fingerprint
+from lightning_wlb.data.cache import remembered
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import shape_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
-from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.heterogeneous.setup import blank_model
 from lightning_wlb.mesh import AXES, Mesh
-from lightning_wlb.mesh_search.choice import MeshChoice, MeshRow
+from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Progress, choose_mesh
+from lightning_wlb.mesh_search.search import choose_mesh, progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 
-PREPARING = timedelta(days=100)
-"""How long ranks wait for what one of them does alone, such as tokenising documents for hours."""
 
-_ANSWER = "choice.json"
-
-
-class _Kept(Protocol):
-    """What can be kept as text."""
-
-    def to_json(self) -> str: ...
-
-
-_Answer = TypeVar("_Answer", bound=_Kept)
-
-
-class Asked(NamedTuple):
+class MeshArguments(NamedTuple):
     """What a run says of its mesh.
 
     Attributes:
@@ -89,7 +68,11 @@ class Asked(NamedTuple):
 
 
 def agreed_mesh(
-    asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
+    asked: MeshArguments,
+    trainer: pl.Trainer,
+    data: WLBDataModule,
+    module: LanguageModule,
+    profile: Profile,
 ) -> tuple[Mesh, str]:
     """The mesh and its schedule; collective over all ranks.
 
@@ -119,22 +102,16 @@ def agreed_mesh(
 
 def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
     first = trainer.local_rank == 0 and (data.prepare_data_per_node or trainer.node_rank == 0)
-    with waiting(PREPARING) as ranks:
+    with patient_ranks() as ranks:
         ranks.each(lambda: data.prepare_data() if first else None)
 
 
-@contextmanager
-def waiting(timeout: timedelta) -> Iterator[Ranks]:
-    """All ranks, which may wait so long for one of them; collective at both ends."""
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    try:
-        yield Ranks(group)
-    finally:
-        dist.destroy_process_group(group)
-
-
 def request_of(
-    asked: Asked, trainer: pl.Trainer, data: WLBDataModule, module: LanguageModule, profile: Profile
+    asked: MeshArguments,
+    trainer: pl.Trainer,
+    data: WLBDataModule,
+    module: LanguageModule,
+    profile: Profile,
 ) -> MeshRequest:
     """What a mesh, or a pool of strategies, is chosen for.
 
@@ -250,60 +227,9 @@ def _shown(row: MeshRow) -> str:
 
 def _recalled(request: MeshRequest) -> MeshChoice:
     """The answer in the cache folder, or the search's, which is put there."""
-    return recalled(
-        f"mesh-{request.digest[:16]}",
-        lambda tell: choose_mesh(request, progress=tell),
-        MeshChoice.from_json,
-    )
 
-
-def recalled(
-    name: str, choose: Callable[[Progress], _Answer], read: Callable[[str], _Answer]
-) -> _Answer:
-    """What is in the cache folder, or is chosen now and put there.
-
-    Args:
-        name: says what is chosen for; the code, which decides the answer too, is added.
-        choose: is given what to tell how far it is.
-        read: the inverse of the answer's ``to_json``; raises ValueError for other text.
-    """
-    package = Path(__file__).parents[1]
-    code = fingerprint(sorted(package.rglob("*.py")), package)
-    made: list[_Answer] = []
-
-    def search(folder: Path | None = None) -> None:
+    def search() -> MeshChoice:
         with progress_bar() as tell:
-            made.append(choose(tell))
-        if folder is not None:
-            (folder / _ANSWER).write_text(made[0].to_json())
+            return choose_mesh(request, progress=tell)
 
-    try:
-        folder = built_once(f"{name}-{code}", search)
-    except OSError:  # a disk that is full costs another search the next time
-        if not made:
-            raise
-    if not made:
-        try:
-            return read((folder / _ANSWER).read_text())
-        except (OSError, ValueError):  # as does an answer that a crash or a clean-up has damaged
-            search()
-    return made[0]
-
-
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar that a search moves, where there is a terminal to show it."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def tell(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=what, completed=done, total=whole)
-
-        yield tell
+    return remembered(f"mesh-{request.digest[:16]}", search, MeshChoice.from_json)

@@ -32,15 +32,16 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_wlb.attention.varlen import kernel_name
-from lightning_wlb.cost.profile import Link, Profile
+from lightning_wlb.cost.profile import Link, Profile, shipped_profiles
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data.cache import built_before, built_once, fingerprint
 from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.distributed.process_groups import gather_from_all_ranks
+from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import device_name
 from lightning_wlb.profiling.device_profile import measure_quickly
 from lightning_wlb.profiling.link_speed import link_of_ranks
-from lightning_wlb.strategy.auto_mesh import progress_bar
 from lightning_wlb.training.action_overhead import measure_overhead
 
 SECONDS, LAYERS = 20.0, 0.7
@@ -54,7 +55,7 @@ _PLANNED = "WLBStrategy: steps are planned by"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Measurement:
     """What is to be measured.
 
     Args:
@@ -97,7 +98,7 @@ def decoder_like(shape: ModelShape) -> TransformerConfig | None:
     )
 
 
-def agreed_profile(asked: Asked) -> Profile | None:
+def agreed_profile(asked: Measurement) -> Profile | None:
     """The profile of the run's devices, the same on all ranks; collective over all of them.
 
     None where it could not be measured, about which one warning says why.
@@ -111,7 +112,7 @@ def agreed_profile(asked: Asked) -> Profile | None:
             torch.cuda.empty_cache()
 
 
-def _agreed(asked: Asked) -> Profile | None:
+def _agreed(asked: Measurement) -> Profile | None:
     ranks, began = Ranks(), time.monotonic()
     try:
         text = ranks.lead(lambda: _recalled(_key(asked)))
@@ -141,7 +142,7 @@ def _agreed(asked: Asked) -> Profile | None:
 
 
 def _measured(
-    asked: Asked, link: Link, report: Callable[[str], None], leads: bool, until: float
+    asked: Measurement, link: Link, report: Callable[[str], None], leads: bool, until: float
 ) -> str:
     """The profile of this rank, as JSON; empty on ranks whose numbers do not count."""
     config, device, dtype, backend = asked.config, asked.device, asked.dtype, asked.backend
@@ -173,7 +174,7 @@ def _measured(
     ).to_json()
 
 
-def _key(asked: Asked) -> str:
+def _key(asked: Measurement) -> str:
     package = Path(__file__).parents[1]
     made_of = fingerprint(
         sorted(package.rglob("*.py")),
@@ -219,3 +220,53 @@ def _progress(leads: bool) -> Iterator[Callable[[str], None]]:
     with progress_bar() as tell:
         done = count()
         yield lambda text: tell(f"Measuring: {text}", next(done), PHASES)
+
+
+FAST_KERNELS = ("flash_attn 3", "flash_attn 4")
+
+
+def profile_of(device: torch.device, backend: str = "auto") -> Profile | None:
+    """The profile nearest to this device; collective over all ranks.
+
+    Its memory is that of the GPU that has least. None for devices that are neither CPU nor CUDA.
+
+    Args:
+        device: of this rank.
+        backend: of attention.
+
+    Raises:
+        ValueError: the backend is not there.
+    """
+    if device.type == "cpu":
+        return Profile.load("cpu")
+    if device.type != "cuda":
+        return None
+    own = torch.cuda.get_device_properties(device)
+    everyone = gather_from_all_ranks(torch.tensor([own.total_memory], device=device))
+    return nearest(own.name, int(everyone.min()), kernel_name(backend, device))
+
+
+def nearest(name: str, memory_bytes: int, kernel: str) -> Profile:
+    """The shipped profile of the GPU of this name, or else the one that is nearest in memory.
+
+    Args:
+        name: of the GPU.
+        memory_bytes: that it has.
+        kernel: of attention, as :func:`.varlen.kernel_name` calls it.
+    """
+    shipped = [Profile.load(each) for each in shipped_profiles()]
+    gpus = [
+        each
+        for each in shipped
+        if each.device_type == "cuda" and (each.kernel in FAST_KERNELS) == (kernel in FAST_KERNELS)
+    ]
+    named = [each for each in gpus if each.name.split("-")[0].upper() in name.upper()]
+    found = min(named or gpus, key=lambda each: abs(each.memory_bytes - memory_bytes))
+    if not named:
+        rank_zero_warn(
+            f"There is no device profile of {name}. Steps are predicted by the analytic profile"
+            f" {found.name!r} with {memory_bytes / 1e9:.0f} GB of memory: the best mesh may be"
+            " another one. Measure the device with `lightning-wlb profile --output FILE`, and give"
+            " WLBDataModule(profile=FILE)."
+        )
+    return replace(found, memory_bytes=memory_bytes)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.mesh_search.bound import ClosedForm
+from lightning_wlb.mesh_search.closed_form import ClosedForm
 from lightning_wlb.mesh_search.evaluate import evaluate
-from lightning_wlb.mesh_search.legal import Reasons, legal_meshes
+from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from tests.cost.devices import with_usable
 from tests.mesh_search.requests import request
 

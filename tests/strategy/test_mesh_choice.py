@@ -19,7 +19,7 @@ from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.strategy import auto_mesh as searching
+from lightning_wlb.strategy import mesh_choice as searching
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, config, data, module, trainer
