@@ -160,7 +160,7 @@ def test_an_answer_is_kept_for_the_same_request_and_the_same_code(tmp_path, monk
     assert searched.call_count == 1
     searching._recalled(request(fixed={"data": 1}))
     assert searched.call_count == 2
-    monkeypatch.setattr(searching, "fingerprint", lambda *_: "another version")
+    monkeypatch.setattr("lightning_wlb.data.cache.fingerprint", lambda *_: "another version")
     searching._recalled(request())
     assert searched.call_count == 3
 
@@ -168,7 +168,7 @@ def test_an_answer_is_kept_for_the_same_request_and_the_same_code(tmp_path, monk
 def test_an_answer_that_cannot_be_read_is_searched_again(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
     first = searching._recalled(request())
-    (kept,) = tmp_path.glob("*/choice.json")
+    (kept,) = tmp_path.glob("*/answer.json")
     kept.write_text("")
     assert searching._recalled(request()) == first
     kept.unlink()
