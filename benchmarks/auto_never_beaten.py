@@ -5,7 +5,7 @@ log-uniform from 32 to C; Generator A), a window, N, and a pipeline on several r
 documents of one global batch are planned by ``auto`` and by the others: ``original``, ``best_fit``,
 ``slim`` with 1 to 8 micro-batches to each of N, and whole documents of equal work in N to 6·N
 micro-batches, which is ``wlb`` without delay (at a cap of C, and of 1.5·C in N). All are judged by
-the same judge, as time per model FLOP of the step: without a profile by exact work, with the
+the same scorer, as time per model FLOP of the step: without a profile by exact work, with the
 overheads and the limit of ``auto``; with one on a 7B model under the device's memory, at the least
 tensor parallelism under which windows fit with full recomputation, each plan with the least
 recomputation that it needs. What exceeds the limit does not count, unless nothing fits.
@@ -35,8 +35,8 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import Judge, PredictedJudge, Verdict
 from lightning_wlb.planning.packing.auto import AutoPacker
+from lightning_wlb.planning.plan_scoring import PlanScore, PlanScorer, ProfileScorer
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
 K = 1024
@@ -47,34 +47,34 @@ SHAPE = SHAPES["7B"]
 
 @dataclass
 class Counted:
-    """A judge that counts how often it is asked."""
+    """A scorer that counts how often it is asked."""
 
-    judge: Judge
+    scorer: PlanScorer
     calls: int = 0
 
     @property
     def limit(self) -> int:
-        """As the judge's."""
-        return self.judge.limit
+        """As the scorer's."""
+        return self.scorer.limit
 
     @property
     def longest(self) -> Sequence[int]:
-        """As the judge's."""
-        return self.judge.longest
+        """As the scorer's."""
+        return self.scorer.longest
 
-    def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
-        """As the judge."""
+    def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
+        """As the scorer."""
         self.calls += 1
-        return self.judge(replicas)
+        return self.scorer(replicas)
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
-        """As the judge, counted as well."""
+        """As the scorer, counted as well."""
         self.calls += 1
-        return self.judge.ends(replicas)
+        return self.scorer.ends(replicas)
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """As the judge."""
-        return self.judge.settled(replicas)
+        """As the scorer."""
+        return self.scorer.settled(replicas)
 
 
 class Result(NamedTuple):
@@ -82,7 +82,7 @@ class Result(NamedTuple):
 
     Attributes:
         overflows: whether a rank holds more than the limit.
-        time_per_work: of the step, in the judge's unit over model FLOPs.
+        time_per_work: of the step, in the scorer's unit over model FLOPs.
     """
 
     overflows: bool
@@ -120,12 +120,12 @@ class Case(NamedTuple):
             drawn = generator_a(count, self.window, self.seed)
         return drawn[: int(np.searchsorted(np.cumsum(drawn), tokens)) + 1]
 
-    def judge(self, lengths: np.ndarray, profile: Profile | None) -> tuple[Work, Mesh, Judge]:
+    def scorer(self, lengths: np.ndarray, profile: Profile | None) -> tuple[Work, Mesh, PlanScorer]:
         """What the plans of the case are made for, and judged by."""
         if profile is None:
             mesh = Mesh(self.data, self.pipeline)
             rules = DataSettings(self.window, self.micro_batches).rules(lengths, REFERENCE_WORK)
-            return REFERENCE_WORK, mesh, AutoPacker(rules).exact_judge(mesh)
+            return REFERENCE_WORK, mesh, AutoPacker(rules).work_scorer(mesh)
         mean_context = mean_context_of(lengths, self.window)
         stages = tuple(model_stages(SHAPE, self.pipeline, mean_context))
         for tensor in (1, 2, 4, 8):
@@ -133,25 +133,25 @@ class Case(NamedTuple):
             predictor = Predictor(LatencyModel(profile, SHAPE, mesh), stages)
             if predictor.longest_micro_batch(self.micro_batches, "full") >= self.window:
                 break
-        return Work.of(SHAPE), mesh, PredictedJudge(predictor)
+        return Work.of(SHAPE), mesh, ProfileScorer(predictor)
 
     def run(self, profile: Profile | None) -> dict[str, Any]:
         """All packings of the case: ``auto`` over the best of the others, who that is, calls."""
         lengths = self.lengths()
-        work, mesh, judge = self.judge(lengths, profile)
+        work, mesh, scorer = self.scorer(lengths, profile)
 
-        def planned(settings: DataSettings, judge: Any) -> Result:
-            plan = Planner(lengths, settings, work, mesh, judge=judge).next_step()
+        def planned(settings: DataSettings, scorer: Any) -> Result:
+            plan = Planner(lengths, settings, work, mesh, scorer=scorer).next_step()
             assert isinstance(plan, StepPlan)
-            verdict = judge(plan.replicas)
+            verdict = scorer(plan.replicas)
             done = sum(work.total(piece.tokens) for piece in plan.pieces)
-            return Result(verdict.peak > judge.limit, verdict.time / done)
+            return Result(verdict.peak > scorer.limit, verdict.time / done)
 
-        counted = Counted(judge)
+        counted = Counted(scorer)
         before = time.process_time()
         auto = planned(DataSettings(self.window, self.micro_batches, shuffle=False), counted)
         seconds = time.process_time() - before
-        others = {name: planned(settings, judge) for name, settings in self.others()}
+        others = {name: planned(settings, scorer) for name, settings in self.others()}
         name = min(others, key=lambda name: others[name])
         best = others[name]
         if auto.overflows == best.overflows:

@@ -44,7 +44,7 @@ from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import Planner
-from lightning_wlb.planning.judge import PredictedJudge, Verdict
+from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 
 MANY = 20
 """Meshes that are planned at most."""
@@ -83,14 +83,14 @@ class Sample:
     def __init__(self, request: MeshRequest, mesh: Mesh, steps: int) -> None:
         self.request, self.steps = request, steps
         self.base = request.predictor(mesh)
-        self.judge = PredictedJudge(self.base)
+        self.scorer = ProfileScorer(self.base)
         self.planner = Planner(
             request.lengths,
             request.data,
             Work.of(request.shape),
             mesh,
             kernel_cost=self.base.latency.segment_cost,
-            judge=self.judge,
+            scorer=self.scorer,
         )
 
     def plans(self, part: int) -> list[StepPlan]:
@@ -102,15 +102,15 @@ class Sample:
                 plans.append(self.planner.place(release))
         return plans
 
-    def verdicts(self, plans: Sequence[StepPlan]) -> list[Verdict]:
+    def verdicts(self, plans: Sequence[StepPlan]) -> list[PlanScore]:
         """Time and memory of steps on the mesh."""
-        return [self.judge(plan.replicas) for plan in plans]
+        return [self.scorer(plan.replicas) for plan in plans]
 
     def gain(self, pool: Pool, plans: Sequence[StepPlan]) -> float:
         """Time of steps on the mesh over that where each may leave it."""
         on_mesh = chosen = 0
         for plan, verdict in zip(plans, self.verdicts(plans), strict=True):
-            given = self.planner.rules, self.request.data.packer, verdict, self.judge.limit
+            given = self.planner.rules, self.request.data.packer, verdict, self.scorer.limit
             elected = pool.elect(plan.pieces, *given)
             on_mesh += verdict.time
             chosen += elected.arranged.time_ns if elected else verdict.time
@@ -139,7 +139,7 @@ def row(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
     for mesh in meshes(request):
         sample = Sample(request, mesh, steps)
         verdicts = sample.verdicts(sample.plans(1))
-        fits = [each.peak <= sample.judge.limit for each in verdicts]
+        fits = [each.peak <= sample.scorer.limit for each in verdicts]
         for number, (verdict, fit) in enumerate(zip(verdicts, fits, strict=True)):
             if fit:
                 least[number] = min(least[number] or verdict.time, verdict.time)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.exact_dealing import deal_exactly, lower_bound
 from benchmarks.hydraulis_runs import Sample, in_papers_space, paper_strategies, released
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.profile import Profile
@@ -29,8 +30,7 @@ from lightning_wlb.heterogeneous.proposal import proposed_strategies
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.plan import ActivationCheckpointing, Piece
-from lightning_wlb.planning.dealing import deal_exactly, deal_greedily, lower_bound
-from lightning_wlb.planning.longest_first import longest_first
+from lightning_wlb.planning.dealing import deal_greedily, longest_first
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 
 MOST_VARIABLES = 10_000
@@ -94,7 +94,7 @@ class Dealt:
     def time(self, dealt: Sequence[Sequence[int]], packer: HydraulisPacker) -> int:
         """The simulated step, each pipeline's pieces packed by Equation 1."""
         return max(
-            each.judge(each.plan([self.order[index] for index in own], packer)).time
+            each.scorer(each.plan([self.order[index] for index in own], packer)).time
             for each, own in zip(self.receivers, dealt, strict=True)
             if own
         )

@@ -44,9 +44,9 @@ from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, evaluate, na
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, choose_mesh, legal_meshes
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Shape
-from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, Rules
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import Planner
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
@@ -67,11 +67,11 @@ class GreedyPacker(HydraulisPacker):
 
     def cap(self, place: Placement) -> int:
         """What a pipeline holds in as many micro-batches as it has stages; the longest piece."""
-        judge = place.judge
-        assert isinstance(judge, PredictedJudge)
-        given = judge.activation_checkpointing
+        scorer = place.scorer
+        assert isinstance(scorer, ProfileScorer)
+        given = scorer.activation_checkpointing
         mode = MODES[-1] if given == "auto" else given
-        held = judge.predictor.longest_micro_batch(place.mesh.pipeline, mode)
+        held = scorer.predictor.longest_micro_batch(place.mesh.pipeline, mode)
         return max(self._longest, min(self.rules.cap, held))
 
 
@@ -164,9 +164,9 @@ class Sample:
         return self.request.predictor(self.mesh)
 
     @property
-    def judge(self) -> PredictedJudge:
+    def scorer(self) -> ProfileScorer:
         """Of the mesh."""
-        return PredictedJudge(self.base, self.request.activation_checkpointing)
+        return ProfileScorer(self.base, self.request.activation_checkpointing)
 
     @cached_property
     def own(self) -> Strategy:
@@ -239,7 +239,7 @@ def two_stage(request: MeshRequest, meshes: Iterable[Mesh], flops: int) -> dict[
         time = sum(step.time_ns for step in steps) / len(steps)
         if any(step.excess for step in steps) or (found and found["step_ms"] <= time / 1e6):
             continue
-        ends = [sample.judge.ends(step.replicas) for step in steps]
+        ends = [sample.scorer.ends(step.replicas) for step in steps]
         found = {
             "mesh": name_of(mesh),
             "of_all": [*mesh.shape, 1],
@@ -309,7 +309,7 @@ def static(setting: Setting, profile: Profile, steps: int, flops: int) -> dict[s
 def _uneven(request: MeshRequest, row: dict[str, Any]) -> list[float]:
     sample = Sample(in_papers_space(request, row["checkpointing"]), mesh_of(row))
     made = evaluate(sample.request, sample.mesh)
-    return [unevenness(sample.judge.ends(step.plan.replicas)) for step in made.steps]
+    return [unevenness(sample.scorer.ends(step.plan.replicas)) for step in made.steps]
 
 
 def paper_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from lightning_wlb.plan import ActivationCheckpointing, ReplicaPlan, StepPlan, a
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
-from lightning_wlb.schedule.simulate import Simulation, simulate_replicas
+from lightning_wlb.schedule.simulator import Simulation, simulate_replicas
 from lightning_wlb.strategy.wlb import WLBStrategy
 
 

@@ -29,8 +29,8 @@ from benchmarks.workloads import REFERENCE_WORK
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.judge import PipelineJudge
-from lightning_wlb.planning.replicas import replica_plan, unsharded
+from lightning_wlb.planning.plan_scoring import WorkScorer
+from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
 
 RANKS = 16
 PACKAGES = ("verl", "megatron-core>=0.16,<0.17")
@@ -81,7 +81,7 @@ def compare(lengths: np.ndarray, window: int, cap: int, steps: int) -> list[dict
 
 
 def _verl(module: Any, batches: list[list[int]], cap: int) -> dict[str, float]:
-    judge = PipelineJudge(REFERENCE_WORK, Mesh(pipeline=STAGES))
+    scorer = WorkScorer(REFERENCE_WORK, Mesh(pipeline=STAGES))
     spent = work = 0
     degrees = []
     for batch in batches:
@@ -95,9 +95,9 @@ def _verl(module: Any, batches: list[list[int]], cap: int) -> dict[str, float]:
         parts.sort(key=lambda part: (sum(weights[index] for index in part), part[0]), reverse=True)
         parts = parts[::2][::-1] + parts[1::2]
         packs = [[Slice(index, 0, 0, batch[index]) for index in part] for part in parts]
-        replica = replica_plan(packs, 0, unsharded)
+        replica = replica_plan(packs, 0, to_be_laid_out("per_sequence"))
         total = loads_of(REFERENCE_WORK.total, replica)
-        spent += judge([replica]).time
+        spent += scorer([replica]).time
         work += sum(total)
         degrees.append(max(total) * len(total) / sum(total))
     return {

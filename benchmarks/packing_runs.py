@@ -19,11 +19,11 @@ from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.arrivals import GlobalBatches
 from lightning_wlb.planning.dp_merge import shared_work
-from lightning_wlb.planning.judge import PipelineJudge
+from lightning_wlb.planning.global_batches import GlobalBatches
 from lightning_wlb.planning.packing.base import Placement
-from lightning_wlb.planning.replicas import unsharded
+from lightning_wlb.planning.plan_scoring import WorkScorer
+from lightning_wlb.planning.replica_plans import to_be_laid_out
 
 STAGES = 4
 WARM = 50  # steps of 4 windows before the first that is measured
@@ -64,7 +64,7 @@ def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
         # The last global batch of an epoch is short.
         if drain or not any(groups) or arrivals.exhausted:
             return
-        replicas = packer.replicas(groups, Placement(mesh, unsharded))
+        replicas = packer.replicas(groups, Placement(mesh, to_be_laid_out("per_sequence")))
         seconds = time.process_time() - begin
         yield Step(number, [piece for group in groups for piece in group], replicas, seconds)
         number += 1
@@ -102,7 +102,7 @@ def measure(
         mean over tokens and maximum; micro-batches; milliseconds per step.
     """
     mesh = mesh or Mesh(pipeline=STAGES)
-    judge = PipelineJudge(REFERENCE_WORK, mesh)
+    scorer = WorkScorer(REFERENCE_WORK, mesh)
     rows: list[dict[str, float]] = []
     delays: list[tuple[int, int]] = []
     for step in run(lengths, data, mesh):
@@ -115,7 +115,7 @@ def measure(
             for name, work in PASSES.items()
         }
         row: dict[str, float] = {
-            "spent": judge(step.replicas).time,
+            "spent": scorer(step.replicas).time,
             "work": sum(REFERENCE_WORK.total(piece.tokens) for piece in step.pieces) / mesh.data,
             "formula": max(
                 sum(own) + (mesh.pipeline - 1) * max(own, default=0) for own in loads[""]

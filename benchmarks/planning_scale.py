@@ -47,7 +47,7 @@ from lightning_wlb.distributed.process_groups import mesh_groups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.prediction.step_totals import step_totals
 
@@ -141,7 +141,7 @@ def planned(case: Case, steps: int, by: str, lengths: np.ndarray) -> dict[str, A
             if by_profile
             else partial(layers_kernel_cost, windows=work.total.windows)
         ),
-        judge=PredictedJudge(predictor) if by_profile else None,
+        scorer=ProfileScorer(predictor) if by_profile else None,
     )
     store = Blank(lengths, 32_000)
     rows = []

@@ -22,10 +22,10 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import report
+from lightning_wlb.schedule.action_graph import graph_of
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.graph import graph_of
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.simulate import simulate_replicas
+from lightning_wlb.schedule.simulator import simulate_replicas
 
 # (name, schedule, replicas, ranks, micro-batches, stages per rank, limit in ms or None)
 CASES = (

@@ -40,15 +40,15 @@ from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, win
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.dp_merge import OVERHEAD_PERCENT, merge_pieces
-from lightning_wlb.planning.judge import PipelineJudge
-from lightning_wlb.planning.longest_first import deal_capped
-from lightning_wlb.planning.replicas import replica_plan, unsharded, whole
+from lightning_wlb.planning.plan_scoring import WorkScorer
+from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out, whole
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.schedule.simulate import simulate
+from lightning_wlb.schedule.simulator import simulate
 
 TOTAL = REFERENCE_WORK.total
 PIPELINE = Mesh(pipeline=STAGES)
@@ -73,7 +73,7 @@ def work_of(replica: ReplicaPlan) -> int:
 
 def over_work(replica: ReplicaPlan, overhead: int = 0) -> float:
     """The step of one replica over its work."""
-    return PipelineJudge(REFERENCE_WORK, PIPELINE, overhead)([replica]).time / work_of(replica)
+    return WorkScorer(REFERENCE_WORK, PIPELINE, overhead)([replica]).time / work_of(replica)
 
 
 def over_work_interleaved(replica: ReplicaPlan) -> float:
@@ -107,7 +107,7 @@ class Method:
             interleaved: its T/S with two stages per rank; None: that of the same plan.
         """
         ran = units(replica, 1, 1)
-        verdict = PipelineJudge(REFERENCE_WORK, PIPELINE)([ran])
+        verdict = WorkScorer(REFERENCE_WORK, PIPELINE)([ran])
         overhead = REFERENCE_WORK.forward.per_token * (self.window // 100)
         row = {
             "step": verdict.time / work_of(ran),
@@ -162,7 +162,7 @@ def measure(count: int, window: int, steps: int, seeds: Sequence[int]) -> dict[s
                 seconds = time.process_time() - begin
                 name = f"slim {multiple}·N" + ("" if cap == 1 else f", cap {cap:g}·C")
                 made = method(name + (", tapered" if taper else ""))
-                made.add(replica_plan(packs, 0, unsharded), len(pieces))
+                made.add(replica_plan(packs, 0, to_be_laid_out("per_sequence")), len(pieces))
                 made.milliseconds.append(1e3 * seconds)
         for name, (packing, cap) in PLANNED.items():
             data = DataSettings(
@@ -218,7 +218,7 @@ def unsliced(pieces: list[Piece], count: int, window: int) -> list[ReplicaPlan]:
             groups, carried = deal_capped(pieces, int(multiple * count), cap, TOTAL)
             if not carried:
                 packs = [[whole(piece) for piece in group] for group in groups if group]
-                plans.append(replica_plan(packs, 0, unsharded))
+                plans.append(replica_plan(packs, 0, to_be_laid_out("per_sequence")))
     return plans
 
 
@@ -227,7 +227,9 @@ def sliced(pieces: Sequence[Piece], replicas: int, packs: int, window: int) -> l
     dealt = merge_pieces(pieces, replicas, TOTAL, 0)
     counts = share_packs(dealt.loads, packs)
     return [
-        replica_plan(slice_pieces(own, packs, window, TOTAL), number, unsharded)
+        replica_plan(
+            slice_pieces(own, packs, window, TOTAL), number, to_be_laid_out("per_sequence")
+        )
         for number, (own, packs) in enumerate(zip(dealt.own, counts, strict=True))
     ]
 
@@ -235,7 +237,7 @@ def sliced(pieces: Sequence[Piece], replicas: int, packs: int, window: int) -> l
 def over_share(replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece]) -> float:
     """T·DP/S: the step over the mean work of a replica, without what sharing pieces adds."""
     work = sum(TOTAL(piece.tokens) for piece in pieces)
-    return PipelineJudge(REFERENCE_WORK, PIPELINE)(replicas).time * len(replicas) / work
+    return WorkScorer(REFERENCE_WORK, PIPELINE)(replicas).time * len(replicas) / work
 
 
 def merges(window: int, steps: int, seed: int, count: int = 4, over: int = 8) -> dict[str, Any]:

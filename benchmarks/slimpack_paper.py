@@ -38,7 +38,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Recompute, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
@@ -160,7 +160,7 @@ class Case:
             DataSettings(self.window, count, packing=packing, cap=self.window, shuffle=False),
             Work.of(SHAPES[self.model]),
             mesh,
-            judge=None if model is None else PredictedJudge(model, mode),
+            scorer=None if model is None else ProfileScorer(model, mode),
             activation_checkpointing=mode,
         )
         return plan_steps(planner, steps)

@@ -25,14 +25,14 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.exact_dealing import deal_exactly, lower_bound
 from benchmarks.meshes import SETTINGS
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.planning.dealing import deal_exactly, deal_greedily, lower_bound
-from lightning_wlb.planning.longest_first import deal
+from lightning_wlb.planning.dealing import deal, deal_greedily
 from lightning_wlb.planning.planner import Planner
 
 MESHES = {

@@ -1,7 +1,7 @@
 """The workloads that every benchmark uses, so that figures compare.
 
 * Generator A: the document lengths of long-context pretraining, log-normal with a Pareto tail
-  (lightning_wlb/planning/workloads.py).
+  (lightning_wlb/planning/synthetic_lengths.py).
 * The standard library: sizes of Python's own source files, one byte one token, read from the
   committed ``stdlib_lengths.json`` (``python -m benchmarks.workloads`` measures this Python's
   and writes the file).
@@ -21,8 +21,8 @@ import numpy as np
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.planning.arrivals import cut_stream
-from lightning_wlb.planning.workloads import documents_for, generator_a
+from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 __all__ = ["documents_for", "generator_a", "stdlib_lengths", "window_pieces"]
 

@@ -16,7 +16,7 @@ from lightning_wlb.plan import (
     ReplicaPlan,
     Slice,
     StepPlan,
-    parts,
+    micro_batches,
     piece_counts,
     symmetric_backward,
 )
@@ -383,5 +383,5 @@ def test_pieces_are_counted_by_length(lengths, window, at_once) -> None:
         min(window, length - origin) for length in lengths for origin in range(0, length, window)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "_AT_ONCE", at_once)
+        patch.setattr(micro_batches, "_AT_ONCE", at_once)
         assert piece_counts(np.array(lengths, np.int64), window) == expected

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_wlb.distributed.collectives import sum_dtype
-from lightning_wlb.sharding.slices import Run
+from lightning_wlb.sharding.sliced_indices import Run
 
 
 @dataclass

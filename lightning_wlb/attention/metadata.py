@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.sharding import RankIndices
-from lightning_wlb.sharding.slices import Run, SlicedIndices
+from lightning_wlb.sharding.sliced_indices import Run, SlicedIndices
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class SliceMetadata:
 
     Args:
         micro_batch: index in the replica's forward order.
-        runs: as of :class:`~lightning_wlb.sharding.slices.SlicedIndices`, like the next two.
+        runs: as of :class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`, like the next
+            two.
         rows: rows that each rank puts one after another.
         keeps: whether other slices read this one's keys.
         cache: of the step; see ``MicroBatchTensors.with_cache``.
@@ -49,9 +50,10 @@ class AttentionMetadata:
     """Attention segments of one rank's rows of a micro-batch; nobody changes it.
 
     The fields from ``cu_seqlens_q`` to ``head_rows`` are those of
-    :class:`~lightning_wlb.sharding.indices.RankIndices`, as tensors. ``send_index`` is None where
-    no all-to-all is used. ``key_index`` points for slices into what all ranks put together, and is
-    None without context parallelism, where the keys are the local rows, or the ``runs`` of slices.
+    :class:`~lightning_wlb.sharding.rank_indices.RankIndices`, as tensors. ``send_index`` is None
+    where no all-to-all is used. ``key_index`` points for slices into what all ranks put together,
+    and is None without context parallelism, where the keys are the local rows, or the ``runs`` of
+    slices.
 
     Args:
         rows: local rows, padding included.

@@ -2,9 +2,9 @@
 
 The queries of a slice see the keys of the piece's earlier slices, which are in the step's
 :mod:`.kv_cache`, and their own. What they see is put in the order of the segments for one kernel
-call (:mod:`lightning_wlb.sharding.slices` says how). A single rank joins runs of consecutive rows,
-which is one copy, or none where there are no earlier keys. A group gathers each rank's runs and
-picks from them by index.
+call (:mod:`lightning_wlb.sharding.sliced_indices` says how). A single rank joins runs of
+consecutive rows, which is one copy, or none where there are no earlier keys. A group gathers each
+rank's runs and picks from them by index.
 
 Backward refetches the keys instead of keeping them (:mod:`.refetch`): the prefixes of a piece of n
 slices would add up to n/2 times the piece, in every layer. Gradients of keys are summed in float32
@@ -40,7 +40,7 @@ from lightning_wlb.distributed.collectives import (
     summed_by_row,
 )
 from lightning_wlb.distributed.process_groups import group_size
-from lightning_wlb.sharding.slices import OWN
+from lightning_wlb.sharding.sliced_indices import OWN
 
 
 def sliced_attention(

@@ -39,8 +39,7 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.step import StepPrediction
-from lightning_wlb.schedule.actions import FORWARD
-from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.schedule.actions import FORWARD, Timing
 
 COMPUTE, ATTENTION = 0, 1
 """Last axis of a pipeline's timings: what was timed."""

@@ -20,7 +20,7 @@ from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig, preset_names
 from lightning_wlb.planning.packing import PACKINGS
-from lightning_wlb.planning.workloads import documents_for, generator_a
+from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 _SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
 

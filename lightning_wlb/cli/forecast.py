@@ -24,8 +24,8 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import Recompute, StepPlan
-from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
@@ -181,9 +181,9 @@ def compare(request: Request) -> Comparison:
 
 def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
     """The steps of each packing and sharding."""
-    judge = PredictedJudge(request.predictor(), request.checkpointing)
+    scorer = ProfileScorer(request.predictor(), request.checkpointing)
     return {
-        each: plan_steps(request.planner(*each, judge), request.steps)
+        each: plan_steps(request.planner(*each, scorer), request.steps)
         for each in request.candidates
     }
 

@@ -3,7 +3,7 @@
 Both take any number of timelines by name, predicted (:class:`.Simulation`) or measured (the
 :class:`.Timing` list of each rank), and put them on one time axis, so that prediction and
 measurement compare action by action. Ranks measured on their own clocks are aligned at the start of
-the step (see :func:`~lightning_wlb.schedule.timeline.spans_of`).
+the step (see :func:`~lightning_wlb.schedule.actions.spans_of`).
 
 Cost: linear in the number of actions. A picture of more than a few thousand actions is better read
 as a trace.
@@ -21,9 +21,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
 from lightning_wlb.callbacks.heat_map import new_figure, save_png, text_colour
-from lightning_wlb.schedule.actions import FORWARD
-from lightning_wlb.schedule.simulate import Simulation
-from lightning_wlb.schedule.timeline import Span, Timing, spans_of
+from lightning_wlb.schedule.actions import FORWARD, Span, Timing, spans_of
+from lightning_wlb.schedule.simulator import Simulation
 
 Timeline = Simulation | Sequence[Sequence[Timing]]
 """A predicted step, or the timings that every rank of a pipeline measured in one."""

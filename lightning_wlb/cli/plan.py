@@ -55,7 +55,7 @@ from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.schedule.simulate import Simulation
+from lightning_wlb.schedule.simulator import Simulation
 from lightning_wlb.sharding import ADAPTIVE
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {

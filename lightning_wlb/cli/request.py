@@ -26,8 +26,8 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
@@ -144,9 +144,9 @@ class Request:
         )
 
     def planner(
-        self, packing: str, sharding: str, judge: PredictedJudge, pool: Pool | None = None
+        self, packing: str, sharding: str, scorer: ProfileScorer, pool: Pool | None = None
     ) -> Planner:
-        """Of the run's steps with a packing and a sharding; ``judge`` simulates on the mesh.
+        """Of the run's steps with a packing and a sharding; ``scorer`` simulates on the mesh.
 
         With a pool, steps may leave the mesh for its strategies.
         """
@@ -157,8 +157,8 @@ class Request:
             self.mesh,
             sharding=sharding,
             schedule=self.schedule,
-            kernel_cost=judge.predictor.latency.segment_cost,
-            judge=judge,
+            kernel_cost=scorer.predictor.latency.segment_cost,
+            scorer=scorer,
             activation_checkpointing=self.checkpointing,
             pool=pool,
         )

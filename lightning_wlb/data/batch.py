@@ -36,7 +36,7 @@ from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.prediction.asymmetric_units import layout_of, units
 from lightning_wlb.sharding import Layout, RankIndices, head_indices, rank_indices
-from lightning_wlb.sharding.slices import SlicedIndices, SlicedReplica
+from lightning_wlb.sharding.sliced_indices import SlicedIndices, SlicedReplica
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""

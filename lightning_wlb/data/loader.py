@@ -54,7 +54,7 @@ from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
@@ -172,10 +172,10 @@ class StepDataset(IterableDataset[StepBatch]):
                 if predictor is None
                 else predictor.latency.segment_cost
             ),
-            judge=(
+            scorer=(
                 None
                 if predictor is None
-                else PredictedJudge(predictor, self.activation_checkpointing)
+                else ProfileScorer(predictor, self.activation_checkpointing)
             ),
             activation_checkpointing=self.activation_checkpointing,
             mixture=self.store.shares if isinstance(self.store, MixedDocuments) else (),

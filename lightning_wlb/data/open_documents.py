@@ -23,7 +23,7 @@ from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising import tokenised_chats, tokenised_texts
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
-from lightning_wlb.planning.arrivals import document_numbers
+from lightning_wlb.planning.global_batches import document_numbers
 
 Documents = str | Path | DocumentStore | Mapping[str, Any] | Sequence[Any]
 """What :func:`documents` opens, in the order in which LightningCLI tries them."""

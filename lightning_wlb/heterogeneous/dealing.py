@@ -34,11 +34,10 @@ from numpy.typing import NDArray
 from lightning_wlb.heterogeneous.document_time import document_ns
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, Shape, alike
-from lightning_wlb.planning.dealing import TRIALS, Costs, deal_greedily
-from lightning_wlb.planning.judge import PredictedJudge
-from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
-from lightning_wlb.planning.longest_first import longest_first
+from lightning_wlb.planning.dealing import TRIALS, Costs, deal_greedily, longest_first
 from lightning_wlb.planning.packing.base import Packer, Placement, Rules
+from lightning_wlb.planning.plan_scoring import ProfileScorer
+from lightning_wlb.planning.replica_plans import laid_out, to_be_laid_out
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -87,20 +86,20 @@ class Receiver:
             )
 
     @cached_property
-    def judge(self) -> PredictedJudge:
+    def scorer(self) -> ProfileScorer:
         """Simulates the pipelines."""
-        return PredictedJudge(self.predictor, self.activation_checkpointing)
+        return ProfileScorer(self.predictor, self.activation_checkpointing)
 
     @cached_property
     def place(self) -> Placement:
         """What the pipelines' pieces are arranged for."""
         mesh, layout = replace(mesh_of(self.scheme), data=self.count), to_be_laid_out(self.sharding)
-        return Placement(mesh, layout, self.judge, SCHEDULES[self.predictor.schedule].slices)
+        return Placement(mesh, layout, self.scorer, SCHEDULES[self.predictor.schedule].slices)
 
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest piece that a pipeline can hold; 0 if none."""
-        return max(self.judge.longest, default=0)
+        return max(self.scorer.longest, default=0)
 
     def longest_shared(self, packer: Packer) -> int:
         """Tokens of the longest piece that the pipelines can hold, as this packing shares them."""
@@ -142,7 +141,7 @@ class Receiver:
         """What the pipelines do with some pieces, as the replicas of a mesh of their own."""
         made = packer.replicas([list(pieces)], self.place)
         cost = self.predictor.latency.segment_cost
-        return self.judge.settled(laid_out(made, self.place.mesh, self.sharding, cost))
+        return self.scorer.settled(laid_out(made, self.place.mesh, self.sharding, cost))
 
 
 class Arranged(NamedTuple):
@@ -345,9 +344,9 @@ class _Step:
             return _Planned(0, 0, 0, [ReplicaPlan((), (), ())] * receiver.count)
         if key not in self._planned:
             plans = receiver.plan([self.pieces[index] for index in own], self.packers[kind])
-            judge = receiver.judge
-            time_ns, peak = judge(plans)
-            excess, end_ns = max(peak - judge.limit, 0), max(judge.ends(plans))
+            scorer = receiver.scorer
+            time_ns, peak = scorer(plans)
+            excess, end_ns = max(peak - scorer.limit, 0), max(scorer.ends(plans))
             self._planned[key] = _Planned(excess, time_ns, end_ns, plans)
         return self._planned[key]
 

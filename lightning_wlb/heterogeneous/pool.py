@@ -25,8 +25,8 @@ from lightning_wlb.heterogeneous.link_times import linked_traffic
 from lightning_wlb.heterogeneous.prediction import predict_elsewhere
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, Shape, StepPlan, alike
-from lightning_wlb.planning.judge import Verdict
 from lightning_wlb.planning.packing.base import Packer, Rules
+from lightning_wlb.planning.plan_scoring import PlanScore
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
@@ -141,7 +141,7 @@ class Pool:
         pieces: Sequence[Piece],
         rules: Rules,
         packer: Callable[[Rules], Packer],
-        on_mesh: Verdict,
+        on_mesh: PlanScore,
         limit: int,
     ) -> Elected | None:
         """The strategy of a step; None for the mesh's own.
@@ -156,7 +156,9 @@ class Pool:
         return best_of(self.arranged(pieces, rules, packer), on_mesh, limit)
 
 
-def best_of(arranged: Mapping[Strategy, Arranged], on_mesh: Verdict, limit: int) -> Elected | None:
+def best_of(
+    arranged: Mapping[Strategy, Arranged], on_mesh: PlanScore, limit: int
+) -> Elected | None:
     """The first of the fastest strategies, if it is worth leaving the mesh for.
 
     Args:

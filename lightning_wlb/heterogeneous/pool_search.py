@@ -39,7 +39,7 @@ from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Progress
 from lightning_wlb.plan import Scheme
-from lightning_wlb.planning.judge import PredictedJudge, Verdict
+from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Planner, Release
 
 WORTH = 1.02
@@ -55,7 +55,7 @@ PROPOSED = 12
 """Strategies that are simulated."""
 
 SAMPLE = 8
-"""Steps that are simulated: as many to choose the strategies by as to judge them."""
+"""Steps that are simulated: as many to choose the strategies by as to score them."""
 
 MOST = 4
 """Strategies of a pool. Each costs every step its planning, and a rank its process groups."""
@@ -158,7 +158,7 @@ def described(strategy: Strategy) -> str:
 class _Step(NamedTuple):
     """A step of the sample: on the mesh, and on each strategy that can hold it."""
 
-    on_mesh: Verdict
+    on_mesh: PlanScore
     arranged: Mapping[Strategy, Arranged]
 
     def time(self, strategies: Sequence[Strategy], limit: int) -> tuple[int, Strategy | None]:
@@ -191,7 +191,7 @@ def choose_pool(
             " more."
         )
     base = request.predictor(mesh)
-    judge = PredictedJudge(base, request.activation_checkpointing)
+    scorer = ProfileScorer(base, request.activation_checkpointing)
     own = strategy_of(mesh, base.stages)
     planner = Planner(
         request.lengths,
@@ -201,7 +201,7 @@ def choose_pool(
         sharding=request.sharding,
         schedule=base.schedule,
         kernel_cost=base.latency.segment_cost,
-        judge=judge,
+        scorer=scorer,
         activation_checkpointing=request.activation_checkpointing,
         mixture=request.mixture,
     )
@@ -218,7 +218,7 @@ def choose_pool(
                 progress("simulating strategies", list(plans).index(release.step), len(plans))
             plan = plans[release.step]
             arranged = pool.arranged(plan.pieces, planner.rules, request.data.packer)
-            steps.append(_Step(judge(plan.replicas), arranged))
+            steps.append(_Step(scorer(plan.replicas), arranged))
         return steps
 
     pieces = [plans[release.step].pieces for release in given]
@@ -226,12 +226,12 @@ def choose_pool(
     tried: list[Strategy] = []
     if proposed:
         pool = Pool.of(proposed, base, request.activation_checkpointing, request.sharding)
-        tried = _best_together(sampled(pool, given), proposed, judge.limit)
+        tried = _best_together(sampled(pool, given), proposed, scorer.limit)
     if not tried:
-        mesh_ns = sum(judge(plans[release.step].replicas).time for release in judged)
+        mesh_ns = sum(scorer(plans[release.step].replicas).time for release in judged)
         return PoolChoice((), (), len(proposed), mesh, mesh_ns, mesh_ns, (), len(judged))
     rest = sampled(pool.only(tried), judged)
-    times = [step.time(tried, judge.limit) for step in rest]
+    times = [step.time(tried, scorer.limit) for step in rest]
     mesh_ns, pool_ns = sum(step.on_mesh.time for step in rest), sum(time for time, _ in times)
     taken = [strategy for _, strategy in times]
     return PoolChoice(

@@ -6,7 +6,7 @@ and one of a node, which a second thread of each rank posts when the first one h
 waits for the slots of its stage; the last backward posts gradients as soon as they are complete.
 And attention and tensor parallelism exchange in every unit of an action. All of it is listed here
 thread by thread, as ``heterogeneous/parameters.py`` and ``heterogeneous/transfer.py`` do it, for
-:func:`~lightning_wlb.schedule.rendezvous.run_to_the_end`. Which it is that travels does not matter.
+:func:`~tests.schedule.rendezvous.run_to_the_end`. Which it is that travels does not matter.
 
 Cost: as many steps as ranks · slots, and as actions · units.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from lightning_wlb.plan import Scheme
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.proof import messages_of
-from lightning_wlb.schedule.rendezvous import Post, Thread, Wait
+from tests.schedule.proof import messages_of
+from tests.schedule.rendezvous import Post, Thread, Wait
 
 
 @dataclass(frozen=True)

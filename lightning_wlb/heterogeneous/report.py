@@ -17,10 +17,10 @@ from lightning_wlb.heterogeneous.pool_search import (
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.plan import alike
-from lightning_wlb.planning.judge import PredictedJudge
 from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
-from lightning_wlb.schedule.simulate import Simulation
+from lightning_wlb.schedule.simulator import Simulation
 
 
 def pool_request(request: Request) -> MeshRequest:
@@ -83,9 +83,9 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simula
         return {}
     base, (packing, sharding) = request.predictor(), _able(request)[0]
     pool = Pool.of(choice.tried, base, request.checkpointing, sharding)
-    judge, steps = PredictedJudge(base, request.checkpointing), min(request.steps, SAMPLE)
+    scorer, steps = ProfileScorer(base, request.checkpointing), min(request.steps, SAMPLE)
     on_mesh, chosen = (
-        plan_steps(request.planner(packing, sharding, judge, each), steps) for each in (None, pool)
+        plan_steps(request.planner(packing, sharding, scorer, each), steps) for each in (None, pool)
     )
     left = [
         (base.predict(one), pool.predict(other, base))

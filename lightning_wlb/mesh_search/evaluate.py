@@ -20,7 +20,7 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import Planner, plan_steps
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES, PassTimes, StepPrediction
@@ -216,7 +216,7 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
         ValueError: a mesh that the model or the schedule cannot run on.
     """
     predictor = request.predictor(mesh)
-    judge = PredictedJudge(predictor, request.activation_checkpointing)
+    scorer = ProfileScorer(predictor, request.activation_checkpointing)
     planner = Planner(
         request.lengths,
         request.data,
@@ -225,13 +225,13 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
         sharding=request.sharding,
         schedule=predictor.schedule,
         kernel_cost=predictor.latency.segment_cost,
-        judge=judge if by_profile else None,
+        scorer=scorer if by_profile else None,
         mixture=request.mixture,
     )
     plans = plan_steps(planner, request.steps)
     if not by_profile:
         # Exact work knows no memory.
-        plans = [replace(plan, replicas=tuple(judge.settled(plan.replicas))) for plan in plans]
+        plans = [replace(plan, replicas=tuple(scorer.settled(plan.replicas))) for plan in plans]
     steps = tuple(map(predictor.predict, plans))
     tokens = sum(plan.tokens for plan in plans)
     peak = max(step.peak_bytes for step in steps)

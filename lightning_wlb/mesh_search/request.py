@@ -27,7 +27,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Recompute
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.mixture import Share
+from lightning_wlb.planning.mixture import StoreShare
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
@@ -77,7 +77,7 @@ class MeshRequest:
     rest_dtype: str = "float32"
     reduce_dtype: str = "float32"
     sharding: str = ADAPTIVE
-    mixture: tuple[Share, ...] = ()
+    mixture: tuple[StoreShare, ...] = ()
     steps: int = 3
     _stages: dict[int, tuple[range, ...]] = field(default_factory=dict, init=False, repr=False)
 

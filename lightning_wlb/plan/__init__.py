@@ -16,7 +16,7 @@ Vocabulary (docs/design.md):
 Cost: validation is linear in the number of slices.
 """
 
-from lightning_wlb.plan.parts import (
+from lightning_wlb.plan.micro_batches import (
     ActivationCheckpointing,
     MicroBatch,
     Piece,
@@ -26,7 +26,7 @@ from lightning_wlb.plan.parts import (
     piece_counts,
     symmetric_backward,
 )
-from lightning_wlb.plan.scheme import Scheme, Shape, alike
+from lightning_wlb.plan.pipeline_scheme import Scheme, Shape, alike
 from lightning_wlb.plan.step import StepPlan
 
 __all__ = [

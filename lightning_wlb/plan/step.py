@@ -9,8 +9,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from lightning_wlb.plan.parts import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.plan.scheme import Scheme
+from lightning_wlb.plan.micro_batches import (
+    MicroBatch,
+    Piece,
+    ReplicaPlan,
+    Slice,
+    symmetric_backward,
+)
+from lightning_wlb.plan.pipeline_scheme import Scheme
 from lightning_wlb.plan.validation import check
 
 

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from lightning_wlb.plan.parts import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
-from lightning_wlb.plan.scheme import Scheme, alike
+from lightning_wlb.plan.micro_batches import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
+from lightning_wlb.plan.pipeline_scheme import Scheme, alike
 
 
 def check(

@@ -1,43 +1,185 @@
-"""Pieces dealt to pipelines that need not be alike: Hydraulis' Equation 3 and its Algorithm 1.
+"""Greedy dealing: pieces to micro-batches, micro-batches to replicas, pieces to pipelines.
 
-What a pipeline takes is not known before its pieces are packed, but it is not below their cost on
-one stage, and P - 1 times the costliest of them (Equation 2). Equation 3 deals so that the largest
-bound is least, each piece to a pipeline that can hold it. It is an integer program, here
-:func:`deal_exactly`, the definition. :func:`deal_greedily` is the paper's Algorithm 1: pieces go
-one by one in random order, each where the largest bound grows least, and the best of 100 trials
-stays.
+Dealing work in descending order, each time to the receiver with the least so far, is the classic
+greedy for equal loads (Graham's LPT rule): the largest load is at most 4/3 of the best possible
+one, and where there are many small pieces, loads differ by no more than the smallest. Packings that
+keep pieces whole form micro-batches over all replicas at once (N is a global number) and then deal
+these, so a replica may get more micro-batches than another, or none.
 
-A pipeline that begins and ends with short micro-batches may take less than its bound, and one whose
-pieces leave its last micro-batches empty more: whoever needs the step simulates it.
+:func:`deal_greedily` deals pieces to pipelines of unequal depth (Hydraulis, Algorithm 1). What a
+pipeline takes is not known before its pieces are packed, but it is not below their cost on one
+stage, and P - 1 times the costliest of them (Hydraulis, Equation 2). The algorithm makes the
+largest of these bounds small. A pipeline's real time may lie on either side of its bound: simulate
+the step where the time itself is needed.
 
-Cost: O(trials · P · R) for P pieces and R pipelines in compiled loops; Equation 3 takes seconds for
-a few dozen pieces.
+Cost: O(n·log n) for n pieces and O(log R) for each piece dealt to R receivers; O(trials · n · R) in
+compiled loops for :func:`deal_greedily`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import pulp
+
+from lightning_wlb.plan import Piece
+
+Deal = Callable[[Sequence[int], int], list[list[int]]]
+"""Work of each micro-batch, number of replicas -> for each replica its micro-batches, ascending."""
+
+
+def longest_first(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces by descending tokens, equal ones by (document, origin)."""
+    order = sorted(pieces)
+    lengths = [stop - origin for _, origin, stop, _ in order]
+    # Python's sort is stable, also in reverse, so equal lengths keep their order.
+    return [order[at] for at in sorted(range(len(order)), key=lengths.__getitem__, reverse=True)]
+
+
+def fill(pieces: Sequence[Piece], cap: int) -> list[list[Piece]]:
+    """Best-fit-decreasing: each into the fullest bin that has room, or else into a new one.
+
+    Args:
+        pieces: of at most ``cap`` tokens each.
+        cap: most tokens of a bin.
+
+    Returns:
+        The bins as they were opened; of equally full ones the first is taken.
+    """
+    bins: list[list[Piece]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for piece in longest_first(pieces):
+        at = bisect_left(rooms, (piece.tokens, -1))
+        if at == len(rooms):
+            bins.append([piece])
+            insort(rooms, (cap - piece.tokens, len(bins) - 1))
+        else:
+            room, index = rooms.pop(at)
+            bins[index].append(piece)
+            insort(rooms, (room - piece.tokens, index))
+    return bins
+
+
+def deal(works: Sequence[int], loads: list[int]) -> list[int]:
+    """Deal work in the order given, each time to the least loaded; equal loads go by number.
+
+    Args:
+        works: of what is dealt, usually descending.
+        loads: work that each receiver has; what it gets is added.
+
+    Returns:
+        The receiver of each.
+    """
+    heap = [(load, number) for number, load in enumerate(loads)]
+    heapq.heapify(heap)
+    receivers = []
+    for work in works:
+        load, number = heap[0]
+        receivers.append(number)
+        loads[number] = load + work
+        heapq.heapreplace(heap, (loads[number], number))
+    return receivers
+
+
+def deal_capped(
+    pieces: Sequence[Piece],
+    bins: int,
+    cap: int,
+    work: Callable[[int], int],
+    begun: Sequence[tuple[int, int]] = (),
+) -> tuple[list[list[Piece]], list[Piece]]:
+    """Deal pieces to micro-batches of nearly equal work: WLB-LLM Algorithm 1, lines 16-28.
+
+    Pieces go in descending length to the micro-batch with the least work; where that would pass
+    the cap, to the micro-batch with the fewest tokens; where that would pass it too, they do not
+    fit. Short pieces come last and even out what the long ones left, so micro-batches end with
+    equal work and unequal length. A piece may fill a micro-batch exactly (``<=`` where the listing
+    as printed has ``<``, by which a piece of ``cap`` tokens would wait for ever).
+
+    Args:
+        pieces: what may enter the step, none longer than ``cap``.
+        bins: number of micro-batches, N.
+        cap: most tokens of a micro-batch, L_max.
+        work: cost of a piece from its tokens, an integer.
+        begun: work and tokens that the first micro-batches hold before.
+
+    Returns:
+        ``bins`` micro-batches, some possibly empty, and the pieces that did not fit. Equal lengths
+        go by (document, origin), equal micro-batches by number.
+    """
+    dealt: list[list[Piece]] = [[] for _ in range(bins)]
+    left: list[Piece] = []
+    loads, tokens = [0] * bins, [0] * bins
+    for number, (load, length) in enumerate(begun):
+        loads[number], tokens[number] = load, length
+    # A heap entry is stale once its bin has grown; it is dropped when it comes to the top.
+    by_load = [(load, number) for number, load in enumerate(loads)]
+    by_tokens = [(length, number) for number, length in enumerate(tokens)]
+    heapq.heapify(by_load)
+    heapq.heapify(by_tokens)
+    for piece in longest_first(pieces):
+        while by_load[0][0] != loads[by_load[0][1]]:
+            heapq.heappop(by_load)
+        while by_tokens[0][0] != tokens[by_tokens[0][1]]:
+            heapq.heappop(by_tokens)
+        length = piece.tokens
+        chosen = by_load[0][1]
+        if tokens[chosen] + length > cap:
+            chosen = by_tokens[0][1]
+            if tokens[chosen] + length > cap:
+                left.append(piece)
+                continue
+        dealt[chosen].append(piece)
+        loads[chosen] += work(length)
+        tokens[chosen] += length
+        heapq.heappush(by_load, (loads[chosen], chosen))
+        heapq.heappush(by_tokens, (tokens[chosen], chosen))
+    return dealt, left
+
+
+def round_robin(works: Sequence[int], replicas: int) -> list[list[int]]:
+    """Deal micro-batches in their order, one to each replica in turn; see :data:`.Deal`."""
+    return [list(range(replica, len(works), replicas)) for replica in range(replicas)]
+
+
+def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
+    """Deal micro-batches by descending work, each to the replica with the least work so far.
+
+    Equal micro-batches go by index, equal replicas by number. See :data:`.Deal`.
+    """
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
+    order = sorted(range(len(works)), key=lambda index: (-works[index], index))
+    receivers = deal([works[index] for index in order], [0] * replicas)
+    for index, replica in zip(order, receivers, strict=True):
+        dealt[replica].append(index)
+    return [sorted(indices) for indices in dealt]
+
+
+def deal_micro_batches(
+    micro_batches: Sequence[list[Piece]], replicas: int, work: Callable[[int], int], how: Deal
+) -> list[list[list[Piece]]]:
+    """Deal the micro-batches that are not empty, as they are.
+
+    Args:
+        micro_batches: pieces of each.
+        replicas: number of replicas.
+        work: cost of a piece from its tokens.
+        how: :func:`round_robin` or :func:`heaviest_first`.
+
+    Returns:
+        For each replica its micro-batches, in the order in which they were given.
+    """
+    filled = [pieces for pieces in micro_batches if pieces]
+    works = [sum(work(piece.tokens) for piece in pieces) for pieces in filled]
+    return [[filled[index] for index in indices] for indices in how(works, replicas)]
+
 
 TRIALS = 100  # of the paper's experiments
 
 Costs = Sequence[Sequence[int | None]]
 """Of each piece, on each pipeline: forward and backward on one stage; None where it cannot run."""
-
-
-def lower_bound(costs: Costs, own: Sequence[int], pipeline: int, stages: int) -> int:
-    """Equation 2: no packing of these pieces has a value of Equation 1 below it.
-
-    Args:
-        costs: of all pieces.
-        own: indices of the pipeline's pieces.
-        pipeline: its number.
-        stages: its depth.
-    """
-    mine = [costs[index][pipeline] or 0 for index in own]
-    return sum(mine) + (stages - 1) * max(mine, default=0)
 
 
 def deal_greedily(
@@ -60,7 +202,7 @@ def deal_greedily(
     Raises:
         ValueError: a piece that no pipeline can run.
     """
-    _check(costs)
+    check_costs(costs)
     # 62 bits hold the largest bound, whatever the unit of the costs is.
     unit = (max(stages) * sum(max(filter(None, each), default=0) for each in costs) >> 62) + 1
     never = np.iinfo(np.int64).max
@@ -94,62 +236,8 @@ def deal_greedily(
     return [np.flatnonzero(best == pipeline).tolist() for pipeline in range(len(stages))]
 
 
-def deal_exactly(
-    costs: Costs, stages: Sequence[int], nodes: int = 1000
-) -> tuple[list[list[int]], bool]:
-    """Equation 3 as an integer program, solved by CBC through PuLP; for a few dozen pieces.
-
-    Args:
-        costs: of each piece on each pipeline.
-        stages: depth of each pipeline.
-        nodes: most branch-and-bound nodes.
-
-    Returns:
-        For each pipeline the indices of its pieces, ascending, and whether they are proven best.
-
-    Raises:
-        ValueError: a piece that no pipeline can run.
-        RuntimeError: no dealing was found within the nodes.
-    """
-    _check(costs)
-    pipelines = range(len(stages))
-    unit = max(sum(max(filter(None, each), default=0) for each in costs) / len(stages), 1.0)
-    model = pulp.LpProblem("dispatch", pulp.LpMinimize)
-    slowest = pulp.LpVariable("slowest", lowBound=0)
-    longest = [pulp.LpVariable(f"longest_{r}", lowBound=0) for r in pipelines]
-    on = [
-        {
-            r: pulp.LpVariable(f"m_{i}_{r}", cat=pulp.LpBinary)
-            for r in pipelines
-            if each[r] is not None
-        }
-        for i, each in enumerate(costs)
-    ]
-    model += slowest
-    for i, each in enumerate(costs):
-        model += pulp.lpSum(on[i].values()) == 1
-        for r, variable in on[i].items():
-            model += longest[r] >= variable * ((each[r] or 0) / unit)
-    for r in pipelines:
-        total = pulp.lpSum(
-            on[i][r] * ((each[r] or 0) / unit) for i, each in enumerate(costs) if r in on[i]
-        )
-        model += total + (stages[r] - 1) * longest[r] <= slowest
-    model.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes))
-    dealt: list[list[int]] = [[] for _ in pipelines]
-    for i, variables in enumerate(on):
-        values = {r: variable.value() or 0.0 for r, variable in variables.items()}
-        home = max(values, key=values.__getitem__)
-        if abs(values[home] - 1) > 1e-4:
-            raise RuntimeError(
-                f"CBC dealt {len(costs)} pieces to {len(stages)} pipelines in none of {nodes}"
-                " nodes. Give it more nodes, or use deal_greedily."
-            )
-        dealt[home].append(i)
-    return dealt, model.sol_status == pulp.LpSolutionOptimal
-
-
-def _check(costs: Costs) -> None:
+def check_costs(costs: Costs) -> None:
+    """Raise ValueError for a piece that no pipeline can run."""
     for index, each in enumerate(costs):
         if all(cost is None for cost in each):
             raise ValueError(

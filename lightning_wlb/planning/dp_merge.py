@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.longest_first import deal, longest_first
-from lightning_wlb.planning.replicas import Shared
+from lightning_wlb.planning.dealing import deal, longest_first
+from lightning_wlb.planning.replica_plans import Shared
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
 
 OVERHEAD_PERCENT = 10  # extra work, over all replicas, of a piece that they share

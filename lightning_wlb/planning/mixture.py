@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.planning.arrivals import GlobalBatches, Position, document_numbers
+from lightning_wlb.planning.global_batches import GlobalBatches, StreamPosition, document_numbers
 
 
-class Share(NamedTuple):
+class StoreShare(NamedTuple):
     """What a mixture takes of a store.
 
     Attributes:
@@ -72,7 +72,7 @@ class MixedBatches(GlobalBatches):
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[StoreShare],
         lengths: NDArray[np.int64],
         tokens: int,
         window: int,
@@ -119,7 +119,7 @@ class MixedBatches(GlobalBatches):
         )
         self._make_orders()
 
-    def _after(self, at: Position) -> tuple[list[tuple[int, int, int]], Position]:
+    def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """The pieces of the global batch at a position, and where it ends.
 
         As many documents as it may need are drawn, and those that it has not taken put back.

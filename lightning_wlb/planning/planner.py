@@ -30,11 +30,11 @@ from lightning_wlb.heterogeneous.dealing import check_packing
 from lightning_wlb.heterogeneous.pool import Elected, Pool
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, StepPlan
-from lightning_wlb.planning.arrivals import GlobalBatches
-from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
-from lightning_wlb.planning.mixture import MixedBatches, Share
+from lightning_wlb.planning.global_batches import GlobalBatches
+from lightning_wlb.planning.mixture import MixedBatches, StoreShare
 from lightning_wlb.planning.packing.base import MicroBatches, Placement, Rules
+from lightning_wlb.planning.plan_scoring import PlanScorer
+from lightning_wlb.planning.replica_plans import laid_out, to_be_laid_out
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -75,10 +75,10 @@ class Planner:
             next-token target; None: every token but the document's last.
         kernel_cost: of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
-        judge: what methods that try several plans of a step choose by, such as
-            ``planning.judge.PredictedJudge``; None: simulations of ``work``.
+        scorer: what methods that try several plans of a step choose by, such as
+            ``planning.scorer.ProfileScorer``; None: simulations of ``work``.
         activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: what
-            the judge settles on, else nothing.
+            the scorer settles on, else nothing.
         mixture: where documents are those of several stores, one store's after another's: what is
             taken of each. A document's number then grows by the number of all documents with
             each pass (:mod:`lightning_wlb.planning.mixture`).
@@ -86,8 +86,8 @@ class Planner:
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``, a pool without a judge or with a packing that cannot deal to
-            pipelines that differ, or an unknown sharding, schedule or activation checkpointing.
+            ``long_documents="error"``, a pool without a scorer or with a packing that cannot deal
+            to pipelines that differ, or an unknown sharding, schedule or activation checkpointing.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Planner:
         schedule: str = "1f1b",
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
-        judge: Judge | None = None,
+        scorer: PlanScorer | None = None,
         activation_checkpointing: ActivationCheckpointing = "auto",
-        mixture: Sequence[Share] = (),
+        mixture: Sequence[StoreShare] = (),
         pool: Pool | None = None,
     ) -> None:
         self._data = data
@@ -116,10 +116,10 @@ class Planner:
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         self._checkpointing = activation_checkpointing
-        self._place = Placement(mesh, to_be_laid_out(self._sharding), judge, slices)
-        if pool is not None and judge is None:
+        self._place = Placement(mesh, to_be_laid_out(self._sharding), scorer, slices)
+        if pool is not None and scorer is None:
             raise ValueError(
-                "a pool of strategies needs a device profile to choose by: give judge."
+                "a pool of strategies needs a device profile to choose by: give scorer."
             )
         self._pool = pool
         self._targets = targets or self._targets_in_document
@@ -262,15 +262,15 @@ class Planner:
         """The same replicas, with what their micro-batches compute again in backward."""
         if self._checkpointing != "auto":
             return recomputing(replicas, self._checkpointing)
-        judge = self._place.judge
-        return replicas if judge is None else judge.settled(replicas)
+        scorer = self._place.scorer
+        return replicas if scorer is None else scorer.settled(replicas)
 
     def _elect(self, pieces: Sequence[Piece], settled: Sequence[ReplicaPlan]) -> Elected | None:
         """Pipelines that are faster than the mesh's for a step that is ``settled`` on these."""
-        judge = self._place.judge
-        if self._pool is None or judge is None:
+        scorer = self._place.scorer
+        if self._pool is None or scorer is None:
             return None
-        given = self.rules, self._data.packer, judge(settled), judge.limit
+        given = self.rules, self._data.packer, scorer(settled), scorer.limit
         return self._pool.elect(pieces, *given)
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
@@ -306,7 +306,7 @@ class Planner:
 
 
 def arrivals_of(
-    lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[Share]
+    lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[StoreShare]
 ) -> GlobalBatches:
     """The global batches of a run.
 

@@ -28,9 +28,20 @@ Equal packs are the paper's. Where the pipeline has P stages, P - 1 last packs t
 the work of the one before drain it sooner, because nothing else runs beside their backwards; other
 profiles of work gain hardly more (``benchmarks/results/slimpack.md``).
 
+Where a micro-batch ends one piece and begins the next, their slices are one chain, whose backward
+runs in reverse as a whole: a step of such micro-batches opens all of them at once.
+:func:`cut_apart` makes micro-batches in which no two slices of different pieces meet. For M
+micro-batches of equal work w, a piece of k·w, k rounded to a whole number of at least 2, becomes k
+slices of equal work, each in a micro-batch of its own. The other pieces stay whole and go, in
+descending length, to the micro-batch with the least work: one that has a slice, or one of the M
+that have none. Micro-batches with slices come first, those of the longest piece before the others,
+so that a chain never needs more forwards than the chain before it. At most one long piece is then
+open on the last stage. Micro-batches are less equal, by up to half where pieces have little more
+work than one of them: use it where memory is short, and for long pieces of similar length.
+
 Cost: O(P·log P + M) searches for P pieces, and O(P·M) where the cap binds: below a millisecond for
 hundreds of pieces. Not for executors that keep no keys and values between micro-batches, nor for so
-many packs that their kernels no longer fill the device: only a judge can see that.
+many packs that their kernels no longer fill the device: only a scorer can see that.
 """
 
 from __future__ import annotations
@@ -38,11 +49,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece, Slice
-from lightning_wlb.planning.longest_first import longest_first
+from lightning_wlb.planning.dealing import deal_capped, longest_first
 
 TILE = 128  # tokens; the key tile of attention kernels
 LEAST_SLICE = 512  # tokens
@@ -298,3 +310,70 @@ class _Filling:
             self.cut = _Part(piece, stop)
         elif start:
             self.cut = None
+
+
+def cut_apart(
+    pieces: Sequence[Piece],
+    packs: int,
+    cap: int,
+    work: PassWork,
+    *,
+    tile: int = TILE,
+    least: int = LEAST_SLICE,
+    taper: int = 0,
+) -> list[list[Slice]]:
+    """The micro-batches of one replica, of which none has slices of two pieces that were cut.
+
+    Args:
+        pieces: the replica's pieces, none longer than ``cap``.
+        packs: M, at least 1. There are more where pieces do not fit so many, fewer where no piece
+            is left for them.
+        cap: most tokens of a micro-batch.
+        work: of forward and backward.
+        tile: cut positions are multiples of it from the piece's origin.
+        least: tokens of the shortest slice, about.
+        taper: how many of the last micro-batches without slices have 5/6 of the work of the one
+            before.
+
+    Returns:
+        The slices of each micro-batch in forward order, every token once, none empty.
+    """
+    if not pieces:
+        return []
+    total = sum(work(piece.tokens) for piece in pieces)
+    made: list[list[Slice]] = []
+    whole: list[Piece] = []
+    for piece in longest_first(pieces):
+        nearest = (2 * packs * work(piece.tokens) + total) // (2 * total)
+        count = min(nearest, piece.tokens // max(least, tile))
+        if count > 1:
+            made += [[part] for part in _cut(piece, count, work, tile)]
+        else:
+            whole.append(piece)
+    begun = [(work(part.tokens, part.context), part.tokens) for (part,) in made]
+    # A tapered micro-batch begins with the work that it shall not get.
+    shares = pack_shares(packs, taper)
+    begun += [(total * (shares[0] - share) // sum(shares), 0) for share in shares[len(made) :]]
+    while True:
+        dealt, left = deal_capped(whole, len(begun), cap, work, begun)
+        if not left:
+            break
+        begun += [(0, 0)] * -(-sum(piece.tokens for piece in left) // cap)
+    made += [[] for _ in begun[len(made) :]]
+    for pack, of_pack in zip(made, dealt, strict=True):
+        pack += [Slice(each.document, each.origin, each.origin, each.stop) for each in of_pack]
+    return [pack for pack in made if pack]
+
+
+def _cut(piece: Piece, count: int, work: PassWork, tile: int) -> list[Slice]:
+    """Slices of about equal work."""
+    total = work(piece.tokens)
+    stops = [
+        (work.tokens_within(total * at // count) + tile // 2) // tile * tile
+        for at in range(1, count)
+    ]
+    cuts = sorted({0, *(min(stop, piece.tokens) for stop in stops), piece.tokens})
+    return [
+        Slice(piece.document, piece.origin, piece.origin + start, piece.origin + stop)
+        for start, stop in pairwise(cuts)
+    ]

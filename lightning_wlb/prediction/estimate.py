@@ -2,8 +2,8 @@
 
 While a packing looks for the best plan, no sharding is chosen yet, because choosing one takes
 longer than everything else. But that choice ends where ranks have equal rows and nearly equal
-attention (:mod:`~lightning_wlb.sharding.choice`). So the mean rank stands here for the slowest: it
-has as many rows as the others, and its part of everything else. A piece of less than 1/8 of a
+attention (:mod:`~lightning_wlb.sharding.adaptive`). So the mean rank stands here for the slowest:
+it has as many rows as the others, and its part of everything else. A piece of less than 1/8 of a
 rank's attention and 1/4 of its rows stays whole; a longer one is dealt to so many ranks that each
 part is that small, or to all, as a chunk from the front and one from the back
 (:mod:`~lightning_wlb.sharding.hybrid`).
@@ -28,9 +28,9 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import ReplicaPlan, Slice
 from lightning_wlb.prediction.micro_batch import PASSES, Exchange, by_mode, over_layers, reach_of
 from lightning_wlb.prediction.step import MicroBatchCost
-from lightning_wlb.sharding.arrays import Integers, offsets
 from lightning_wlb.sharding.hybrid import LEAST_TILES
-from lightning_wlb.sharding.indices import ALL_TO_ALL_PERCENT
+from lightning_wlb.sharding.integer_ranges import Integers, offsets
+from lightning_wlb.sharding.rank_indices import ALL_TO_ALL_PERCENT
 
 MOST_REMEMBERED = 1 << 12
 """Micro-batches: those that are tried in a step on a thousand ranks."""

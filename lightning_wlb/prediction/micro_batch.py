@@ -25,7 +25,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import Slice
 from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
 from lightning_wlb.sharding import Layout, traffic, uses_all_to_all
-from lightning_wlb.sharding.arrays import offsets
+from lightning_wlb.sharding.integer_ranges import offsets
 
 PASSES = (False, True)  # whether it is backward
 UNBOUNDED = 2**62  # more keys than any query sees

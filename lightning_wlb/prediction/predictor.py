@@ -46,14 +46,14 @@ from lightning_wlb.prediction.step import (
 )
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
+from lightning_wlb.schedule.layer_split import split_stages
 from lightning_wlb.schedule.programs import (
     check_stages,
     make_programs,
     meetings_of,
     program_of,
 )
-from lightning_wlb.schedule.simulate import simulate_replicas
-from lightning_wlb.schedule.stages import split_stages
+from lightning_wlb.schedule.simulator import simulate_replicas
 from lightning_wlb.sharding import ADAPTIVE, HEADS, layout
 
 

@@ -47,7 +47,7 @@ from lightning_wlb.prediction.step_totals import (
     orders_of,
 )
 from lightning_wlb.schedule.actions import FORWARD, Action
-from lightning_wlb.sharding.arrays import Integers
+from lightning_wlb.sharding.integer_ranges import Integers
 
 Place = tuple[int, int]
 """A replica by its place among those that are settled together, and a micro-batch by number."""

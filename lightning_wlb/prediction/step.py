@@ -13,7 +13,7 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.simulate import Simulation
+from lightning_wlb.schedule.simulator import Simulation
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 """What a micro-batch may recompute, the least first."""

@@ -7,7 +7,7 @@ Some bytes are made by one action and freed by another (:func:`freed_bytes`):
   same piece makes, for the whole micro-batch, and the micro-batch's own backward takes
   (:mod:`~lightning_wlb.attention.sliced`);
 * the gradient that a backward sends to the stage before, which is held until a message comes back
-  that proves its arrival (:mod:`~lightning_wlb.schedule.receipts`). What a forward sends on is held
+  that proves its arrival (:mod:`~lightning_wlb.schedule.actions`). What a forward sends on is held
   until its own backward anyway.
 
 Cost: about 2 µs per action.
@@ -26,10 +26,9 @@ import numpy as np
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.step import MODES, MicroBatchCost
-from lightning_wlb.schedule.actions import BACKWARD, Action, target_of
+from lightning_wlb.schedule.actions import BACKWARD, Action, receipts, target_of
 from lightning_wlb.schedule.packflow import backward_order
-from lightning_wlb.schedule.receipts import receipts
-from lightning_wlb.sharding.arrays import Integers
+from lightning_wlb.sharding.integer_ranges import Integers
 
 
 @dataclass(frozen=True)

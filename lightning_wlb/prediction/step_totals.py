@@ -2,7 +2,7 @@
 
 A predicted step (:mod:`~lightning_wlb.prediction.predictor`) has the begin, end and bytes of every
 action. Here the same two totals come from arrays over micro-batches and ranks: times by the
-recurrence (:mod:`~lightning_wlb.schedule.recurrence`), bytes from what has run before each
+recurrence (:mod:`~lightning_wlb.schedule.fast_simulator`), bytes from what has run before each
 backward, which in 1F1B is known without times. Both are exactly those of the simulation, which a
 test holds. Only for the schedule 1F1B with one stage per rank.
 
@@ -20,9 +20,9 @@ from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MicroBatchCost
 from lightning_wlb.prediction.step_memory import StepMemory, first_readers
+from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.packflow import backward_orders, planned_warm_up
-from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
-from lightning_wlb.sharding.arrays import Integers
+from lightning_wlb.sharding.integer_ranges import Integers
 
 
 class Order(NamedTuple):

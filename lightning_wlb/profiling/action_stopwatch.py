@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.schedule.actions import Action, Timing
 
 Moment = Any
 """What the clocks of a device read at one time."""

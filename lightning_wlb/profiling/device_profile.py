@@ -7,8 +7,8 @@
 * A stream of element-wise work for the memory's bandwidth.
 * Two processes that exchange small and large messages, for the link within a node.
 * Micro-batches that were in no grid, whole stages forward and backward: windows of document lengths
-  like those of long-context pretraining (:mod:`lightning_wlb.planning.workloads`). The median and
-  the worst relative error of their prediction go into the profile (``errors``).
+  like those of long-context pretraining (:mod:`lightning_wlb.planning.synthetic_lengths`). The
+  median and the worst relative error of their prediction go into the profile (``errors``).
 
 On a CPU with one thread, times are the thread's own CPU time, as in the strategy's stopwatch, so
 that a busy machine disturbs the result little; on CUDA they are events on a stream that the host

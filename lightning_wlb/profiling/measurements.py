@@ -37,8 +37,8 @@ from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.arrivals import cut_stream
-from lightning_wlb.planning.workloads import generator_a
+from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.profiling.action_stopwatch import make_stopwatch
 from lightning_wlb.profiling.call_timer import make_timer

@@ -1,17 +1,24 @@
-"""Actions: what a pipeline rank does, as data that prints and parses.
+"""Actions: what a pipeline rank does, which messages follow from it, and when it ran.
 
 An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` is its backward. A
 *program* is the list of actions of one rank, a *schedule* the programs of all ranks of one
-pipeline. Stages are numbered over the whole pipeline; stage s is on rank s % ranks. Sends and
-receives are not written down, because they follow from the actions: a forward begins with a
-receive from the stage before, if there is one, and ends with a send to the stage after, if there
-is one; a backward does so the other way round. Between two stages of one rank nothing is sent.
+pipeline. Stages are numbered over the whole pipeline; stage s is on rank s % ranks.
+
+Sends and receives are not written down, because they follow from the actions: a forward begins
+with a receive from the stage before, if there is one, and ends with a send to the stage after, if
+there is one; a backward does so the other way round. Between two stages of one rank nothing is
+sent. :func:`receipts` says when a rank knows, without asking, that a message of its own has
+arrived.
+
+:class:`Timing` is an action as it was measured, :class:`Span` an action on a time axis, measured or
+predicted.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 FORWARD: Literal["F"] = "F"
@@ -85,3 +92,78 @@ def channel_of(action: Action, ranks: int) -> Channel:
     """The channel on which ``action`` receives its message, in a pipeline of ``ranks`` ranks."""
     sender_side = action.stage if action.kind == FORWARD else action.stage + 1
     return Channel(action.kind, closes_ring=sender_side % ranks == 0)
+
+
+def receipts(
+    programs: Mapping[int, Sequence[Action]], rank: int, ranks: int, stages: int
+) -> dict[Action, list[Action]]:
+    """Which messages of a rank have certainly been received when an action's own has arrived.
+
+    A neighbour sends the message of an action after it has received what that action needed. So
+    when that message arrives, a rank can free the buffers of everything it had sent for it;
+    otherwise it would hold every message until the end of the step. Messages that no answer follows
+    (of the pipeline's last backwards, one for each forward of the warm-up) are held until then.
+    The cost is linear in the actions of two neighbours.
+
+    Args:
+        programs: by rank, of at least the neighbours of ``rank`` in the ring of ranks.
+        rank: the rank that sent the messages.
+        ranks: number of ranks of the pipeline.
+        stages: number of stages over all ranks.
+
+    Returns:
+        For actions of the rank that receive a message from another rank: those of its actions
+        whose messages the sender had received before it sent this one. Each is listed once, in
+        the order in which they were received.
+    """
+    proven: dict[Action, list[Action]] = {}
+    for peer in sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank}):
+        received: list[Action] = []
+        for action in programs[peer]:
+            source, target = source_of(action, stages), target_of(action, stages)
+            if source is not None and source.stage % ranks == rank:
+                received.append(source)
+            if target is not None and target.stage % ranks == rank:
+                proven[target] = received
+                received = []
+    return proven
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One action as it ran on one rank; all times in seconds.
+
+    Args:
+        action: what ran.
+        begin: when it began, from the start of the rank's step (receives included before it).
+        wall: elapsed time of the computation: without waits for the neighbouring stages, with
+            waits inside it (collectives of context and tensor parallelism).
+        compute: time the rank itself worked: its own CPU time on CPU, ``wall`` on a GPU.
+        attention: the part of ``compute`` spent in attention kernels, collectives excluded.
+    """
+
+    action: Action
+    begin: float
+    wall: float
+    compute: float
+    attention: float
+
+
+class Span(NamedTuple):
+    """One action on a rank's time axis; integer nanoseconds from the start of the step."""
+
+    action: Action
+    begin_ns: int
+    end_ns: int
+
+
+def spans_of(timings: Iterable[Timing]) -> tuple[Span, ...]:
+    """Measured timings as spans, ``wall`` wide, rounded to whole nanoseconds.
+
+    Every rank counts from the start of its own step, so spans of several ranks are aligned only as
+    well as the ranks were at that moment.
+    """
+    return tuple(
+        Span(timing.action, round(timing.begin * 1e9), round((timing.begin + timing.wall) * 1e9))
+        for timing in timings
+    )

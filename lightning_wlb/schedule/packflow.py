@@ -29,7 +29,7 @@ The schedules of the field are cases of it:
 
 Up to max(n_j - j) + P - 1 - p micro-batches are open on stage p, so a chain as long as the step
 opens all of them, as GPipe does. The cost is linear in the number of actions. That the orders do
-not deadlock is proven elsewhere, over all ranks: :mod:`~lightning_wlb.schedule.proof`.
+not deadlock is proven elsewhere, over all ranks: :mod:`~tests.schedule.proof`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every schedule is a case of PackFlow (:mod:`~lightning_wlb.schedule.packflow`); one line of
 :data:`SCHEDULES` registers another, and the tests hold every one of them to
-:func:`~lightning_wlb.schedule.proof.check_schedule`.
+:func:`~tests.schedule.proof.check_schedule`.
 
 Cost: linear in actions; for shared micro-batches in those of all replicas.
 """

@@ -21,22 +21,22 @@ first key that its first query sees) to the chunk's end, causal and aligned at t
 last query is that of the last key. Under ``heads`` the segments are the whole pieces.
 """
 
-from lightning_wlb.sharding.choice import (
+from lightning_wlb.sharding.adaptive import (
     ADAPTIVE,
     Tokens,
     choose,
     choose_each,
     predicted_latency,
 )
-from lightning_wlb.sharding.heads import HEADS, check_heads
-from lightning_wlb.sharding.indices import (
+from lightning_wlb.sharding.layout import NAMES, SHARDINGS, Layout, layout
+from lightning_wlb.sharding.methods import HEADS, check_heads
+from lightning_wlb.sharding.rank_indices import (
     RankIndices,
     head_indices,
     rank_indices,
     traffic,
     uses_all_to_all,
 )
-from lightning_wlb.sharding.layout import NAMES, SHARDINGS, Layout, layout
 
 __all__ = [
     "ADAPTIVE",

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.cost.attention_tiles import OVERHEAD, TILE, UNITS
-from lightning_wlb.sharding.arrays import Integers
+from lightning_wlb.sharding.integer_ranges import Integers
 
 SHARES = (8, 32)
 """A piece stays whole up to 1/8 of a rank's work, or up to 1/32; they are tried in this order."""

@@ -8,15 +8,16 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_wlb.sharding.arrays import Integers, offsets
-from lightning_wlb.sharding.heads import HEADS, equal_ranges
 from lightning_wlb.sharding.hybrid import hybrid
-from lightning_wlb.sharding.paired import (
+from lightning_wlb.sharding.integer_ranges import Integers, offsets
+from lightning_wlb.sharding.methods import (
+    HEADS,
+    equal_ranges,
     per_document,
     per_document_contiguous,
     per_sequence,
+    ptrr,
 )
-from lightning_wlb.sharding.ptrr import ptrr
 
 SHARDINGS: dict[str, Callable[[Integers, int], Integers]] = {
     "hybrid": hybrid,

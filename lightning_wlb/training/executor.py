@@ -33,9 +33,7 @@ from lightning_wlb.mesh import Rank
 from lightning_wlb.models.compiled_functions import uncompiled
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
-from lightning_wlb.schedule.actions import FORWARD, Action
-from lightning_wlb.schedule.receipts import receipts
-from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.schedule.actions import FORWARD, Action, Timing, receipts
 from lightning_wlb.supervision.progress import EXCHANGING, HERE, REDUCING, RUNNING
 from lightning_wlb.supervision.signals import NOTICES
 from lightning_wlb.training.activation_count import ActivationCount

@@ -2,7 +2,7 @@
 
 * A send is posted, its tensor and handle are kept, and it is waited for late: waiting at once
   deadlocks two neighbours that both send first. When a message comes back that the peer sent after
-  it had received this one (:mod:`~lightning_wlb.schedule.receipts`), the wait returns at once and
+  it had received this one (:mod:`~lightning_wlb.schedule.actions`), the wait returns at once and
   the tensor is freed; the rest is waited for at the step's end.
 * Each channel of messages has its own process group, so that forward and backward messages, and
   those that close the ring of virtual stages, do not wait in each other's queue. Within a channel

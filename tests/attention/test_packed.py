@@ -21,7 +21,7 @@ from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.plan import Slice
 from lightning_wlb.sharding import HEADS, head_indices, layout, rank_indices
-from lightning_wlb.sharding.slices import SlicedReplica
+from lightning_wlb.sharding.sliced_indices import SlicedReplica
 from tests.attention.support import as_it_is, everything, rank_errors
 from tests.ranks import run_ranks
 

@@ -18,7 +18,7 @@ from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.plan import Slice
 from lightning_wlb.sharding import layout
-from lightning_wlb.sharding.slices import Run, SlicedReplica
+from lightning_wlb.sharding.sliced_indices import Run, SlicedReplica
 
 
 class Seen(VarlenAttention):

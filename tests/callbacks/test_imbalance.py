@@ -31,8 +31,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.layouts import rank_in
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan
-from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.schedule.actions import Action, Timing
 
 
 def make_plan(lengths: list[list[list[int]]], micro_batches: int, arrival: int = 0) -> StepPlan:

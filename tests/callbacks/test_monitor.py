@@ -27,8 +27,7 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.schedule.actions import Action, Timing
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 

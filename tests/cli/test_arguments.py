@@ -27,7 +27,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PackingChoice
 from lightning_wlb.planning.planner import plan_steps
-from lightning_wlb.planning.workloads import documents_for, generator_a
+from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 SMALL = [
     "plan", "--lengths", "generator-a", "--model", "tiny", "--mesh", "1,2,1,1", "--profile", "cpu",

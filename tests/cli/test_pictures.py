@@ -5,10 +5,9 @@ import pytest
 from matplotlib.image import imread
 
 from lightning_wlb.cli.pictures import draw_gantt, write_trace
-from lightning_wlb.schedule.actions import Action, parse_program
+from lightning_wlb.schedule.actions import Action, Timing, parse_program
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.simulate import simulate
-from lightning_wlb.schedule.timeline import Timing
+from lightning_wlb.schedule.simulator import simulate
 
 
 def predicted():

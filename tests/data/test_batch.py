@@ -22,7 +22,7 @@ from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.sharding import SHARDINGS, layout
-from lightning_wlb.sharding.slices import OWN
+from lightning_wlb.sharding.sliced_indices import OWN
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan, alike
-from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS, NAMES, layout

@@ -18,7 +18,7 @@ from lightning_wlb.heterogeneous.prediction import predict_elsewhere
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Scheme, StepPlan, alike
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.longest_first import longest_first
+from lightning_wlb.planning.dealing import longest_first
 from lightning_wlb.prediction.predictor import Predictor
 
 SHAPE = ModelShape(dim=2048, layers=4, heads=16, kv_heads=16, head_dim=128, ffn_dim=5504,
@@ -84,7 +84,7 @@ def test_a_plan_on_unequal_pipelines_is_valid_and_deals_by_what_they_can_do() ->
     assert {part.document for part in made.replicas[0].slices} >= {0}
     assert sharers(made) == {(0,), (1,), (2,)}
     times = [
-        each.judge([replace_numbers(plan)]).time
+        each.scorer([replace_numbers(plan)]).time
         for each, plan in zip((deep, flat, flat), made.replicas, strict=True)
     ]
     assert made.time_ns == max(times) < 1.25 * min(times)
@@ -96,7 +96,7 @@ def test_dealing_is_near_the_best_of_all_by_simulation() -> None:
     packers = [DATA.packer(replace(RULES, micro_batches=each)) for each in (3, 1)]
     best = min(
         max(
-            each.judge(each.plan(mine, packer)).time
+            each.scorer(each.plan(mine, packer)).time
             for at, (each, packer) in enumerate(zip(receivers, packers, strict=True))
             if (mine := [piece for piece, home in zip(own, homes, strict=True) if home == at])
         )
@@ -132,7 +132,7 @@ def test_pipelines_that_are_all_alike_are_arranged_as_a_mesh_of_them() -> None:
     assert list(made.replicas) == kind.plan(longest_first(own), packer)
     # The longest piece has more work than a pipeline's share.
     assert (0, 1) in sharers(made)
-    assert made.time_ns < receiver(FLAT).judge(receiver(FLAT).plan(own[:1], packer)).time
+    assert made.time_ns < receiver(FLAT).scorer(receiver(FLAT).plan(own[:1], packer)).time
 
 
 def test_a_piece_of_more_work_than_any_pipelines_share_goes_where_most_share_it(

@@ -14,7 +14,7 @@ from lightning_wlb.heterogeneous.parameters import Linked
 from lightning_wlb.heterogeneous.transfer import Push
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Piece, Scheme, StepPlan
-from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
 from tests.heterogeneous.test_runtime import LENGTHS, WINDOW, config, documents, executor

@@ -17,7 +17,7 @@ from lightning_wlb.heterogeneous.prediction import predict_elsewhere
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PredictedJudge
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.parameter_traffic import Traffic
 from lightning_wlb.prediction.predictor import Predictor
@@ -41,7 +41,7 @@ def base(mesh: Mesh = MESH, **changes) -> Predictor:
 def planner(*strategies: Strategy, data: DataSettings = DATA, **changes) -> Planner:
     predictor = base(**changes)
     pool = Pool.of(strategies, predictor) if strategies else None
-    return Planner(LENGTHS, data, Work.of(SHAPE), MESH, judge=PredictedJudge(predictor), pool=pool)
+    return Planner(LENGTHS, data, Work.of(SHAPE), MESH, scorer=ProfileScorer(predictor), pool=pool)
 
 
 def test_steps_leave_the_mesh_where_another_strategy_is_faster_and_holds_their_pieces() -> None:
@@ -121,15 +121,15 @@ def test_no_step_is_predicted_to_lose(mesh, strategies, gigabytes, lengths, pack
     predictor = base(mesh, memory_bytes=gigabytes * 10**9, device_type="cpu")
     own = strategy_of(mesh, predictor.stages)
     pool = Pool.of([each for each in strategies if each != own] or [OTHERS[3]], predictor)
-    judge, data = PredictedJudge(predictor), replace(DATA, packing=packing)
+    scorer, data = ProfileScorer(predictor), replace(DATA, packing=packing)
     given = lengths, data, Work.of(SHAPE), mesh
-    plan, plain = (Planner(*given, judge=judge, pool=each).next_step() for each in (pool, None))
+    plan, plain = (Planner(*given, scorer=scorer, pool=each).next_step() for each in (pool, None))
     if not plan.strategy:
         assert plan.digest == plain.digest
         return
     kinds = {shape: each.predictor for shape, each in pool.kinds[plan.strategy].items()}
-    found, on_mesh = predict_elsewhere(plan, kinds, predictor.latency), judge(plain.replicas)
-    over, before = (max(peak - judge.limit, 0) for peak in (found.peak_bytes, on_mesh.peak))
+    found, on_mesh = predict_elsewhere(plan, kinds, predictor.latency), scorer(plain.replicas)
+    over, before = (max(peak - scorer.limit, 0) for peak in (found.peak_bytes, on_mesh.peak))
     assert over <= before
     assert over < before or found.total_ns <= 0.995 * on_mesh.time
 

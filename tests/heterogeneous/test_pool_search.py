@@ -17,7 +17,7 @@ from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.heterogeneous.pool_search import PoolChoice, choose_pool, described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Scheme
-from lightning_wlb.planning.judge import PredictedJudge, Verdict
+from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Planner, Release, plan_steps
 from tests.mesh_search.requests import request
 
@@ -40,7 +40,7 @@ def of(*sizes: int) -> Strategy:
 
 def step(on_mesh: int, times: dict[Strategy, int], excess: int = 0) -> dynamic._Step:
     made = {each: Arranged(excess, time, (), 0) for each, time in times.items()}
-    return dynamic._Step(Verdict(on_mesh, 10), made)
+    return dynamic._Step(PlanScore(on_mesh, 10), made)
 
 
 def test_what_is_promised_is_what_the_planner_plans() -> None:
@@ -52,11 +52,11 @@ def test_what_is_promised_is_what_the_planner_plans() -> None:
     assert len(choice.chosen) > 1  # steps differ in what suits them
     assert all(choice.chosen)
     base = given.predictor(MESH)
-    judge = PredictedJudge(base)
+    scorer = ProfileScorer(base)
 
     def plans(pool: Pool | None):
         planner = Planner(
-            given.lengths, given.data, Work.of(SHAPE), MESH, judge=judge, pool=pool,
+            given.lengths, given.data, Work.of(SHAPE), MESH, scorer=scorer, pool=pool,
             kernel_cost=base.latency.segment_cost,
         )  # fmt: skip
         return plan_steps(planner, 6)[3:], planner
@@ -67,12 +67,12 @@ def test_what_is_promised_is_what_the_planner_plans() -> None:
     total = 0
     for plain, plan in zip(on_mesh, chosen, strict=True):
         arranged = pool.arranged(plan.pieces, planner.rules, given.data.packer)
-        on, off = judge(plain.replicas).time, arranged.get(plan.strategy)
+        on, off = scorer(plain.replicas).time, arranged.get(plan.strategy)
         total += off.time_ns if off else on
         assert plan.strategy or plan.digest == plain.digest
         assert off is None or off.time_ns < on
     assert (choice.steps, choice.pool_ns) == (3, total)
-    assert choice.mesh_ns == sum(judge(plan.replicas).time for plan in on_mesh)
+    assert choice.mesh_ns == sum(scorer(plan.replicas).time for plan in on_mesh)
     strategies = [plan.strategy for plan in chosen]
     assert choice.chosen == tuple(map(strategies.count, choice.strategies))
     assert choice == choose_pool(given, MESH)

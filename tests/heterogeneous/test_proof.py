@@ -12,7 +12,7 @@ from lightning_wlb.heterogeneous.proof import Travel, threads_elsewhere
 from lightning_wlb.plan import Scheme
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.rendezvous import Post, Thread, Wait, run_to_the_end
+from tests.schedule.rendezvous import Post, Thread, Wait, run_to_the_end
 
 LAYERS = 3
 TWO_NODES = (Scheme(0, (1, 2)), Scheme(2, (3,), context=2))

@@ -22,7 +22,6 @@ from lightning_wlb.heterogeneous.transfer import Groups, Pull, weights_of
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.programs import meetings_of, program_of
-from lightning_wlb.schedule.rendezvous import Post, Wait, run_to_the_end
 from lightning_wlb.supervision.progress import HERE
 from tests.heterogeneous.random_strategies import random_run
 from tests.heterogeneous.test_runtime import (
@@ -36,6 +35,7 @@ from tests.heterogeneous.test_runtime import (
     reference,
 )
 from tests.ranks import run_ranks
+from tests.schedule.rendezvous import Post, Wait, run_to_the_end
 from tests.strategy.harness import relative_error, whole
 
 FROZEN = ("layers.1.", "layers.2.attention.")

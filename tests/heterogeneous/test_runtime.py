@@ -22,7 +22,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Piece, Scheme, StepPlan
-from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
 from lightning_wlb.training.executor import Executor

@@ -17,7 +17,7 @@ from lightning_wlb.mesh_search.evaluate import (
     evaluate,
     name_of,
 )
-from lightning_wlb.planning.mixture import Share
+from lightning_wlb.planning.mixture import StoreShare
 from tests.mesh_search.requests import request
 
 PIPELINE = Mesh(2, 2)
@@ -95,7 +95,7 @@ def test_meshes_that_fit_come_first() -> None:
 
 
 def test_a_mixture_takes_its_shares() -> None:
-    shares = (Share("first", 30, 1.0), Share("second", 30, 3.0))
+    shares = (StoreShare("first", 30, 1.0), StoreShare("second", 30, 3.0))
     plain, mixed = (evaluate(request(mixture=each), PIPELINE) for each in ((), shares))
 
     def of_second(made: Evaluation) -> float:

@@ -11,7 +11,7 @@ import pytest
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.mixture import Share
+from lightning_wlb.planning.mixture import StoreShare
 from tests.mesh_search.requests import SMALL, request
 
 
@@ -41,7 +41,7 @@ def test_equal_requests_have_equal_digests() -> None:
         {"rest_dtype": "bfloat16"},
         {"reduce_dtype": "bfloat16"},
         {"sharding": "hybrid"},
-        {"mixture": (Share("a", 30, 1.0), Share("b", 30, 2.0))},
+        {"mixture": (StoreShare("a", 30, 1.0), StoreShare("b", 30, 2.0))},
         {"steps": 3},
     ],
     ids=lambda change: next(iter(change)),

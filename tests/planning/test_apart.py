@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.apart import cut_apart
+from lightning_wlb.planning.slicing import cut_apart
 from tests.planning.test_slicing import pieces_of
 
 LINEAR = PassWork(1, 0)

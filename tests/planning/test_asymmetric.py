@@ -3,12 +3,11 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Slice, StepPlan
-from lightning_wlb.planning.asymmetric import slice_pieces_asymmetric
-from lightning_wlb.planning.replicas import asymmetric_replica_plan
+from lightning_wlb.planning.packing.slim import asymmetric_replica_plan, slice_pieces_asymmetric
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.packflow import backward_order, packflow
-from lightning_wlb.schedule.proof import check_schedule
 from tests.planning.test_slicing import LINEAR, LLAMA2_7B_LAYER, load, pieces_of
+from tests.schedule.proof import check_schedule
 
 FORWARD, BACKWARD = LLAMA2_7B_LAYER.forward, LLAMA2_7B_LAYER.backward
 

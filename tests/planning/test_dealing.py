@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.planning.dealing import Costs, deal_exactly, deal_greedily, lower_bound
+from benchmarks.exact_dealing import deal_exactly, lower_bound
+from lightning_wlb.planning.dealing import Costs, deal_greedily
 
 
 def worst(costs: Costs, dealt, stages) -> int:

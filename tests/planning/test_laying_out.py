@@ -7,8 +7,12 @@ import pytest
 from lightning_wlb.cost.attention_tiles import reference_kernel_cost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
-from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan
+from lightning_wlb.planning.packing.slim import asymmetric_replica_plan
+from lightning_wlb.planning.replica_plans import (
+    laid_out,
+    replica_plan,
+    to_be_laid_out,
+)
 from lightning_wlb.sharding import choose, layout
 
 WHOLE, LONG = [Slice(0, 0, 0, 900), Slice(1, 0, 0, 300)], [Slice(2, 0, 0, 5000)]

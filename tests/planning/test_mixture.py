@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.mixture import MixedBatches, Share
+from lightning_wlb.planning.mixture import MixedBatches, StoreShare
 from tests.planning.test_planner import meshes, work
 
 STORES = st.lists(
@@ -27,9 +27,9 @@ STORES = st.lists(
 Stores = list[tuple[list[int], float, bool]]
 
 
-def shares_of(stores: Stores) -> list[Share]:
+def shares_of(stores: Stores) -> list[StoreShare]:
     return [
-        Share(str(number), len(lengths), weight, repeat)
+        StoreShare(str(number), len(lengths), weight, repeat)
         for number, (lengths, weight, repeat) in enumerate(stores)
     ]
 
@@ -141,7 +141,8 @@ def test_proportions_hold_within_one_percent_over_a_thousand_steps(packing) -> N
         ]
     )
     shares = [
-        Share(name, size, weight) for name, size, weight in zip("abc", sizes, weights, strict=True)
+        StoreShare(name, size, weight)
+        for name, size, weight in zip("abc", sizes, weights, strict=True)
     ]
     data = DataSettings(4096, 2, packing=packing)
     planner = Planner(lengths, data, work, mixture=shares)
@@ -186,7 +187,7 @@ def test_plans_resume_from_any_step_on_any_mesh(data, stores, here, there) -> No
 
 def test_another_mixture_is_refused_on_resume() -> None:
     lengths, data = [5] * 10, DataSettings(20, 1, packing="wlb")
-    shares = [Share("a", 4, 1.0), Share("b", 6, 1.0)]
+    shares = [StoreShare("a", 4, 1.0), StoreShare("b", 6, 1.0)]
     state = Planner(lengths, data, work, Mesh(), mixture=shares).state_dict()
     changed = [shares[0], shares[1]._replace(weight=2.0)]
     with pytest.raises(ValueError, match=r"mixture=.*'b', 6, 1.0.* in the saved state, .*6, 2.0"):

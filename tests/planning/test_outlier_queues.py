@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.outlier_queues import (
+from lightning_wlb.planning.packing.base import oldest_first
+from lightning_wlb.planning.packing.wlb import (
     check_thresholds,
-    oldest_first,
     release,
     thresholds_from_lengths,
 )

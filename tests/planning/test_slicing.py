@@ -6,7 +6,7 @@ from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning.dp_merge import merge_pieces
-from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import pack_shares, share_packs, slice_pieces
 
 SHAPE = ModelShape(4096, 1, 32, 32, 128, 11008, 0)

@@ -11,10 +11,9 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.laying_out import laid_out, to_be_laid_out
-from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.replica_plans import laid_out, replica_plan, to_be_laid_out
 from lightning_wlb.planning.slicing import slice_pieces
-from lightning_wlb.planning.workloads import generator_a
+from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.step_totals import orders_of, peak_bytes
 from lightning_wlb.sharding import ADAPTIVE
 from tests.prediction.test_predictor import SHAPE, predictor

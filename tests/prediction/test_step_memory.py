@@ -6,7 +6,7 @@ from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backwar
 from lightning_wlb.prediction.step_memory import first_readers, freed_bytes
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.schedule.simulate import simulate
+from lightning_wlb.schedule.simulator import simulate
 
 
 def replica_of(*micro_batches: list[Slice]) -> ReplicaPlan:

@@ -12,7 +12,7 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
-from lightning_wlb.planning.replicas import replica_plan
+from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.prediction.step_totals import has_totals, orders_of, peak_bytes, step_totals

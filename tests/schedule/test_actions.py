@@ -10,7 +10,7 @@ from lightning_wlb.schedule.actions import (
     source_of,
     target_of,
 )
-from lightning_wlb.schedule.proof import check_schedule
+from tests.schedule.proof import check_schedule
 from tests.schedule.textbook import one_f_one_b
 
 

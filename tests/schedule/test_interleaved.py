@@ -2,7 +2,7 @@ import pytest
 
 from lightning_wlb.schedule.actions import Action, format_program
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.proof import check_schedule
+from tests.schedule.proof import check_schedule
 
 
 def interleaved(rank, ranks, micro_batches, virtual_stages):

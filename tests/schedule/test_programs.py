@@ -8,7 +8,7 @@ from lightning_wlb.schedule.programs import (
     meetings_of,
     program_of,
 )
-from lightning_wlb.schedule.proof import check_replicas, check_schedule
+from tests.schedule.proof import check_replicas, check_schedule
 
 
 def test_gpipe_is_all_forwards_then_all_backwards():

@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.schedule.actions import parse_program, source_of, target_of
+from lightning_wlb.schedule.actions import parse_program, receipts, source_of, target_of
 from lightning_wlb.schedule.packflow import packflow
-from lightning_wlb.schedule.receipts import receipts
 from tests.schedule.textbook import interleaved, one_f_one_b
 
 

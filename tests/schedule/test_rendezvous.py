@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_wlb.schedule.rendezvous import Post, Stuck, Thread, Wait, run_to_the_end
+from tests.schedule.rendezvous import Post, Stuck, Thread, Wait, run_to_the_end
 
 
 def both(queue: str, name: str) -> list[Post | Wait]:

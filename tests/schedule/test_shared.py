@@ -11,8 +11,8 @@ from lightning_wlb.schedule.packflow import (
     backward_orders,
     packflow,
 )
-from lightning_wlb.schedule.proof import check_replicas
-from lightning_wlb.schedule.simulate import simulate, simulate_replicas
+from lightning_wlb.schedule.simulator import simulate, simulate_replicas
+from tests.schedule.proof import check_replicas
 
 
 def together(*names):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lightning_wlb.arguments import flag, number
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
-from lightning_wlb.planning.mixture import Share
+from lightning_wlb.planning.mixture import StoreShare
 
 _ENTRIES = ("documents", "weight", "repeat", "name")
 
@@ -35,7 +35,7 @@ class MixedDocuments:
         ValueError: no stores, or two of the same name.
     """
 
-    def __init__(self, stores: Sequence[DocumentStore], shares: Sequence[Share]) -> None:
+    def __init__(self, stores: Sequence[DocumentStore], shares: Sequence[StoreShare]) -> None:
         assert [len(store.lengths) for store in stores] == [each.documents for each in shares]
         names = [share.name for share in shares]
         if not stores or len(set(names)) < len(names):
@@ -174,7 +174,7 @@ def open_mixture(
     return MixedDocuments(
         stores,
         [
-            Share(name, len(store.lengths), weight, repeat)
+            StoreShare(name, len(store.lengths), weight, repeat)
             for name, store, weight, repeat in zip(names, stores, weights, repeats, strict=True)
         ],
     )

@@ -15,11 +15,13 @@ from typing import Any
 from lightning_wlb.arguments import choice
 from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.base import Packer, PackingOptions
-from lightning_wlb.planning.packing.best_fit import BestFitPacker
-from lightning_wlb.planning.packing.fixed import FixedGreedyPacker
+from lightning_wlb.planning.packing.baselines import (
+    BestFitPacker,
+    FixedGreedyPacker,
+    OriginalPacker,
+)
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.packing.ilp import FixedIlpPacker, VarlenIlpPacker
-from lightning_wlb.planning.packing.original import OriginalPacker
 from lightning_wlb.planning.packing.slim import SlimPacker
 from lightning_wlb.planning.packing.wlb import WlbPacker
 

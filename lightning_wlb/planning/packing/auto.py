@@ -1,7 +1,8 @@
 """Whatever the simulator finds fastest, step by step: whole pieces or slices, and how many.
 
 The pieces of a step are dealt to the replicas by work. Each replica's pieces become micro-batches
-in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.search`) of those that
+in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.micro_batch_search`) of
+those that
 fit: in the device's memory where that is known, else with no more tokens open than 1F1B has with
 full micro-batches. The replica with the most work searches first. The others take its way where it
 makes them no later than the latest replica so far (of many replicas: hardly later), and search for
@@ -14,8 +15,8 @@ number of micro-batches beside the shared ones is then chosen once more, by the 
 memory is known, pieces that one replica cannot hold, however much it recomputes, are always shared,
 by as many as hold them.
 
-Times are predicted from a device profile if the planner has one (``Planner(judge=...)``). Else they
-are exact work, and every action has the overhead of the forward of a short piece of 1 % of a
+Times are predicted from a device profile if the planner has one (``Planner(scorer=...)``). Else
+they are exact work, and every action has the overhead of the forward of a short piece of 1 % of a
 context window, which is what bounds the number of micro-batches. Predicted times are not
 proportional to work: so where some replicas end 1 % later than the mean, pieces are dealt again,
 with that much less for them, and once more.
@@ -46,11 +47,17 @@ from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dp_merge import Merged, merge_pieces, own_work, slice_shared
-from lightning_wlb.planning.judge import Judge, PipelineJudge
-from lightning_wlb.planning.outlier_queues import oldest_first
-from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
-from lightning_wlb.planning.replicas import Shard, Shared, replica_plan
-from lightning_wlb.planning.search import FEWEST, HALVES, Candidates, Chosen, Score, score_of
+from lightning_wlb.planning.micro_batch_search import (
+    FEWEST,
+    HALVES,
+    Candidates,
+    Chosen,
+    Score,
+    score_of,
+)
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, oldest_first
+from lightning_wlb.planning.plan_scoring import PlanScorer, WorkScorer
+from lightning_wlb.planning.replica_plans import Shard, Shared, replica_plan
 from lightning_wlb.planning.slicing import share_packs
 
 SHARED = (2, 4, 8)  # MicroPacks of shared pieces take as long as those of a step cut into k·N
@@ -77,57 +84,59 @@ class AutoPacker(Packer):
 
     def cap(self, place: Placement) -> int:
         """On one stage what fits in memory, where that is known and the user gave no cap."""
-        judge, cap = place.judge, self.rules.cap
-        if judge is None or place.mesh.pipeline > 1 or self.rules.cap_is_given:
+        scorer, cap = place.scorer, self.rules.cap
+        if scorer is None or place.mesh.pipeline > 1 or self.rules.cap_is_given:
             return cap
-        return max(cap, *judge.longest, 0)
+        return max(cap, *scorer.longest, 0)
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
-        judge = place.judge or self.exact_judge(place.mesh)
+        scorer = place.scorer or self.work_scorer(place.mesh)
         (pieces,) = micro_batches
         best = min(
-            (self._made(way, place, judge) for way in self._dealings(pieces, place, judge)),
+            (self._made(way, place, scorer) for way in self._dealings(pieces, place, scorer)),
             key=lambda made: made.score,
         )
         if best.shared and place.mesh.pipeline > 1:
-            best = self._refined(best, place, judge)
+            best = self._refined(best, place, scorer)
         for _ in range(DEALT_AGAIN):
-            ends = judge.ends(best.plans)
+            ends = scorer.ends(best.plans)
             if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
                 break
-            again = self._made(best.dealing.again(ends), place, judge)
+            again = self._made(best.dealing.again(ends), place, scorer)
             if again.score >= best.score:
                 break
             best = again
         return best.plans
 
-    def exact_judge(self, mesh: Mesh) -> PipelineJudge:
+    def work_scorer(self, mesh: Mesh) -> WorkScorer:
         """Simulations of exact work, which the method chooses by where no device is known."""
         work, stages, each = self.rules.work, mesh.pipeline, mesh.virtual_stages
         # Passes that are open on the first rank in 1F1B, plain or interleaved.
         most_open = stages if each == 1 else (each + 1) * stages - 1
         overhead = work.forward(max(self.rules.window // OVERHEAD, 1))
-        return PipelineJudge(work, mesh, overhead, most_open * self.rules.cap)
+        return WorkScorer(work, mesh, overhead, most_open * self.rules.cap)
 
-    def _dealings(self, pieces: list[Piece], place: Placement, judge: Judge) -> Iterator[_Dealing]:
+    def _dealings(
+        self, pieces: list[Piece], place: Placement, scorer: PlanScorer
+    ) -> Iterator[_Dealing]:
         """With the fewest shared pieces; where that is not balanced, others that share more."""
         mesh, work = place.mesh, self.rules.work.total
         if mesh.virtual_stages > 1 or not place.slices:
             # The schedule cannot run shared pieces.
             yield _Dealing(pieces, mesh.data, work)
             return
-        held = max(judge.longest, default=sys.maxsize)
+        held = max(scorer.longest, default=sys.maxsize)
         fewest = _Dealing(pieces, mesh.data, work, 0, held)
         yield fewest
         loads = fewest.merged.loads
         longest = max((piece.tokens for piece in pieces), default=0)
-        by_memory = mesh.pipeline == 1 and any(tokens < longest for tokens in judge.longest)
+        by_memory = mesh.pipeline == 1 and any(tokens < longest for tokens in scorer.longest)
         if not by_memory and 100 * len(loads) * max(loads) <= UNBALANCED_PERCENT * sum(loads):
             return
         seen = [fewest.merged]
         # What several replicas hold together need not be computed again.
-        for most_tokens in judge.longest if by_memory else [held]:
+        for most_tokens in scorer.longest if by_memory else [held]:
             for per_capacity in (0, 1) if by_memory and mesh.data > MANY else (0, 1, 2, 4, 8):
                 dealing = _Dealing(pieces, mesh.data, work, per_capacity, most_tokens)
                 merged = dealing.merged
@@ -135,35 +144,35 @@ class AutoPacker(Packer):
                     seen.append(merged)
                     yield dealing
 
-    def _made(self, dealing: _Dealing, place: Placement, judge: Judge) -> _Made:
+    def _made(self, dealing: _Dealing, place: Placement, scorer: PlanScorer) -> _Made:
         """The plans of a dealing, and of several ways to slice what is shared the best."""
         layout = place.shard
         merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
         # A replica without a micro-batch for each stage cannot fill its pipeline.
         count = max(self.rules.micro_batches, stages * place.mesh.data)
-        own = self._own(merged, count, place, judge, layout)
+        own = self._own(merged, count, place, scorer, layout)
         made = []
         for multiple in SHARED if stages > 1 and merged.shared else (0,):
             shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
             plans = _plans(own, shared, layout)
-            made.append(_Made(score_of(plans, judge), dealing, own, shared, plans))
+            made.append(_Made(score_of(plans, scorer), dealing, own, shared, plans))
         return min(made, key=lambda each: each.score)
 
-    def _refined(self, made: _Made, place: Placement, judge: Judge) -> _Made:
+    def _refined(self, made: _Made, place: Placement, scorer: PlanScorer) -> _Made:
         """With fewer or more micro-batches beside the shared ones, while the step gets shorter."""
         layout = place.shard
         for stride in (-1, 1):
             while True:
                 own = [of and of.neighbour(stride) for of in made.own]
                 plans = _plans(own, made.shared, layout)
-                score = score_of(plans, judge)
+                score = score_of(plans, scorer)
                 if score >= made.score:
                     break
                 made = made._replace(score=score, own=own, plans=plans)
         return made
 
     def _own(
-        self, merged: Merged, count: int, place: Placement, judge: Judge, layout: Shard
+        self, merged: Merged, count: int, place: Placement, scorer: PlanScorer, layout: Shard
     ) -> list[Chosen | None]:
         """The micro-batches of each replica's own pieces; ``count`` over all are the nominal ones.
 
@@ -178,7 +187,14 @@ class AutoPacker(Packer):
             if not (own := merged.own[number]):
                 continue
             candidates = Candidates(
-                own, nominal[number], self.cap(place), work, place.mesh, judge, layout, place.slices
+                own,
+                nominal[number],
+                self.cap(place),
+                work,
+                place.mesh,
+                scorer,
+                layout,
+                place.slices,
             )
             allowed = latest
             if merged.shared and place.mesh.pipeline == 1:

@@ -26,17 +26,10 @@ from numpy.typing import NDArray
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
-from lightning_wlb.planning.arrivals import GlobalBatches
-from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.outlier_queues import oldest_first
-from lightning_wlb.planning.replicas import (
-    Deal,
-    Shard,
-    deal_micro_batches,
-    heaviest_first,
-    replica_plan,
-    whole,
-)
+from lightning_wlb.planning.dealing import Deal, deal_micro_batches, heaviest_first
+from lightning_wlb.planning.global_batches import GlobalBatches
+from lightning_wlb.planning.plan_scoring import PlanScorer
+from lightning_wlb.planning.replica_plans import Shard, replica_plan, whole
 
 MicroBatches = list[list[Piece]]
 """The pieces of each micro-batch."""
@@ -87,7 +80,7 @@ class Placement(NamedTuple):
 
     mesh: Mesh
     shard: Shard
-    judge: Judge | None = None
+    scorer: PlanScorer | None = None
     """What methods that try several plans choose by; None: simulations of exact work."""
     slices: bool = True
     """Whether the pipeline's schedule runs slices of pieces."""
@@ -118,7 +111,7 @@ class Packer:
     cuts_stream: ClassVar[bool] = False
     """Whether a global batch is the next N·C tokens of the documents, cut every C; see arrivals."""
     judges: ClassVar[bool] = False
-    """Whether it tries several plans of a step, and chooses by :attr:`.Placement.judge`."""
+    """Whether it tries several plans of a step, and chooses by :attr:`.Placement.scorer`."""
     arranges: ClassVar[bool] = False
     """Whether :meth:`.Packer.replicas` makes the micro-batches, from the pieces in one."""
     cap_percent: ClassVar[int] = 150
@@ -223,3 +216,18 @@ def as_lists(pieces: Sequence[Piece]) -> list[list[int]]:
 def as_pieces(lists: Sequence[Sequence[int]]) -> list[Piece]:
     """The inverse of :func:`as_lists`."""
     return [Piece(*fields) for fields in lists]
+
+
+def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[Piece]]:
+    """The oldest pieces of at most ``tokens`` tokens together, and the rest.
+
+    The oldest piece is among the first in any case. Both are in order of (arrival, document,
+    origin), whatever the order of ``held``.
+    """
+    order = sorted(held, key=lambda piece: (piece.arrival, piece.document, piece.origin))
+    taken = 0
+    for index, piece in enumerate(order):
+        taken += piece.tokens
+        if taken > tokens and index:
+            return order[:index], order[index:]
+    return order, []

@@ -25,12 +25,11 @@ from math import inf
 from typing import ClassVar
 
 from lightning_wlb.plan import Piece, ReplicaPlan
-from lightning_wlb.planning.dealing import deal_greedily
-from lightning_wlb.planning.longest_first import deal_capped, longest_first
+from lightning_wlb.planning.dealing import deal_capped, deal_greedily, longest_first
 from lightning_wlb.planning.packing.auto import OVERHEAD
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
 from lightning_wlb.planning.packing.ilp import Problem, heaviest_of, solve
-from lightning_wlb.planning.replicas import replica_plan, whole
+from lightning_wlb.planning.replica_plans import replica_plan, whole
 
 UTILISED_PERCENT = 85  # of a device's efficiency, Appendix C
 NODES = 100

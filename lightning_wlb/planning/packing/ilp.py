@@ -34,9 +34,9 @@ import pulp
 
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.longest_first import deal_capped
+from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.packing.base import MicroBatches, PackingOptions, Rules, check_fits
-from lightning_wlb.planning.packing.fixed import WindowedOptions, WindowedPacker, pack_greedily
+from lightning_wlb.planning.packing.baselines import WindowedOptions, WindowedPacker, pack_greedily
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.mixture import Share
+from lightning_wlb.planning.mixture import StoreShare
 from tests.ranks import run_ranks
 
 WORK = Work(PassWork(16, 1), PassWork(33, 1))
@@ -213,7 +213,7 @@ def test_names_are_those_of_files_or_places() -> None:
     ]
     opened = open_mixture(entries, lambda documents: store, path_of)
     assert [share.name for share in opened.shares] == ["web", "books", "2"]
-    assert opened.shares[0] == Share("web", 1, 1.0, True)
+    assert opened.shares[0] == StoreShare("web", 1, 1.0, True)
 
 
 ENTRY = {"documents": [[1]], "weight": 1.0}

@@ -9,9 +9,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
 from lightning_wlb.planning.packing.auto import OVERHEAD
-from lightning_wlb.planning.workloads import generator_a
+from lightning_wlb.planning.plan_scoring import ProfileScorer, WorkScorer
+from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from tests.planning.test_slicing import LLAMA2_7B_LAYER, SHAPE
 
@@ -35,8 +35,8 @@ def plans(steps, lengths=None, window=WINDOW, **mesh):
 
 def longest(plan, stages=4, virtual_stages=1):
     mesh = Mesh(pipeline=stages, virtual_stages=virtual_stages)
-    judge = PipelineJudge(LLAMA2_7B_LAYER, mesh, FORWARD(WINDOW // OVERHEAD))
-    return judge(plan.replicas).time
+    scorer = WorkScorer(LLAMA2_7B_LAYER, mesh, FORWARD(WINDOW // OVERHEAD))
+    return scorer(plan.replicas).time
 
 
 def test_the_same_pieces_in_less_time_than_slim():
@@ -149,18 +149,18 @@ def test_a_step_takes_at_most_two_global_batches_of_one_document():
     assert max(plan.max_delay for plan in made) >= 2
 
 
-def planned(judge, mesh, lengths, **settings):
+def planned(scorer, mesh, lengths, **settings):
     data = DataSettings(8192, 4, shuffle=False, **settings)
-    return Planner(lengths, data, Work.of(SMALL), mesh, judge=judge).next_step()
+    return Planner(lengths, data, Work.of(SMALL), mesh, scorer=scorer).next_step()
 
 
-def judge_of(mesh, tokens, mode):
-    """A judge whose device just holds a micro-batch of so many tokens with that recomputation."""
+def scorer_of(mesh, tokens, mode):
+    """A scorer whose device just holds a micro-batch of so many tokens with that recomputation."""
     stages = tuple(model_stages(SMALL, mesh.stages, 1000))
 
     def with_memory(megabytes):
         profile = replace(Profile.load("h100"), memory_bytes=megabytes << 20)
-        return PredictedJudge(Predictor(LatencyModel(profile, SMALL, mesh), stages))
+        return ProfileScorer(Predictor(LatencyModel(profile, SMALL, mesh), stages))
 
     def holds(megabytes):
         return with_memory(megabytes).predictor.longest_micro_batch(1, mode) >= tokens
@@ -173,21 +173,21 @@ def longest_of(plan):
 
 
 def test_micro_batches_of_one_stage_are_as_long_as_memory_allows():
-    judge, lengths = judge_of(Mesh(), 4 * 8192, "none"), [500] * 65
-    plan = planned(judge, Mesh(), lengths)
+    scorer, lengths = scorer_of(Mesh(), 4 * 8192, "none"), [500] * 65
+    plan = planned(scorer, Mesh(), lengths)
     assert longest_of(plan) > 8192
-    assert plan.cap == max(judge.longest)
-    capped = planned(judge, Mesh(), lengths, cap=8192)
+    assert plan.cap == max(scorer.longest)
+    capped = planned(scorer, Mesh(), lengths, cap=8192)
     assert longest_of(capped) <= capped.cap == 8192
-    assert judge(plan.replicas).time < judge(capped.replicas).time
+    assert scorer(plan.replicas).time < scorer(capped.replicas).time
 
 
 def test_a_piece_that_no_replica_holds_is_shared():
     mesh = Mesh(data=4)
-    judge = judge_of(mesh, 3000, "full")
-    assert max(judge.longest) < 5500
-    plan = planned(judge, mesh, [5500, *[300] * 91])
-    assert judge(plan.replicas).peak <= judge.limit
+    scorer = scorer_of(mesh, 3000, "full")
+    assert max(scorer.longest) < 5500
+    plan = planned(scorer, mesh, [5500, *[300] * 91])
+    assert scorer(plan.replicas).peak <= scorer.limit
     sharers = {len(each.replicas) for replica in plan.replicas for each in replica.forward}
     assert max(sharers) > 1
 
@@ -197,21 +197,21 @@ def test_pieces_are_shared_for_memory_only_where_one_replica_would_recompute_the
     """A balanced step: two pieces of 4,000 and as many short ones on either replica."""
     mesh, asked = Mesh(data=2), []
 
-    class Counting(PredictedJudge):
+    class Counting(ProfileScorer):
         def __call__(self, replicas):
             asked.append(len(replicas))
             return super().__call__(replicas)
 
-    judge = Counting(judge_of(mesh, holds, "none").predictor)
-    planned(judge, mesh, [4000, 4000, *[500] * 50])
+    scorer = Counting(scorer_of(mesh, holds, "none").predictor)
+    planned(scorer, mesh, [4000, 4000, *[500] * 50])
     assert min(asked.count(2), 2) == dealings
 
 
 def test_replicas_that_end_late_are_dealt_less_work():
     """Long pieces use a device better, so that their work takes less time than that of others."""
     mesh = Mesh(data=2)
-    judge = judge_of(mesh, 4 * 8192, "none")
+    scorer = scorer_of(mesh, 4 * 8192, "none")
     lengths = [8192, 8192, *[256] * 64]
-    plan = planned(judge, mesh, lengths)
-    first, last = sorted(judge.ends(plan.replicas))
+    plan = planned(scorer, mesh, lengths)
+    first, last = sorted(scorer.ends(plan.replicas))
     assert last <= 1.02 * first

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing.best_fit import pack_best_fit
-from lightning_wlb.planning.packing.fixed import pack_greedily
+from lightning_wlb.planning.packing.baselines import pack_best_fit, pack_greedily
 
 
 def pieces_of(lengths) -> list[Piece]:

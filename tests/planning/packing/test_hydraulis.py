@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.exact_dealing import deal_exactly, lower_bound
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.dealing import deal_exactly, lower_bound
 from lightning_wlb.planning.dp_merge import merge_pieces
 from lightning_wlb.planning.packing.hydraulis import pack_pipeline
 from tests.planning.test_packings import WORK

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.arrivals import cut_stream
-from lightning_wlb.planning.packing.original import pack_windows
+from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.packing.baselines import pack_windows
 
 
 def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:

@@ -1,6 +1,6 @@
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.workloads import generator_a
+from lightning_wlb.planning.synthetic_lengths import generator_a
 from tests.planning.test_slicing import LLAMA2_7B_LAYER
 
 WINDOW = 131_072

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.longest_first import deal_capped
+from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.packing.base import check_fits
 
 

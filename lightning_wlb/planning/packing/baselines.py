@@ -1,19 +1,26 @@
-"""Packing several global batches together, and fixed-length greedy packing (WLB-LLM §3.2, §4.1).
+"""The packings that others are compared with: ``original``, ``best_fit`` and ``fixed_greedy``.
 
-W global batches arrive at once and are packed into W·N micro-batches. These are sorted by work
-and cut into W steps of N, so that micro-batches of like work run in the same step. Balance improves
-with W because unlike documents are moved apart. The price is randomness, as documents change places
-over a longer distance: the paper's Figure 6 shows it in the loss. A piece arrives at the step at
-which its window opens, so its delay is its place in the window, (W - 1)/2 steps on average.
+``original`` concatenates the documents and cuts every C tokens ("Plain-4D" in WLB-LLM). Every
+micro-batch but the epoch's last has exactly C tokens, so memory is even and nothing is padded; but
+a window that holds one long document costs several times as much as a window of short ones. It is
+the choice for documents that are all short against the window.
 
-``fixed_greedy`` cuts the stream of documents at every C tokens and balances the attention work, the
-sum of d², of micro-batches of at most C tokens: pieces go in descending length to the micro-batch
-with the least attention that has room. The last short pieces fit nowhere whole, because there is no
-room to spare; they are cut to fill the gaps, so that nothing is padded or carried. Under equal
-tokens only other long documents balance a long one, so at W = 1 the balance hardly improves. The
-method is here for comparison; choose it only where micro-batches must have equal lengths.
+``best_fit`` is best-fit-decreasing, the sample packing of axolotl and TRL and SlimPack's baseline:
+pieces go in descending length into the fullest micro-batch that still has room, and a new one is
+opened where none has. It wastes the least memory and knows nothing of work. A step has as many
+micro-batches as that takes, mostly one or two more than N at a cap of C and at most 2·N, beyond
+which pieces are carried.
 
-Cost: O(P·(log P + W·N)) for P pieces, once every W steps; the other steps were packed with it.
+``fixed_greedy`` (WLB-LLM §3.2, §4.1) packs W global batches together into W·N micro-batches of at
+most C tokens: pieces go in descending length to the micro-batch with the least attention work, the
+sum of d², that has room. The last short pieces fit nowhere whole and are cut to fill the gaps. The
+micro-batches are sorted by work and cut into W steps, so that those of like work run in the same
+step. Balance improves with W, as unlike documents are moved apart; the price is randomness, which
+the paper's Figure 6 shows in the loss, and a delay of (W - 1)/2 steps on average. Choose it only
+where micro-batches must have equal lengths.
+
+Cost for P pieces in M micro-batches: ``original`` O(P), ``best_fit`` O(P·(log P + M)),
+``fixed_greedy`` O(P·(log P + W·N)) once every W steps.
 """
 
 from __future__ import annotations
@@ -24,8 +31,8 @@ from typing import Any, ClassVar
 
 from lightning_wlb.arguments import whole
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.arrivals import GlobalBatches
-from lightning_wlb.planning.longest_first import longest_first
+from lightning_wlb.planning.dealing import Deal, fill, longest_first, round_robin
+from lightning_wlb.planning.global_batches import GlobalBatches
 from lightning_wlb.planning.packing.base import (
     MicroBatches,
     Packer,
@@ -34,7 +41,64 @@ from lightning_wlb.planning.packing.base import (
     Rules,
     as_lists,
     as_pieces,
+    check_fits,
 )
+
+
+class OriginalPacker(Packer):
+    """Windows of the stream, dealt to replicas in turn."""
+
+    cuts_stream: ClassVar[bool] = True
+    cap_percent: ClassVar[int] = 100
+    deal: ClassVar[Deal] = round_robin
+
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
+        """A micro-batch for each window; nothing is carried."""
+        return pack_windows(pieces, bins, self.rules.window), []
+
+
+def pack_windows(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
+    """Gather pieces, in the order given, into ``bins`` windows, the last ones possibly empty.
+
+    Args:
+        pieces: cut at multiples of ``window`` tokens of their concatenation.
+        bins: micro-batches, N.
+        window: tokens of a window, C.
+    """
+    micro_batches: MicroBatches = [[] for _ in range(bins)]
+    taken = 0
+    for piece in pieces:
+        number, start = divmod(taken, window)
+        assert number < bins, "more tokens than windows: too much was drawn"
+        assert start + piece.tokens <= window, "a piece crosses a window: the stream was not cut"
+        micro_batches[number].append(piece)
+        taken += piece.tokens
+    return micro_batches
+
+
+class BestFitPacker(Packer):
+    """Best-fit-decreasing of each global batch, without delay."""
+
+    cap_percent: ClassVar[int] = 100
+    deal: ClassVar[Deal] = round_robin
+
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
+        """As few micro-batches as best-fit finds; those beyond 2·N are carried."""
+        packed = pack_best_fit(pieces, self.rules.cap)
+        most = 2 * self.rules.micro_batches
+        return packed[:most], [piece for left in packed[most:] for piece in left]
+
+
+def pack_best_fit(pieces: Sequence[Piece], cap: int) -> MicroBatches:
+    """Pieces in as many micro-batches of at most ``cap`` tokens as it takes, as they were opened.
+
+    Equal lengths go by (document, origin), equally full micro-batches by number.
+
+    Raises:
+        ValueError: a piece is longer than ``cap``.
+    """
+    check_fits(pieces, cap)
+    return fill(pieces, cap)
 
 
 @dataclass(frozen=True)

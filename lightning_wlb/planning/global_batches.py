@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_wlb.plan import Piece
 
 
-class Position(NamedTuple):
+class StreamPosition(NamedTuple):
     """Where an epoch stands."""
 
     position: int = 0  # in the order: documents before it have arrived
@@ -58,7 +58,7 @@ class GlobalBatches:
         self._order = document_numbers(len(self._lengths))
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(self._order)
-        self._at = Position()
+        self._at = StreamPosition()
 
     @property
     def exhausted(self) -> bool:
@@ -83,15 +83,15 @@ class GlobalBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         self.start_epoch(state["epoch"])
-        self._at = Position(state["position"], state["offset"], state["surplus"])
+        self._at = StreamPosition(state["position"], state["offset"], state["surplus"])
 
-    def _after(self, at: Position) -> tuple[list[tuple[int, int, int]], Position]:
+    def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """The (document, origin, stop) of the global batch at a position, and where it ends."""
         if self._cuts_stream:
             cut, position, offset = cut_stream(
                 self._order, self._lengths, at.position, at.offset, self._tokens, self._window
             )
-            return cut, Position(position, offset)
+            return cut, StreamPosition(position, offset)
         pieces: list[tuple[int, int, int]] = []
         tokens, position = at.surplus, at.position
         while tokens < self._tokens and position < len(self._order):
@@ -103,7 +103,7 @@ class GlobalBatches:
             )
             tokens += length
             position += 1
-        return pieces, Position(position, surplus=max(tokens - self._tokens, 0))
+        return pieces, StreamPosition(position, surplus=max(tokens - self._tokens, 0))
 
 
 def document_numbers(count: int) -> NDArray[np.signedinteger[Any]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.planning.arrivals import GlobalBatches, document_numbers
+from lightning_wlb.planning.global_batches import GlobalBatches, document_numbers
 
 
 def batches(lengths, cuts=False) -> GlobalBatches:

@@ -11,23 +11,24 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.judge import PipelineJudge, PredictedJudge
-from lightning_wlb.planning.replicas import asymmetric_replica_plan, replica_plan, unsharded
+from lightning_wlb.planning.packing.slim import asymmetric_replica_plan
+from lightning_wlb.planning.plan_scoring import ProfileScorer, WorkScorer
+from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.schedule.simulate import simulate
+from lightning_wlb.schedule.simulator import simulate
 from tests.cost.devices import with_usable
 
 WORK = Work(PassWork(2, 2), PassWork(4, 4))
 total, forward = WORK.total, WORK.forward
 
 
-def judge_of(ranks: int, virtual_stages: int = 1, overhead: int = 0) -> PipelineJudge:
-    return PipelineJudge(WORK, Mesh(pipeline=ranks, virtual_stages=virtual_stages), overhead)
+def scorer_of(ranks: int, virtual_stages: int = 1, overhead: int = 0) -> WorkScorer:
+    return WorkScorer(WORK, Mesh(pipeline=ranks, virtual_stages=virtual_stages), overhead)
 
 
 def equal_packs(count: int):
@@ -37,34 +38,34 @@ def equal_packs(count: int):
 
 
 def test_equal_micro_batches_take_the_closed_form():
-    judge = judge_of(4, overhead=7)
-    verdict = judge([equal_packs(6)])
+    scorer = scorer_of(4, overhead=7)
+    verdict = scorer([equal_packs(6)])
     assert verdict.time == (6 + 3) * (total(100) + 14)
     assert verdict.peak == 400
 
 
 def test_virtual_stages_divide_the_bubble():
-    judge = judge_of(4, 2)
-    assert judge([equal_packs(8)]).time == (2 * 8 + 3) * total(100) // 2
+    scorer = scorer_of(4, 2)
+    assert scorer([equal_packs(8)]).time == (2 * 8 + 3) * total(100) // 2
 
 
 def test_a_slice_costs_what_it_adds_to_its_prefix():
     parts = [[Slice(0, 5, 5, 45)], [Slice(0, 5, 45, 105)]]
     plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
-    judge = judge_of(1)
-    assert judge([plan]) == (total(100), 100)
+    scorer = scorer_of(1)
+    assert scorer([plan]) == (total(100), 100)
 
 
 def test_layers_with_different_windows_are_weighed_by_each():
     work = Work(PassWork(2, 2, None, ((9, 3), (30, 1))), PassWork(4, 4, None, ((9, 6), (30, 5))))
     parts = [[Slice(0, 5, 5, 45), Slice(1, 0, 0, 20)], [Slice(0, 5, 45, 105)]]
     plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
-    judge = PipelineJudge(work, Mesh())
-    assert judge([plan]) == (work.total(100) + work.total(20), 120)
+    scorer = WorkScorer(work, Mesh())
+    assert scorer([plan]) == (work.total(100) + work.total(20), 120)
 
 
 def test_an_overhead_makes_many_micro_batches_dear():
-    free, dear = (judge_of(2, overhead=overhead) for overhead in (0, 10**6))
+    free, dear = (scorer_of(2, overhead=overhead) for overhead in (0, 10**6))
 
     def sliced(count):
         cuts = [100 * index // count for index in range(count + 1)]
@@ -88,7 +89,7 @@ def test_the_recurrence_is_what_the_simulator_finds(lengths, packs, ranks, taper
     work = PassWork(1, 1)
     made = slice_pieces(pieces, packs, sum(lengths), work, tile=1, least=5, taper=taper)
     replica = replica_plan(made, 0, lambda slices, replicas: ("", 0))
-    judge = judge_of(ranks, overhead=overhead)
+    scorer = scorer_of(ranks, overhead=overhead)
     loads = [
         [
             sum(cost(part.stop) - (cost(part.start) if part.start else 0) for part in pack)
@@ -106,7 +107,7 @@ def test_the_recurrence_is_what_the_simulator_finds(lengths, packs, ranks, taper
         ),
         opened_bytes=lambda action: sum(part.tokens for part in made[action.micro_batch]),
     )
-    assert judge([replica]) == (step.total_ns, max(step.peak_bytes))
+    assert scorer([replica]) == (step.total_ns, max(step.peak_bytes))
 
 
 def test_interleaved_slices_are_judged_by_the_program_that_runs():
@@ -117,8 +118,8 @@ def test_interleaved_slices_are_judged_by_the_program_that_runs():
         [Slice(2, 0, 0, 40)],
         [Slice(2, 0, 40, 80)],
     ]
-    replica = replica_plan(parts, 0, unsharded)
-    judge = judge_of(2, 2, overhead=3)
+    replica = replica_plan(parts, 0, to_be_laid_out("per_sequence"))
+    scorer = scorer_of(2, 2, overhead=3)
     programs = [program_of("interleaved", rank, 2, 2, [replica], 0) for rank in range(2)]
 
     def duration(action):
@@ -129,12 +130,12 @@ def test_interleaved_slices_are_judged_by_the_program_that_runs():
         return (first if action.kind == FORWARD else both - first) // 2 + 3
 
     step = simulate(programs, duration)
-    assert judge([replica]).time == step.total_ns
+    assert scorer([replica]).time == step.total_ns
 
 
 def test_nothing_takes_no_time():
     plan = replica_plan([], 0, lambda slices, replicas: ("", 0))
-    assert judge_of(3)([plan]) == (0, 0)
+    assert scorer_of(3)([plan]) == (0, 0)
 
 
 def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():
@@ -144,24 +145,24 @@ def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():
         replica_plan([own], 0, lambda slices, replicas: ("", 0), shared),
         replica_plan([], 1, lambda slices, replicas: ("", 0), shared),
     ]
-    judge = judge_of(1)
-    assert judge(plans) == (total(100) * 110 // 200 + total(100), 100)
+    scorer = scorer_of(1)
+    assert scorer(plans) == (total(100) * 110 // 200 + total(100), 100)
 
 
 def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
     """On an H100 the shortest step of a small pipeline has fewer micro-batches than by work."""
     shape = ModelShape(1024, 8, 16, 4, 64, 2816, 32000)
     latency = LatencyModel(Profile.load("h100"), shape, Mesh(pipeline=2))
-    judge = PredictedJudge(Predictor(latency, (range(4), range(4, 8))))
-    assert judge.limit < latency.profile.memory_bytes
+    scorer = ProfileScorer(Predictor(latency, (range(4), range(4, 8))))
+    assert scorer.limit < latency.profile.memory_bytes
     counts = {}
-    for name, chosen in (("work", None), ("profile", judge)):
+    for name, chosen in (("work", None), ("profile", scorer)):
         planner = Planner(
             [900, 500, 300] * 8,
             DataSettings(4096, 2, packing="auto"),
             Work.of(shape),
             Mesh(pipeline=2),
-            judge=chosen,
+            scorer=chosen,
         )
         plan = planner.next_step()
         counts[name] = len(plan.replicas[0].forward)
@@ -173,12 +174,12 @@ def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
 def test_units_take_what_the_executor_runs():
     """Slices of one piece of 100, forward [0, 50) [50, 100), backward [20, 100) [0, 20)."""
     a, b, c = (Slice(0, 0, start, stop) for start, stop in ((0, 20), (20, 50), (50, 100)))
-    plan = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, unsharded)
+    plan = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, to_be_laid_out("per_sequence"))
     for virtual in (1, 2):
-        judge = judge_of(1, virtual, overhead=6)
+        scorer = scorer_of(1, virtual, overhead=6)
         # Three units, each forward and backward on every stage.
-        assert judge([plan]).time == total(100) + virtual * 6 * 6
-        assert judge([plan]).peak == 100 * virtual
+        assert scorer([plan]).time == total(100) + virtual * 6 * 6
+        assert scorer([plan]).peak == 100 * virtual
 
 
 def test_plans_are_judged_with_the_recomputation_that_they_get():
@@ -192,19 +193,19 @@ def test_plans_are_judged_with_the_recomputation_that_they_get():
     none, full = (
         roomy.simulate(recomputing(plan.replicas, mode)).peak_bytes for mode in ("none", "full")
     )
-    bounds = [PredictedJudge(roomy, mode)(plan.replicas) for mode in ("none", "full")]
+    bounds = [ProfileScorer(roomy, mode)(plan.replicas) for mode in ("none", "full")]
     assert bounds[0].time < bounds[1].time
     assert full < none <= bounds[0].peak < roomy.usable_bytes
     between = with_usable(latency.profile, (none + full) // 2, latency.mesh)
     small = replace(latency, profile=between)
-    judge = PredictedJudge(Predictor(small, stages))
-    verdict = judge(plan.replicas)
+    scorer = ProfileScorer(Predictor(small, stages))
+    verdict = scorer(plan.replicas)
     assert bounds[0].time < verdict.time < bounds[1].time
-    assert full < verdict.peak <= judge.limit < none
+    assert full < verdict.peak <= scorer.limit < none
     # The plan that is made says what it was judged with.
-    settled = Planner(*planned, judge=judge).next_step()
-    fixed = PredictedJudge(Predictor(small, stages), "none")
+    settled = Planner(*planned, scorer=scorer).next_step()
+    fixed = ProfileScorer(Predictor(small, stages), "none")
     assert {each.recompute for each in settled.replicas[0].forward} != {"none"}
-    assert judge.predictor.predict(settled).peak_bytes == verdict.peak
+    assert scorer.predictor.predict(settled).peak_bytes == verdict.peak
     assert fixed.settled(settled.replicas) == list(plan.replicas)
-    assert Planner(*planned, judge=fixed, activation_checkpointing="none").next_step() == plan
+    assert Planner(*planned, scorer=fixed, activation_checkpointing="none").next_step() == plan

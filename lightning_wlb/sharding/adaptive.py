@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
-from lightning_wlb.sharding.arrays import Integers, offsets
+from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.layout import SHARDINGS, Layout, layout, merged
 
 ADAPTIVE = "adaptive"

@@ -1,17 +1,17 @@
 """How long a replica's plan takes on its pipeline: what packings choose between plans by.
 
-:class:`PipelineJudge` simulates exact work, spread evenly over the stages. Every action has an
+:class:`WorkScorer` simulates exact work, spread evenly over the stages. Every action has an
 overhead beside it: what a pass through a stage costs beside the arithmetic, and what smaller
 kernels lose. Without it the smallest micro-batches would always win. Asymmetric plans are judged
 as the executor runs them, in units.
 
-There are two ways to the same result: :mod:`~lightning_wlb.schedule.recurrence` where ranks have
-one stage, and the simulator where they have several. The recurrence is there because it needs no
-graph of actions and so takes a tenth of the time; tests hold it to the simulator.
+There are two ways to the same result: :mod:`~lightning_wlb.schedule.fast_simulator` where ranks
+have one stage, and the simulator where they have several. The recurrence is there because it needs
+no graph of actions and so takes a tenth of the time; tests hold it to the simulator.
 
-This judge is blind to the device. With a profile, :class:`PredictedJudge` knows what its kernels
-and links make of small micro-batches, at several times the cost. Both judge micro-batches that are
-not laid out yet (:mod:`~lightning_wlb.planning.laying_out`).
+This scorer is blind to the device. With a profile, :class:`ProfileScorer` knows what its kernels
+and links make of small micro-batches, at several times the cost. Both score micro-batches that are
+not laid out yet (:mod:`~lightning_wlb.planning.replica_plans`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from lightning_wlb.prediction.step_totals import (
     step_totals,
 )
 from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
-from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
-from lightning_wlb.schedule.simulate import simulate_replicas
+from lightning_wlb.schedule.simulator import simulate_replicas
 
 CLEARLY_PERCENT = 90
 """Bytes that are estimated to be at most so much of the limit are not counted exactly."""
 
 
-class Verdict(NamedTuple):
+class PlanScore(NamedTuple):
     """The time of the slowest of some replicas, and the most that one of their ranks holds at once.
 
-    The unit of ``peak`` is that of the judge's ``limit``. It may be more than is held where it is
+    The unit of ``peak`` is that of the scorer's ``limit``. It may be more than is held where it is
     no more than that.
     """
 
@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
     peak: int
 
 
-class Judge(Protocol):
+class PlanScorer(Protocol):
     """Predicts the step of some replicas, and says how much a rank may hold."""
 
     @property
@@ -72,19 +72,21 @@ class Judge(Protocol):
         recomputation, and with more and more. Empty where no device is known.
         """
 
-    def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
+    def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         """The step of all replicas, or of some that share no micro-batch with others."""
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
         """When each replica of a step has run all its actions; empty where no device is known."""
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The same replicas with the least recomputation that fits, as far as the judge can say."""
+        """The same replicas with the least recomputation that fits, as far as the scorer can
+        say.
+        """
 
 
 @dataclass(frozen=True)
-class PipelineJudge:
-    """Judges replicas by exact work.
+class WorkScorer:
+    """Scores replicas by exact work.
 
     Args:
         work: of the model.
@@ -103,7 +105,7 @@ class PipelineJudge:
         """Not known."""
         return ()
 
-    def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
+    def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         """The step, in the time that a rank takes for its work (as if it had all layers).
 
         Args:
@@ -123,7 +125,7 @@ class PipelineJudge:
                 for each, order, replica in zip(passes, orders, replicas, strict=True)
             ]
             peaks = map(_most_open, pipelines, passes)
-            return Verdict(max(map(max, step_ends(pipelines)), default=0), max(peaks, default=0))
+            return PlanScore(max(map(max, step_ends(pipelines)), default=0), max(peaks, default=0))
         programs = [
             [packflow(rank, ranks, *order, virtual) for rank in range(ranks)] for order in orders
         ]
@@ -133,7 +135,7 @@ class PipelineJudge:
             opened_bytes=lambda replica, action: passes[replica].tokens[action.micro_batch],
             shared=meetings_of(replicas),
         )
-        return Verdict(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
+        return PlanScore(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
         """Not known."""
@@ -217,8 +219,8 @@ def _most_open(pipeline: Pipeline, passes: _Passes) -> int:
 
 
 @dataclass(frozen=True)
-class PredictedJudge:
-    """Judges replicas by a device profile, under the device's memory.
+class ProfileScorer:
+    """Scores replicas by a device profile, under the device's memory.
 
     Args:
         predictor: of the model on the mesh.
@@ -241,10 +243,10 @@ class PredictedJudge:
         modes = MODES if given == "auto" else (given,)
         return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
 
-    def __call__(self, replicas: Sequence[ReplicaPlan]) -> Verdict:
+    def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         """The step in ns, and bytes, with the recomputation that it would be settled with."""
         totals = self._totals(replicas)
-        return Verdict(totals.total_ns, totals.peak_bytes)
+        return PlanScore(totals.total_ns, totals.peak_bytes)
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
         """In ns; the arguments are those of a call."""

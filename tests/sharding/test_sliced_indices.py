@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.prediction.asymmetric_units import layout_of
 from lightning_wlb.sharding import SHARDINGS
-from lightning_wlb.sharding.slices import OWN, SlicedReplica
+from lightning_wlb.sharding.sliced_indices import OWN, SlicedReplica
 from tests.sharding.support import chunks_by_rank
 from tests.strategy.random_plans import random_replica
 

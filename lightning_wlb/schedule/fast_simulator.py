@@ -7,7 +7,7 @@ share micro-batches (DP-Merge) pass through their shared backwards together: sha
 come first on all that share them, and their warm-up is planned together
 (:func:`~lightning_wlb.schedule.packflow.backward_orders`).
 
-The times are exactly those of :mod:`~lightning_wlb.schedule.simulate`, which a test holds, in a
+The times are exactly those of :mod:`~lightning_wlb.schedule.simulator`, which a test holds, in a
 tenth of the time. Not for several stages per rank, other programs than PackFlow's, nor where more
 is wanted than the end.
 
@@ -61,7 +61,7 @@ def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:
     Args:
         pipelines: of replicas that share micro-batches with each other only.
     """
-    runs = [_Run(pipeline) for pipeline in pipelines]
+    runs = [_PipelineRun(pipeline) for pipeline in pipelines]
     groups = dict.fromkeys(
         (index, members) for pipeline in pipelines for index, members in enumerate(pipeline.members)
     )
@@ -71,7 +71,7 @@ def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:
     return [run.finish(len(run.pipeline.members)) for run in runs]
 
 
-class _Run:
+class _PipelineRun:
     """How far a replica has come."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -148,7 +148,7 @@ class _Run:
 
 
 def _together(
-    runs: Sequence[_Run], shared: Sequence[tuple[int, tuple[int, ...]]], place: int
+    runs: Sequence[_PipelineRun], shared: Sequence[tuple[int, tuple[int, ...]]], place: int
 ) -> None:
     """Run the forwards before the backward at this place, and it, where it is shared."""
     active = [run for run in runs if len(run.pipeline.members) > place]

@@ -31,7 +31,7 @@ from lightning_wlb.schedule.actions import (
     source_of,
     target_of,
 )
-from lightning_wlb.schedule.rendezvous import Post, Stuck, Thread, Wait, run_to_the_end
+from tests.schedule.rendezvous import Post, Stuck, Thread, Wait, run_to_the_end
 
 
 def check_schedule(

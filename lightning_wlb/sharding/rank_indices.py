@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.sharding.arrays import Integers, offsets, ranges
+from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges
 from lightning_wlb.sharding.layout import Layout
 
 ALL_TO_ALL_PERCENT = 75

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.schedule.actions import Action, parse_program
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.simulate import simulate, simulate_replicas
+from lightning_wlb.schedule.simulator import simulate, simulate_replicas
 
 
 def parse(*programs):

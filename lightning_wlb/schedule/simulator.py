@@ -1,9 +1,9 @@
 """Predicts how long a step takes: the critical path through its actions (SlimPack §4.3).
 
 An action begins when its rank has finished the action before it and when its input has arrived: at
-the end of the action that it needs (:mod:`~lightning_wlb.schedule.graph`), plus ``transfer`` if
-that one ran on another rank. One pass in topological order gives every time, in exact integers, in
-time linear in the number of actions (``benchmarks/simulator_scale.py``). Replicas and steps with
+the end of the action that it needs (:mod:`~lightning_wlb.schedule.action_graph`), plus ``transfer``
+if that one ran on another rank. One pass in topological order gives every time, in exact integers,
+in time linear in the number of actions (``benchmarks/simulator_scale.py``). Replicas and steps with
 the same programs share their graph.
 
 What else bounds a step is given by functions: ``begins``, before which the first forward of a stage
@@ -26,9 +26,8 @@ from functools import cached_property
 from operator import index as as_integer
 from typing import NamedTuple
 
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.graph import NONE, Graph, Programs, graph_of
-from lightning_wlb.schedule.timeline import Span
+from lightning_wlb.schedule.action_graph import NONE, Graph, Programs, graph_of
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action, Span
 
 _Function = Callable[[int, Action], int]
 """An integer for (replica, action)."""
@@ -44,7 +43,7 @@ class Simulation:
     """
 
     def __init__(
-        self, run: _Run, constant: Sequence[int], compute_ns: int, synchronisation_ns: int
+        self, run: _SimulatedRun, constant: Sequence[int], compute_ns: int, synchronisation_ns: int
     ) -> None:
         """Made by :func:`.simulate_replicas`."""
         self._graph, self._begin, self._end, self._opened, self._freed = run[:5]
@@ -210,7 +209,7 @@ def simulate_replicas(
     return simulations
 
 
-class _Run(NamedTuple):
+class _SimulatedRun(NamedTuple):
     """A graph with the times and bytes of its actions, by number.
 
     Attributes:
@@ -237,7 +236,7 @@ def _run(
     opened_bytes: _Function | None,
     freed_bytes: _Function | None,
     begins: _Function | None,
-) -> _Run:
+) -> _SimulatedRun:
     """The run of a replica that meets no other."""
     graph = graph_of(tuple(map(tuple, programs)))
     durations = _integers("duration", duration, replica, graph, range(len(graph.actions)))
@@ -254,10 +253,10 @@ def _run(
     firsts = {graph.actions[number].stage: number for number in reversed(graph.forwards)}
     earliest = _integers("begins", begins, replica, graph, list(firsts.values()))
     begin, end = _times(graph, durations, transfers, earliest)
-    return _Run(graph, begin, end, opened, freed, durations, transfers, earliest)
+    return _SimulatedRun(graph, begin, end, opened, freed, durations, transfers, earliest)
 
 
-def _last_backwards(runs: Sequence[_Run]) -> dict[int, list[tuple[int, int]]]:
+def _last_backwards(runs: Sequence[_SimulatedRun]) -> dict[int, list[tuple[int, int]]]:
     """By stage, (end, duration) of the last backward of each replica that has one."""
     last: dict[int, list[tuple[int, int]]] = {}
     for run in runs:
@@ -309,7 +308,9 @@ def _times(
     return begin, end
 
 
-def _begin_together(runs: list[_Run], shared: Callable[[int, Action], Hashable]) -> list[_Run]:
+def _begin_together(
+    runs: list[_SimulatedRun], shared: Callable[[int, Action], Hashable]
+) -> list[_SimulatedRun]:
     """The same runs, in which shared actions begin when all that share them can.
 
     Every round delays actions to the latest begin of those they are shared with, until nothing

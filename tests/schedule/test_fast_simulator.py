@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.schedule.actions import FORWARD
+from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import meetings_of
-from lightning_wlb.schedule.recurrence import Pipeline, members_of, step_ends
-from lightning_wlb.schedule.simulate import simulate_replicas
+from lightning_wlb.schedule.simulator import simulate_replicas
 from tests.schedule.test_shared import plan_of
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.planning.replicas import heaviest_first, round_robin
+from lightning_wlb.planning.dealing import heaviest_first, round_robin
 
 
 def test_round_robin_keeps_the_order() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.schedule.stages import split_stages
+from lightning_wlb.schedule.layer_split import split_stages
 
 
 def test_equal_layers_are_split_evenly():

@@ -7,10 +7,18 @@ import pytest
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.judge import PipelineJudge, Verdict
-from lightning_wlb.planning.replicas import replica_plan, unsharded
-from lightning_wlb.planning.search import FEWEST, FILLED, HALVES, Candidates, Score, Way, score_of
-from lightning_wlb.planning.workloads import generator_a
+from lightning_wlb.planning.micro_batch_search import (
+    FEWEST,
+    FILLED,
+    HALVES,
+    Candidates,
+    Score,
+    Way,
+    score_of,
+)
+from lightning_wlb.planning.plan_scoring import PlanScore, WorkScorer
+from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
+from lightning_wlb.planning.synthetic_lengths import generator_a
 from tests.planning.test_slicing import LLAMA2_7B_LAYER
 
 WINDOW = 16_384
@@ -30,8 +38,8 @@ def candidates(lengths, stages=4, virtual=1, overhead=SMALL, nominal=4, **limits
         cap=WINDOW,
         work=TOTAL,
         mesh=mesh,
-        judge=PipelineJudge(LLAMA2_7B_LAYER, mesh, overhead, **limits),
-        shard=unsharded,
+        scorer=WorkScorer(LLAMA2_7B_LAYER, mesh, overhead, **limits),
+        shard=to_be_laid_out("per_sequence"),
     )
 
 
@@ -80,10 +88,12 @@ def test_what_overflows_is_taken_only_where_nothing_fits():
 def test_a_shared_micro_batch_comes_first_and_those_of_others_not_at_all():
     tried = candidates([600, 500])
     packs = tried.packs(FEWEST)
-    plan = replica_plan(packs, 1, unsharded, [([packs[0][0]], (0, 1)), ([packs[0][0]], (2, 3))])
+    plan = replica_plan(
+        packs, 1, to_be_laid_out("per_sequence"), [([packs[0][0]], (0, 1)), ([packs[0][0]], (2, 3))]
+    )
     assert [micro_batch.replicas for micro_batch in plan.forward] == [(0, 1), (1,)]
     assert Score(0, 2) < Score(1, 1) < Score(2, 0)
-    assert score_of([], tried.judge) == (0, 0)
+    assert score_of([], tried.scorer) == (0, 0)
 
 
 @pytest.mark.parametrize("pieces", [11, 12])
@@ -105,7 +115,7 @@ def test_what_exceeds_the_limit_least_is_taken_where_nothing_fits():
     assert tried.score(tried.best()).excess <= 1.1 * least.excess
 
 
-class KnownDevice(PipelineJudge):
+class KnownDevice(WorkScorer):
     """One that has a device of much memory."""
 
     longest = (10 * WINDOW,)
@@ -115,8 +125,8 @@ def test_full_micro_batches_and_a_small_last_one_are_tried_where_a_device_is_kno
     half, third, quarter, ninth = (WINDOW // part for part in (2, 3, 4, 9))
     lengths = [half] * 5 + [third] * 2 + [quarter] * 3 + [ninth]
     unknown = candidates(lengths, stages=2, overhead=FORWARD(WINDOW))
-    judge = KnownDevice(LLAMA2_7B_LAYER, unknown.mesh, FORWARD(WINDOW))
-    known = replace(unknown, judge=judge)
+    scorer = KnownDevice(LLAMA2_7B_LAYER, unknown.mesh, FORWARD(WINDOW))
+    known = replace(unknown, scorer=scorer)
     assert [sum(piece.tokens for piece in pack) for pack in known.packs(FILLED)] == [
         *(2 * half, 2 * half, half + third + ninth, third + 2 * quarter, quarter)
     ]
@@ -143,12 +153,12 @@ class CountingJudge:
     def __call__(self, replicas):
         count = len(replicas[0].forward)
         self.asked.append(count)
-        return Verdict(self.times[min(count, len(self.times)) - 1], 0)
+        return PlanScore(self.times[min(count, len(self.times)) - 1], 0)
 
 
-def on_one_stage(judge, window=4 * WINDOW):
+def on_one_stage(scorer, window=4 * WINDOW):
     pieces = [WINDOW // 4] * 16
-    return replace(candidates(pieces, stages=1), judge=judge, cap=window)
+    return replace(candidates(pieces, stages=1), scorer=scorer, cap=window)
 
 
 @pytest.mark.parametrize(("fewer", "count"), [(1020, 1), (1021, 4)])
@@ -166,8 +176,8 @@ def test_on_one_stage_many_micro_batches_are_tried_only_where_few_recompute():
     ample, short = (
         CountingJudge([1000, 1100], longest) for longest in (4 * WINDOW, 4 * WINDOW - 1)
     )
-    for judge in (ample, short):
-        tried = on_one_stage(judge)
+    for scorer in (ample, short):
+        tried = on_one_stage(scorer)
         assert len(tried.packs(tried.best())) == 1
     assert sorted(set(ample.asked)) == [1, 2, 4, 6]  # about the nominal number, which is 4
     assert max(short.asked) >= 16

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.plan import Slice
-from lightning_wlb.sharding.arrays import Integers, offsets, ranges
-from lightning_wlb.sharding.indices import RankIndices, rank_indices
+from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges
 from lightning_wlb.sharding.layout import Layout
+from lightning_wlb.sharding.rank_indices import RankIndices, rank_indices
 
 OWN = -1
 """In place of a micro-batch's index: the one that the indices are of."""

@@ -3,13 +3,13 @@
 A way is whole pieces in as few micro-batches as they need; or, for a number M of micro-batches
 between half of a nominal number and sixteen times it (SlimPack §5.1), whole pieces in M, slices in
 M equal MicroPacks, slices in tapered ones (:mod:`~lightning_wlb.planning.slicing`), or long pieces
-cut apart from each other (:mod:`~lightning_wlb.planning.apart`). Where the schedule runs no slices
-(GPipe), there are whole pieces only.
+cut apart from each other (:mod:`~lightning_wlb.planning.slicing`). Where the schedule runs no
+slices (GPipe), there are whole pieces only.
 
 Trying all ways would be slow. But the step's length falls with M, as the pipeline fills faster, and
 then rises, as every action costs something of its own. So the search begins at six times the
 nominal number with tapered micro-batches, looks at the next smaller and the next larger number, and
-goes on where the step gets shorter. Where one of these plans exceeds the judge's limit, or where
+goes on where the step gets shorter. Where one of these plans exceeds the scorer's limit, or where
 pieces cut apart make the step 1 % shorter, as they need less recomputation, it goes on from there
 with such. At the M where it ends it tries the other kinds; whole pieces only where none has more
 work than 1.5 micro-batches of M. What exceeds the limit is worse than all that does not, and the
@@ -40,11 +40,10 @@ from typing import Literal, NamedTuple
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
-from lightning_wlb.planning.apart import cut_apart
-from lightning_wlb.planning.judge import Judge
-from lightning_wlb.planning.longest_first import deal_capped, fill
-from lightning_wlb.planning.replicas import Shard, replica_plan, whole
-from lightning_wlb.planning.slicing import slice_pieces
+from lightning_wlb.planning.dealing import deal_capped, fill
+from lightning_wlb.planning.plan_scoring import PlanScorer
+from lightning_wlb.planning.replica_plans import Shard, replica_plan, whole
+from lightning_wlb.planning.slicing import cut_apart, slice_pieces
 
 HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # M over half of the nominal number
 START = HALVES.index(12)
@@ -70,14 +69,14 @@ FILLED = Way("filled", 0)
 class Score(NamedTuple):
     """How good a plan is; less is better."""
 
-    excess: int  # what a rank holds above the judge's limit
+    excess: int  # what a rank holds above the scorer's limit
     time: int  # of the step
 
 
-def score_of(replicas: Sequence[ReplicaPlan], judge: Judge) -> Score:
+def score_of(replicas: Sequence[ReplicaPlan], scorer: PlanScorer) -> Score:
     """The score of a step, or of replicas that share no micro-batch with others."""
-    verdict = judge(replicas)
-    return Score(max(verdict.peak - judge.limit, 0), verdict.time)
+    verdict = scorer(replicas)
+    return Score(max(verdict.peak - scorer.limit, 0), verdict.time)
 
 
 @dataclass
@@ -90,7 +89,7 @@ class Candidates:
         cap: most tokens of a micro-batch.
         work: of forward and backward.
         mesh: for its pipeline.
-        judge: what plans are chosen by.
+        scorer: what plans are chosen by.
         shard: how micro-batches are laid out to be judged.
         slices: whether pieces may be sliced.
     """
@@ -100,7 +99,7 @@ class Candidates:
     cap: int
     work: PassWork
     mesh: Mesh
-    judge: Judge
+    scorer: PlanScorer
     shard: Shard
     slices: bool = True
     _packs: dict[Way, Packs] = field(default_factory=dict, init=False)
@@ -116,7 +115,7 @@ class Candidates:
         """Of the replica's step without shared pieces; the worst where they cannot be packed so."""
         if way not in self._scores:
             self._scores[way] = (
-                score_of([replica_plan(self.packs(way), 0, self.shard)], self.judge)
+                score_of([replica_plan(self.packs(way), 0, self.shard)], self.scorer)
                 if self.packs(way)
                 else Score(sys.maxsize, sys.maxsize)
             )
@@ -130,7 +129,7 @@ class Candidates:
         """
         fewest = FEWEST if self.packs(FEWEST) else Way("equal", 0)
         if self.mesh.pipeline == 1:
-            if not self.judge.longest:
+            if not self.scorer.longest:
                 return fewest
             self._walk("whole", 1)
             if self._is_short_of_memory(min((fewest, *self._scores), key=self.score)):
@@ -142,7 +141,7 @@ class Candidates:
             good = [way for way, score in self._scores.items() if score <= near]
             return min(good, key=lambda way: (len(self.packs(way)), self.score(way)))
         begin = START if begin is None else begin
-        filled = [FILLED] if self.judge.longest else []
+        filled = [FILLED] if self.scorer.longest else []
         if not self.slices:
             walked = Way("whole", HALVES[self._walk("whole", begin)])
             return min((fewest, *filled, walked), key=self.score)
@@ -168,7 +167,7 @@ class Candidates:
     def _is_short_of_memory(self, way: Way) -> bool:
         """Whether more micro-batches than those of a way may need less recomputation."""
         most = max(sum(part.tokens for part in pack) for pack in self.packs(way))
-        return self.score(way).excess > 0 or most > self.judge.longest[0]
+        return self.score(way).excess > 0 or most > self.scorer.longest[0]
 
     def _walk(self, kind: Kind, at: int) -> int:
         """To the neighbour with the best score while there is a better one; an index of HALVES."""

@@ -4,7 +4,7 @@ An action waits for the one before it in its rank's program and for the one whos
 a forward for that of the stage before, a backward for that of the stage after, and the last
 stage's backward for its own forward. Programs may be any lists of actions. A topological order of
 the actions exists if and only if the programs do not deadlock when sends are buffered;
-:mod:`~lightning_wlb.schedule.proof` proves more, that they need no buffers.
+:mod:`~tests.schedule.proof` proves more, that they need no buffers.
 
 Making a graph is linear in the number of actions.
 """
