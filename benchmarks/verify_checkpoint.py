@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks import report
-from lightning_wlb.checkpoints import sharded
+from lightning_wlb.checkpoints import sharded, writing
 
 WIDTH = 1024
 LAYER_BYTES = WIDTH * WIDTH * 4 * 3  # a weight and its two moments
@@ -43,7 +43,7 @@ def measure(folder: Path, layers: int, repeats: int) -> list[dict[str, Any]]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     path = folder / "run.ckpt"
-    sharded.save(path, model, [optimizer], {}, {})
+    writing.write(path, sharded.collect(model, [optimizer], {}, {}))
     rows = []
     for cold in (False, True):
         clock: dict[bool, list[float]] = {False: [], True: []}

@@ -1,16 +1,16 @@
 """Folders that are written as a whole or not at all, and that survive a power cut.
 
-A folder is written as ``.partial/NAME-SAVE``, synchronised with the disk, and takes its name by one
-system call that exchanges it with what bears the name (``renameat2``), so that at any moment a
-whole folder bears it. Where the system or the file system has no such call, the one that is
-replaced is ``.old/NAME`` between two renames. (Lightning finds the last checkpoint, and Slurm's, by
-what the names in a folder contain, so neither can lie beside the checkpoint.)
+A folder is written as ``.partial/NAME-SAVE`` and synchronised with the disk. One system call
+(``renameat2``) then exchanges it with the folder that bears the name, so that at any moment a whole
+folder bears it. Where the system or the file system has no such call, there are two renames, and
+between them the replaced folder is ``.old/NAME``. (Neither can lie beside the checkpoint: Lightning
+finds the last checkpoint, and Slurm's, by what the names in a folder contain.)
 
-What died leaves its folder in ``.partial``. The next save beside it removes what nothing has been
-written to for an hour: what is younger may be another run's, even of the same name.
+A save that dies leaves its folder in ``.partial``. The next save beside it removes folders to which
+nothing has been written for an hour: younger ones may be another run's, even of the same name.
 
-Only what was written here is replaced: a folder whose every file is one of its manifest, or of a
-checkpoint's names.
+Only what this package wrote is replaced or deleted: a folder whose every file is listed in its
+manifest, or, where the manifest cannot be read, has a name that files of checkpoints have.
 """
 
 from __future__ import annotations
@@ -36,57 +36,53 @@ from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 
 POINTS = (
     "begun",  # the folder aside is made
-    "writing",  # a file is opened; several times, on every rank
+    "writing",  # a file is opened: several times, on every rank
     "written",  # this rank's shards are on the disk
     "listed",  # the manifest is on the disk
-    "moved",  # only without renameat2: what is replaced has another name, and nothing bears its
-    "named",  # the new folder bears the name; perhaps not yet on the disk
-    "synchronised",  # it does on the disk
-    "removed",  # what was replaced is gone
+    "moved",  # only without renameat2: the replaced folder is in .old, nothing bears the name
+    "named",  # the new folder bears the name, perhaps not yet on the disk
+    "synchronised",  # the new name is on the disk
+    "removed",  # the replaced folder is gone
 )
-"""Where a save may end; :func:`reached` is called at each."""
+"""The points at which tests end a save; :func:`reached` is called at each."""
 
 _ASIDE, _REPLACED = ".partial", ".old"
 _STALE_SECONDS = 3600
+"""A folder in ``.partial`` to which nothing was written for so long belongs to a dead save."""
 _LATE_SECONDS = 10
+"""How long a network file system may take to show what another node has written."""
 _OURS = re.compile(r"manifest\.json|meta\.pt|\.metadata|__\d+_\d+\.distcp")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
 def reached(point: str) -> None:
-    """Say (to the debug log) that a save has come to one of :data:`POINTS`."""
+    """Note in the debug log that a save has come to one of :data:`POINTS`."""
     rank_zero_debug(f"save: {point}")
 
 
 def replaced_by(path: Path) -> Path:
-    """Where the folder that ``path`` replaces is, between two renames."""
+    """Where the folder that is replaced at ``path`` lies between two renames."""
     return path.parent / _REPLACED / path.name
 
 
 @dataclass(frozen=True)
 class Aside:
-    """A folder that is being written.
+    """A folder that is being written."""
 
-    Attributes:
-        path: what it is to be called.
-        folder: where it is written.
-        save: identifies the save; part of the folder's name, which so is this run's own.
-    """
-
-    path: Path
-    folder: Path
-    save: str
+    path: Path  # its final name
+    folder: Path  # where it is written until it is whole
+    save: str  # identifies the save; part of the folder's name, so no two saves share a folder
 
 
 def begin(path: Path, kind: str) -> Aside:
-    """Make an empty folder aside, to be filled and given to :func:`finish` or :func:`discard`.
+    """Make an empty folder, to be filled and given to :func:`finish` or :func:`discard`.
 
     Args:
-        path: what it is to be called.
-        kind: what may be replaced: ``manifest.CHECKPOINT`` or ``manifest.EXPORT``.
+        path: the final name.
+        kind: what may be replaced there: ``manifest.CHECKPOINT`` or ``manifest.EXPORT``.
 
     Raises:
-        ValueError: there is something at ``path`` that was not written here.
+        ValueError: there is something else at ``path``.
     """
     refuse_foreign(path, kind)
     save = uuid.uuid4().hex
@@ -98,29 +94,23 @@ def begin(path: Path, kind: str) -> Aside:
 
 
 def refuse_foreign(path: Path, kind: str) -> None:
-    """Refuse to replace what is not a folder of a kind that was written here, or empty.
+    """Refuse to replace anything but an empty folder, or one of this kind that this package wrote.
 
     Raises:
-        ValueError: naming what would be lost.
+        ValueError: something would be lost, which the message names.
     """
-    if not path.is_dir():
-        if path.exists():
-            raise ValueError(
-                f"{path} is a file, which a folder cannot replace. Give another name, or remove it."
-            )
-        return
-    names = {each.name for each in path.iterdir()}
+    if path.exists() and not path.is_dir():
+        raise ValueError(
+            f"{path} is a file, which a folder cannot replace. Give another name, or remove it."
+        )
+    names = {each.name for each in path.iterdir()} if path.is_dir() else set()
     try:
         listed = manifest.read(path)
         own = {manifest.NAME, *listed.files} if listed.kind == kind else set()
-    except (OSError, ValueError):
-        # Older, or damaged.
-        whole = manifest.NAME in names or {"meta.pt", ".metadata"} <= names
-        own = {
-            name
-            for name in names
-            if kind == manifest.CHECKPOINT and whole and _OURS.fullmatch(name)
-        }
+    except (OSError, ValueError):  # damaged
+        was_checkpoint = manifest.NAME in names or {"meta.pt", ".metadata"} <= names
+        known = kind == manifest.CHECKPOINT and was_checkpoint
+        own = {name for name in names if known and _OURS.fullmatch(name)}
     foreign = sorted(names - own)
     if foreign:
         raise ValueError(
@@ -131,9 +121,9 @@ def refuse_foreign(path: Path, kind: str) -> None:
 
 
 def finish(aside: Aside) -> None:
-    """Give the folder that is written aside its name, and only then delete what bore it.
+    """Give a folder its final name, and only then delete the folder that bore the name.
 
-    Where this raises, the name is as it was, and the folder is aside again.
+    If this raises, both folders are where they were.
     """
     path, replaced = aside.path, None
     with ExitStack() as undo:
@@ -166,13 +156,16 @@ def finish(aside: Aside) -> None:
 
 
 def discard(aside: Aside) -> None:
-    """Remove what was written aside."""
+    """Remove a folder that does not become whole."""
     shutil.rmtree(aside.folder, ignore_errors=True)
     _tidy(aside.path)
 
 
 def wait_for(path: Path, size: int | None = None) -> bool:
-    """Whether a file of a size, or a folder, is seen: network file systems may show it late."""
+    """Wait, for 10 s at most, until a path (a file of this size) is seen; False if it never is.
+
+    Network file systems may show late what another node has written.
+    """
     end = time.monotonic() + _LATE_SECONDS
     while True:
         with suppress(OSError):
@@ -183,11 +176,11 @@ def wait_for(path: Path, size: int | None = None) -> bool:
         time.sleep(0.1)
 
 
-def see(folder: Path) -> None:
-    """Refuse to go on where a folder that rank 0 sees is not seen.
+def require_shared(folder: Path) -> None:
+    """Check that this node sees a folder that rank 0 sees.
 
     Raises:
-        ValueError: on a node without the file system.
+        ValueError: the folder's file system is not shared with this node.
     """
     if not wait_for(folder):
         raise ValueError(
@@ -197,10 +190,10 @@ def see(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, or a link, so that there is never a part of it that bears its name.
+    """Delete a checkpoint, or a link; at no time does part of a checkpoint bear its name.
 
     Raises:
-        ValueError: there is something at ``path`` that was not written here.
+        ValueError: there is something else at ``path``.
     """
     if path.is_symlink():
         path.unlink()
@@ -216,7 +209,7 @@ def remove(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one system call; False where there is none."""
+    """Exchange two names in one system call; False if the system has no such call."""
     if not sys.platform.startswith("linux"):
         return False
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -231,10 +224,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _remove_leftovers(mine: Path) -> None:
-    """Remove what saves that died have left, when it is stale by the clock of the file system."""
+    """Remove the stale folders of saves that died; their age is by the file system's clock."""
     now = mine.stat().st_mtime
     for other in mine.parent.iterdir():
-        with suppress(OSError):  # renamed just now by its own run, or somebody else's
+        with suppress(OSError):  # its own run is renaming it, or it belongs to another user
             written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
             if now - written > _STALE_SECONDS:
                 rank_zero_info(f"Removing {other}: a save that broke off has left it.")
@@ -242,8 +235,9 @@ def _remove_leftovers(mine: Path) -> None:
 
 
 def _tidy(path: Path) -> None:
+    """Remove ``.partial`` and ``.old`` beside a path if they are empty."""
     for name in (_ASIDE, _REPLACED):
-        with suppress(OSError):  # not there, or not empty
+        with suppress(OSError):
             (path.parent / name).rmdir()
 
 

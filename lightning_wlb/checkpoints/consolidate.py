@@ -1,11 +1,16 @@
-"""A checkpoint folder as the ordinary checkpoint file of any other strategy.
+"""A checkpoint in one process, without process groups: its weights by name, or all as one file.
 
-The file holds what Lightning's own strategies save: whole weights, the loops, callbacks, schedulers
-and the data module's state, and each optimizer's state. That is keyed by the names of parameters,
-since their numbers depend on the module; a :class:`.LanguageModule` numbers it when it resumes.
+:class:`StoredCheckpoint` reads both kinds of checkpoint a few weights at a time: the folder of
+:class:`.WLBStrategy`, whose shards are put together as they are read, and the single file of any
+other strategy, which is mapped into memory.
 
-Cost: the whole checkpoint in the memory of one process, and reading it twice where it is verified.
-Not for weights to be used outside of Lightning: :mod:`lightning_wlb.cli.export`.
+:func:`write_file` makes of a folder what Lightning's own strategies save: whole weights, the loops,
+callbacks, schedulers and the data module's state, and each optimizer's state. The latter is keyed
+by parameter names, since their numbers depend on the module; a :class:`.LanguageModule` numbers it
+when it resumes.
+
+Cost of a file: the whole checkpoint in memory, after reading it once more to verify it. For weights
+to be used outside of Lightning: :mod:`lightning_wlb.cli.export`.
 """
 
 from __future__ import annotations
@@ -17,16 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from lightning_wlb.checkpoints import safe_metadata
+from lightning_wlb.checkpoints import manifest, safe_metadata
 from lightning_wlb.checkpoints.manifest import DurableFile, sync_folder
-from lightning_wlb.checkpoints.reading import check, read_shards
+from lightning_wlb.checkpoints.reading import read_shards
 from lightning_wlb.checkpoints.sharded import WEIGHTS
-from lightning_wlb.checkpoints.writing import OWN
+from lightning_wlb.checkpoints.writing import OWN, REST
 from lightning_wlb.distributed.collective_errors import Ranks
+
+_PREFIX = f"{WEIGHTS}."
+_AT_ONCE = 16
+"""Weights that are read between two reports of progress."""
 
 
 class StoredCheckpoint:
@@ -36,30 +44,26 @@ class StoredCheckpoint:
         path: a folder, whose files are compared with its manifest first, or a file.
 
     Attributes:
-        hyper_parameters: of the module.
-        rest: what is not in shards; of a file all that it holds.
+        hyper_parameters: the module's.
+        rest: the state of a folder that is not in shards, or all that a file holds.
         names: of the module's parameters and buffers.
 
     Raises:
-        ValueError: it is no checkpoint, is damaged, or needs more than plain types to be read.
+        ValueError: it is not a checkpoint, is damaged, or holds more than tensors and plain types.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._tensors: dict[str, Tensor] = {}
-        self._shapes: dict[str, TensorStorageMetadata] = {}
-        meta = path / _METADATA_FILENAME
-        if (path.is_dir() and not meta.is_file()) or not path.exists():
+        self._path, folder = path, path.is_dir()
+        file = path / REST if folder else path
+        if not file.is_file():
             raise ValueError(
                 f"{path} is not a checkpoint: it should be the folder that WLBStrategy wrote, with"
-                f" {_METADATA_FILENAME} in it, or the file that another strategy wrote."
+                f" {REST} in it, or the file that another strategy wrote."
             )
-        if path.is_dir():
-            check(path)
+        if folder:
+            manifest.check(path)
         try:
-            rest = torch.load(
-                meta if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True
-            )
+            rest = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
         if not isinstance(rest, dict):
@@ -67,55 +71,55 @@ class StoredCheckpoint:
                 f"{path} is not a checkpoint: it holds a {type(rest).__name__}, not what a Trainer"
                 " saves."
             )
-        if path.is_dir():
-            self._stored = safe_metadata.read(path)
-            prefix = f"{WEIGHTS}."
-            self._shapes = {
-                name.removeprefix(prefix): stored
-                for name, stored in self._stored.state_dict_metadata.items()
-                if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
-            }
-        else:
-            self._tensors = rest.get("state_dict", {})
         rest.pop(OWN, None)
         self.rest: dict[str, Any] = rest
         self.hyper_parameters: dict[str, Any] = rest.get("hyper_parameters", {})
-        self.names = frozenset(self._shapes or self._tensors)
+        self._metadata = safe_metadata.read(path) if folder else None
+        self.names = frozenset(
+            rest.get("state_dict", {})
+            if self._metadata is None
+            else (
+                name.removeprefix(_PREFIX)
+                for name, entry in self._metadata.state_dict_metadata.items()
+                if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+            )
+        )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU, as they are stored."""
-        if not self._shapes:
-            return {name: self._tensors[name] for name in names}
-        prefix = f"{WEIGHTS}."
-        read = self._entries(prefix + name for name in names)
-        return {name.removeprefix(prefix): value for name, value in read.items()}
+        """Read whole tensors to the CPU, in the dtype in which they are stored."""
+        if self._metadata is None:
+            return {name: self.rest["state_dict"][name] for name in names}
+        return self._read_entries(names, _PREFIX)
 
     def read_optimizers(self) -> list[dict[str, Any]]:
-        """The state of each optimizer of a folder, by the names of parameters; flat, as torch's.
+        """Read each optimizer's state from a folder: flat, as torch's, by the names of parameters.
 
-        Empty where weights only were saved.
+        The list is empty if weights only were saved.
         """
-        stored = self._stored.state_dict_metadata
         states: list[dict[str, Any]] = []
-        while names := [name for name in stored if name.startswith(f"optimizer_{len(states)}.")]:
+        while True:
             prefix = f"optimizer_{len(states)}."
-            read = self._entries(names)
-            states.append({name.removeprefix(prefix): value for name, value in read.items()})
-        return states
+            names = [name for name in self._entries if name.startswith(prefix)]
+            if not names:
+                return states
+            states.append(self._read_entries((n.removeprefix(prefix) for n in names), prefix))
 
-    def _entries(self, names: Iterable[str]) -> dict[str, Any]:
-        """Entries of a folder's shards, under their whole names."""
+    @property
+    def _entries(self) -> dict[str, STORAGE_TYPES]:
+        assert self._metadata is not None, "only the entries of a folder are read one by one"
+        return self._metadata.state_dict_metadata
+
+    def _read_entries(self, names: Iterable[str], prefix: str) -> dict[str, Any]:
+        """Read entries of a folder's shards; ``prefix`` stands before their names there."""
+        assert self._metadata is not None
         state: dict[str, Any] = {}
         for name in names:
-            stored = self._stored.state_dict_metadata[name]
-            state[name] = None
-            if isinstance(stored, TensorStorageMetadata):
-                state[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-        read_shards(state, self._path, self._stored, Ranks(alone=True))
-        return state
-
-
-_AT_ONCE = 16
+            entry = self._entries[prefix + name]
+            state[prefix + name] = None
+            if isinstance(entry, TensorStorageMetadata):
+                state[prefix + name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        read_shards(state, self._path, self._metadata, Ranks(alone=True))
+        return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 def consolidated(
@@ -123,12 +127,12 @@ def consolidated(
     optimizers: bool,
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """A folder's content, in the form of a file's.
+    """Read a folder's whole content, in the form in which a file holds it.
 
     Args:
-        stored: of a folder.
-        optimizers: whether their state is read too.
-        report: called with the weights that are read, and all.
+        stored: a folder; without ``optimizers`` also a file.
+        optimizers: whether to read the optimizers' state too.
+        report: called with the number of weights that are read, and of all.
     """
     names, weights = sorted(stored.names), {}
     for begin in range(0, len(names), _AT_ONCE):
@@ -146,13 +150,13 @@ def write_file(
     force: bool = False,
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
-    """Write a checkpoint folder as a file; it has its name once it is whole and on the disk.
+    """Write a checkpoint folder as a file, which has its name once it is whole and on the disk.
 
     Args:
-        folder: that :class:`.WLBStrategy` wrote; it is verified first.
+        folder: written by :class:`.WLBStrategy`; it is verified first.
         output: the file.
         force: replace a file.
-        report: called with the weights that are read, and all.
+        report: called with the number of weights that are read, and of all.
 
     Returns:
         The bytes of the file.
@@ -180,4 +184,4 @@ def write_file(
     finally:
         aside.unlink(missing_ok=True)
     sync_folder(output.absolute().parent)
-    return file.size
+    return file.entry.size

@@ -28,42 +28,49 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+NAME = "manifest.json"
+FORMAT = 1
+CHECKPOINT, EXPORT = "lightning_wlb checkpoint", "lightning_wlb export"
 BLOCK_BYTES = 1 << 20
+"""Bytes that are read or written at a time."""
+
+
+class Damaged(ValueError):
+    """A folder is not what was written: the message names folder and file."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a folder: its size in bytes, and its CRC-32 in hexadecimal digits."""
+
+    size: int
+    crc32: str
 
 
 class DurableFile(io.BufferedWriter):
-    """A new file for writing: on the disk, of known size and checksum, when it is closed.
-
-    Closing writes what is buffered and waits for the disk.
-
-    Args:
-        path: of the file; there must be none.
-
-    Attributes:
-        size: bytes that were written.
+    """A new file; when it is closed it is on the disk, and its size and checksum are known.
 
     Raises:
-        FileExistsError: there is a file.
-        OSError: of a write, with the file's path.
+        FileExistsError: the file exists.
+        OSError: a write failed; the error names the file.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"), BLOCK_BYTES)
         self.path = path
-        self.size = 0
-        self._checksum = 0
+        self._size = self._checksum = 0
 
     def write(self, data: Any) -> int:
         """Append bytes."""
-        with self._naming():
+        with self._named_errors():
             written = super().write(data)
         self._checksum = zlib.crc32(data, self._checksum)
-        self.size += written
+        self._size += written
         return written
 
     def flush(self) -> None:
         """Hand what is buffered to the operating system."""
-        with self._naming():
+        with self._named_errors():
             super().flush()
 
     def close(self) -> None:
@@ -72,14 +79,14 @@ class DurableFile(io.BufferedWriter):
             return
         try:
             self.flush()
-            with self._naming():
+            with self._named_errors():
                 os.fsync(self.fileno())
         finally:
             super().close()
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Errors of writes do not say of which file."""
+    def _named_errors(self) -> Iterator[None]:
+        """Add the path, which the operating system leaves out of the errors of writes."""
         try:
             yield
         except OSError as error:
@@ -87,9 +94,9 @@ class DurableFile(io.BufferedWriter):
             raise
 
     @property
-    def crc32(self) -> str:
-        """Of what was written, in hexadecimal digits."""
-        return f"{self._checksum:08x}"
+    def entry(self) -> File:
+        """What the manifest lists of this file."""
+        return File(self._size, f"{self._checksum:08x}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -98,14 +105,14 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system without it
+        if error.errno != errno.EINVAL:  # the file system cannot synchronise folders
             raise
     finally:
         os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those that it is in, where they are missing, durably."""
+    """Make a folder and its missing parents, and wait until their names are on the disk."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -126,50 +133,23 @@ def checksum(path: Path) -> str:
     return f"{found:08x}"
 
 
-NAME = "manifest.json"
-FORMAT = 1
-CHECKPOINT, EXPORT = "lightning_wlb checkpoint", "lightning_wlb export"
-
-
-class Damaged(ValueError):
-    """A folder is not what was written: the message names folder and file."""
-
-
-@dataclass(frozen=True)
-class File:
-    """One file of a folder: its size in bytes, and its CRC-32 in hexadecimal digits."""
-
-    size: int
-    crc32: str
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """What :func:`write` was given.
+    """The content of ``manifest.json``."""
 
-    Attributes:
-        kind: ``CHECKPOINT`` or ``EXPORT``.
-        save: identifies the save, of which every file of the folder is.
-        ranks: processes that wrote the folder.
-        step: optimizer steps before the save; -1 where there is no such thing.
-        time: of the save, in seconds since 1970.
-        files: by name.
-    """
-
-    kind: str
-    save: str
-    ranks: int
-    step: int
-    time: float
-    files: Mapping[str, File]
+    kind: str  # CHECKPOINT or EXPORT
+    save: str  # identifies the save; ``meta.pt`` of the same save holds it too
+    ranks: int  # number of processes that wrote the folder
+    step: int  # optimizer steps before the save; -1 for an export
+    time: float  # of the save, in seconds since 1970
+    files: Mapping[str, File]  # by name
 
 
 def write(
     folder: Path, kind: str, save: str, ranks: int, step: int, files: Mapping[str, File]
 ) -> None:
     """Write a folder's manifest, and wait until it and the names in the folder are on the disk."""
-    manifest = Manifest(kind, save, ranks, step, time.time(), files)
-    content = {"format": FORMAT, **asdict(manifest)}
+    content = {"format": FORMAT, **asdict(Manifest(kind, save, ranks, step, time.time(), files))}
     with DurableFile(folder / NAME) as file:
         whole = {"content": content, "crc32": _checksum(content)}
         file.write(json.dumps(whole, indent=1).encode())
@@ -177,7 +157,7 @@ def write(
 
 
 def synchronised(folder: Path) -> dict[str, File]:
-    """The files of a folder that another library has written, synchronised with the disk."""
+    """Synchronise the files of a folder that another library has written, and list them."""
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -190,9 +170,8 @@ def read(folder: Path) -> Manifest:
     """Read a folder's manifest.
 
     Raises:
-        FileNotFoundError: there is none.
-        Damaged: it cannot be read, or is not what was written.
-        ValueError: it has a newer format.
+        Damaged: it is missing, cannot be read, or is not what was written.
+        ValueError: a newer version of lightning_wlb wrote it.
     """
     try:
         whole = json.loads((folder / NAME).read_bytes())
@@ -200,17 +179,18 @@ def read(folder: Path) -> Manifest:
         if whole["crc32"] != _checksum(content):
             raise ValueError("its checksum is another")
         found = content.pop("format")
-        if found != FORMAT:
-            raise NotImplementedError(found)
-        files = {name: File(**each) for name, each in content.pop("files").items()}
-        manifest = Manifest(files=files, **content)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"{folder} was written by a newer version of lightning_wlb (format {error}, and this"
-            f" one reads {FORMAT}). Update lightning_wlb."
-        ) from None
+        if found == FORMAT:
+            files = {name: File(**each) for name, each in content.pop("files").items()}
+            manifest = Manifest(files=files, **content)
+    except FileNotFoundError as error:
+        raise _damage(folder, f"{NAME} is missing") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damage(folder, f"{NAME} is not what was written ({error})") from error
+    if found != FORMAT:
+        raise ValueError(
+            f"{folder} was written by a newer version of lightning_wlb (format {found}, and this"
+            f" one reads {FORMAT}). Update lightning_wlb."
+        )
     for name in manifest.files:
         if os.path.basename(name) != name:
             raise _damage(folder, f"{NAME} names {name!r}, which is not in the folder")
@@ -218,11 +198,10 @@ def read(folder: Path) -> Manifest:
 
 
 def check(folder: Path) -> None:
-    """Read every file of a folder and compare sizes and checksums; one process.
+    """Compare the size and the checksum of every file of a folder, in one process.
 
     Raises:
-        FileNotFoundError: there is no manifest, so that nothing can be checked.
-        Damaged: naming the first file that is not what was written.
+        Damaged: a file, which the message names, is not what was written, or there is no manifest.
     """
     manifest = read(folder)
     check_sizes(folder, manifest)
@@ -231,11 +210,7 @@ def check(folder: Path) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the checksums of some of a folder's files, one after the other.
-
-    Raises:
-        Damaged: naming the first file that is not what was written.
-    """
+    """Compare the checksums of some of a folder's files; raises as :func:`check` does."""
     for name in names:
         try:
             same = checksum(folder / name) == manifest.files[name].crc32
@@ -246,11 +221,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Compare the sizes of all files.
-
-    Raises:
-        Damaged: naming the first file that is missing or has another size.
-    """
+    """Compare the sizes of all files; raises as :func:`check` does."""
     for name, file in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

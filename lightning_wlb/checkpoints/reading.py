@@ -1,11 +1,15 @@
-"""A checkpoint is read by all ranks together, and compared with its manifest.
+"""All ranks read a checkpoint together and compare it with its manifest; no code in it is run.
 
-Sizes, and the checksums of the small files, are compared first. Those of the shards are computed in
-threads while the shards are read, each by one rank, so that every byte is looked at once; what was
-read counts when all ranks agree.
+Sizes, and the checksums of the small files, are compared first. The checksums of the shards are
+computed in threads while the shards are read, each by one rank, so that every byte is looked at
+once; what was read counts when all ranks agree.
 
-Cost: the threads need no interpreter's lock but between blocks, and take their bytes from memory
-where the rank reads the shards that it wrote.
+torch.distributed.checkpoint unpickles ``.metadata``, and entries that are not tensors (an
+optimizer's settings), as whatever they are, which runs code that whoever wrote them chose. Here
+:mod:`.safe_metadata` reads the first, and ``torch.load(weights_only=True)`` the second.
+
+Cost: torch's own reading. The threads need Python's lock only between blocks, and take their bytes
+from memory where a rank reads the shards that it wrote. Not for object stores: file systems only.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,85 +29,59 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lightning_wlb.checkpoints import atomic_folders, manifest, safe_metadata
-from lightning_wlb.checkpoints.writing import OWN, REST, library_errors, unwarned
+from lightning_wlb.checkpoints.manifest import Manifest
+from lightning_wlb.checkpoints.writing import OWN, REST, torch_errors
 from lightning_wlb.distributed.collective_errors import Ranks
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A checkpoint of which all but the shards is read.
-
-    Attributes:
-        folder: where it is.
-        rest: what is not in shards.
-        stored: which shards there are, and where.
-        listed: its manifest; None where an older version saved it.
-    """
+class OpenedCheckpoint:
+    """A checkpoint of which everything but the shards is read."""
 
     folder: Path
-    rest: dict[str, Any]
-    stored: Metadata
-    listed: manifest.Manifest | None
+    rest: dict[str, Any]  # all state that is not in shards
+    stored: Metadata  # which shards there are, and where
+    listed: Manifest
 
 
-def check(folder: Path) -> bool:
-    """Compare all files of a checkpoint with its manifest; one process.
-
-    Returns:
-        False where an older version saved it without one, so that nothing can be compared.
-
-    Raises:
-        Damaged: naming the file.
-    """
-    try:
-        manifest.check(folder)
-    except FileNotFoundError:
-        _read_rest(folder, True, None)
-        return False
-    return True
-
-
-def open_checkpoint(path: Path, weights_only: bool | None, verify: bool, ranks: Ranks) -> Opened:
-    """Read all but the shards; collective over ``ranks``.
+def open_checkpoint(
+    path: Path, weights_only: bool | None, verify: bool, ranks: Ranks
+) -> OpenedCheckpoint:
+    """Read everything but the shards; collective over ``ranks``.
 
     Args:
-        path: the folder; that of ``.old`` is taken, with a warning, where a save died between two
-            renames.
-        weights_only: for ``meta.pt``; None means True.
-        verify: compare checksums, not only sizes.
+        path: the folder. If a save died while it replaced this one (:mod:`.atomic_folders`), the
+            older checkpoint in ``.old`` is read, with a warning.
+        weights_only: torch.load's, for ``meta.pt``; None means True.
+        verify: compare the checksums of the small files, not only sizes.
         ranks: who reads.
 
     Raises:
-        FileNotFoundError: it is no checkpoint.
+        FileNotFoundError: ``path`` is not a checkpoint.
         Damaged: it is not what was written.
-        ValueError: it was made to run code, or by a newer version.
+        ValueError: it was made to run code, or a newer version wrote it.
     """
     folder = ranks.lead(lambda: _find(path))
-    ranks.each(lambda: atomic_folders.see(folder))
-    listed = ranks.lead(lambda: _listed(folder, verify))
+    ranks.each(lambda: atomic_folders.require_shared(folder))
+    listed = ranks.lead(lambda: _read_manifest(folder, verify))
     rest = ranks.each(lambda: _read_rest(folder, weights_only, listed))
-    return Opened(folder, rest, ranks.each(lambda: safe_metadata.read(folder)), listed)
+    stored = ranks.each(lambda: safe_metadata.read(folder))
+    return OpenedCheckpoint(folder, rest, stored, listed)
 
 
-def fill(state: dict[str, Any], opened: Opened, verify: bool, ranks: Ranks) -> None:
+def fill(state: dict[str, Any], opened: OpenedCheckpoint, verify: bool, ranks: Ranks) -> None:
     """Fill a state from the shards; collective over ``ranks``.
 
-    While it reads, a thread of each rank compares a share of the files with the manifest.
+    If ``verify``, a thread of each rank compares its part of the files with the manifest meanwhile.
 
     Raises:
-        Damaged: by the manifest, whatever else went wrong in reading.
-        ValueError, OSError: as :func:`.read_shards` does.
+        Damaged: a file is not what was written, whatever else went wrong in reading.
+        ValueError, OSError: as :func:`read_shards`.
     """
-    listed, shards = opened.listed, []
-    if verify and listed is not None:
-        shards = sorted(name for name in listed.files if safe_metadata.SHARD.fullmatch(name))
-
-    def compare() -> None:
-        if listed is not None:
-            manifest.check_files(opened.folder, listed, shards[ranks.rank :: ranks.size])
-
+    names = sorted(name for name in opened.listed.files if safe_metadata.SHARD.fullmatch(name))
+    mine = names[ranks.rank :: ranks.size] if verify else []
     with ThreadPoolExecutor(1) as pool:
-        compared = pool.submit(compare)
+        compared = pool.submit(manifest.check_files, opened.folder, opened.listed, mine)
         problem: Exception | None = None
         try:
             read_shards(state, opened.folder, opened.stored, ranks)
@@ -114,7 +92,53 @@ def fill(state: dict[str, Any], opened: Opened, verify: bool, ranks: Ranks) -> N
         raise problem
 
 
+def read_shards(state: dict[str, Any], folder: Path, stored: Metadata, ranks: Ranks) -> None:
+    """Fill the tensors of a nested state, and replace its other values; collective over ``ranks``.
+
+    Args:
+        state: under the names that the shards have.
+        folder: of shards.
+        stored: the folder's metadata, by :func:`.safe_metadata.read`.
+        ranks: who reads.
+
+    Raises:
+        OSError: a rank could not read a file.
+        ValueError: the folder does not hold what the state asks for, or holds more than tensors
+            and plain types.
+    """
+    with torch_errors(ValueError, ranks):
+        dcp.load(
+            state,
+            storage_reader=_SafeReader(folder, stored),
+            planner=_SafeLoadPlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.alone,
+        )
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """torch's reader of shards, which takes their metadata from us instead of unpickling it."""
+
+    def __init__(self, folder: Path, stored: Metadata) -> None:
+        super().__init__(folder)
+        self._stored = stored
+
+    def read_metadata(self) -> Metadata:
+        """What the folder holds, and where."""
+        return self._stored
+
+
+class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
+    """torch's planner, which reads entries that are not tensors as plain types only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an entry into the state that is loaded."""
+        plain = torch.load(value, map_location="cpu", weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], plain)
+
+
 def _find(path: Path) -> Path:
+    """The folder to read: ``path``, or the one that a save which died was about to replace."""
     replaced = atomic_folders.replaced_by(path)
     if not path.exists() and (replaced / REST).is_file():
         rank_zero_warn(
@@ -132,99 +156,36 @@ def _find(path: Path) -> Path:
     return path
 
 
-def _listed(path: Path, verify: bool) -> manifest.Manifest | None:
-    """The manifest, where all files have the sizes in it; None where an older version saved."""
-    try:
-        listed = manifest.read(path)
-    except FileNotFoundError:
-        rank_zero_warn(
-            f"{path} has no {manifest.NAME}: an older version of lightning_wlb saved it, and"
-            " whether it is damaged cannot be told."
-        )
-        return None
-    manifest.check_sizes(path, listed)
+def _read_manifest(folder: Path, verify: bool) -> Manifest:
+    """The manifest, if the sizes of all files, and the small files, agree with it."""
+    listed = manifest.read(folder)
+    manifest.check_sizes(folder, listed)
     if verify:
         small = [name for name in listed.files if not safe_metadata.SHARD.fullmatch(name)]
-        manifest.check_files(path, listed, small)
+        manifest.check_files(folder, listed, small)
     return listed
 
 
-def _read_rest(
-    path: Path, weights_only: bool | None, listed: manifest.Manifest | None
-) -> dict[str, Any]:
-    """What is not in shards, if it is of the save that the manifest is of.
+def _read_rest(folder: Path, weights_only: bool | None, listed: Manifest) -> dict[str, Any]:
+    """The content of ``meta.pt``, if it is of the same save as the manifest.
 
-    Rank 0 has compared the file; another node may still see that of the save before.
+    Rank 0 has compared the file's checksum; another node may still see the file of an older save.
     """
     try:
         rest: dict[str, Any] = torch.load(
-            path / REST,
-            map_location="cpu",
-            weights_only=True if weights_only is None else weights_only,
+            folder / REST, map_location="cpu", weights_only=weights_only is not False
         )
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            f"{path / REST} cannot be read: it is damaged, or holds objects of"
+            f"{folder / REST} cannot be read: it is damaged, or holds objects of"
             " classes, which may run code when they are read. If you know who wrote it:"
             f" trainer.fit(..., weights_only=False). ({error})"
         ) from error
     if not isinstance(rest, dict):
-        raise ValueError(f"{path / REST} holds a {type(rest).__name__}, no state.")
-    own = rest.pop(OWN, {})
-    if own != ({} if listed is None else {"save": listed.save}):
-        wrong = f"{REST} is of another save than {manifest.NAME}"
-        if listed is None:
-            wrong = f"{manifest.NAME} is missing"
-        raise manifest.Damaged(f"{path} is damaged: {wrong}. Use another checkpoint.")
-    return rest
-
-
-class Reader(dcp.FileSystemReader):
-    """The library's reader of a folder of shards, but for ``.metadata``.
-
-    Args:
-        folder: of shards.
-        stored: its metadata, if it is read already.
-    """
-
-    def __init__(self, folder: Path, stored: Metadata | None = None) -> None:
-        super().__init__(folder)
-        self._stored = stored
-
-    # Without keyword arguments: where this raises, the library is to look for no other metadata.
-    def read_metadata(self) -> Metadata:
-        """What the folder holds, and where. Raises as :func:`.safe_metadata.read`."""
-        return safe_metadata.read(cast(Path, self.path)) if self._stored is None else self._stored
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):
-    """The library's planner, but for entries that are not tensors: plain types only."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an entry into the state that is loaded."""
-        plain = torch.load(value, map_location="cpu", weights_only=True)
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], plain)
-
-
-def read_shards(state: dict[str, Any], folder: Path, stored: Metadata, ranks: Ranks) -> None:
-    """Fill the tensors of a state, and replace what else it holds; collective over ``ranks``.
-
-    Args:
-        state: names to tensors and plain values, nested.
-        folder: of shards.
-        stored: the folder's metadata.
-        ranks: who reads.
-
-    Raises:
-        OSError: where a rank could not read, on all ranks.
-        ValueError: the folder does not hold what the state asks for, or holds more than tensors
-            and plain types.
-    """
-    with library_errors(ValueError), unwarned(ranks):
-        dcp.load(
-            state,
-            storage_reader=Reader(folder, stored),
-            planner=LoadPlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.alone,
+        raise ValueError(f"{folder / REST} holds a {type(rest).__name__}, no state.")
+    if rest.pop(OWN, None) != {"save": listed.save}:
+        raise manifest.Damaged(
+            f"{folder} is damaged: {REST} is of another save than {manifest.NAME}. Use another"
+            " checkpoint."
         )
+    return rest

@@ -1,13 +1,11 @@
-"""Checkpoints that any mesh can read: torch.distributed.checkpoint with global names.
+"""A model's and its optimizers' state under names that are the same on any mesh.
 
-A checkpoint is a folder. Every rank writes its own shards of the weights and of the optimizer
-state under names that do not depend on the mesh (layers are numbered globally, optimizer state is
-keyed by parameter name), so that another mesh, or a single process, reads the parts that it needs.
-Everything else of Lightning's checkpoint (loops, callbacks, schedulers, the data module's state)
-is the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
+Every rank saves its own shards of the weights and of the optimizer state. Layers are numbered
+globally and optimizer state is keyed by parameter name, so that another mesh, or a single process,
+reads the parts that it needs. All other state (loops, callbacks, schedulers, the data module's) is
+the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights_only=True``.
 
-How the folder is written and read, whole and undamaged or not at all:
-:mod:`.checkpoints.writing` and :mod:`.checkpoints.reading`.
+:func:`collect` gathers what :func:`.writing.write` writes; :func:`load` reads it into a model.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,23 +26,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lightning_wlb.checkpoints.reading import fill, open_checkpoint
-from lightning_wlb.checkpoints.writing import Parts, write
+from lightning_wlb.checkpoints.writing import Parts
 from lightning_wlb.distributed.collective_errors import Ranks
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-# Lightning's consolidate_checkpoint looks for this key.
 WEIGHTS = "model"
-
-
-def save(
-    path: Path,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    rest: Mapping[str, Any],
-    renamed: Mapping[str, str],
-) -> None:
-    """Write a checkpoint, by :func:`collect` and :func:`.writing.write`; collective."""
-    write(path, collect(model, optimizers, rest, renamed))
+"""The key of the weights, which Lightning's consolidate_checkpoint looks for."""
 
 
 def collect(
@@ -53,22 +40,22 @@ def collect(
     rest: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> Parts:
-    """Gather what a checkpoint consists of.
+    """Gather the content of a checkpoint, without copying it.
 
     Args:
         model: this rank's part of the model.
-        optimizers: with parameters of ``model``; empty to save weights only.
-        rest: what else belongs to the checkpoint.
-        renamed: this rank's parameter name -> the name in the checkpoint, for the tied weight
-            that a single process knows by its other name.
+        optimizers: empty to save weights only.
+        rest: all other state, which is the same on every rank.
+        renamed: this rank's parameter name -> the name in the checkpoint, for a tied weight that a
+            single process knows by its other name.
     """
-    # torch 2.11 has an ordered dictionary, which is not looked into where state is checked.
+    # torch 2.11 gives an ordered dictionary, which writing.check_plain does not look into.
     state: dict[str, Any] = {WEIGHTS: dict(get_model_state_dict(model, options=_OPTIONS))}
     for index, optimizer in enumerate(optimizers):
         stepped = bool(optimizer.state)
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         if not stepped:
-            # torch has made a state, by a step without gradients that would count as one of ours.
+            # torch has made a state by a step without gradients, which would count as a step.
             optimizer.state.clear()
             values = {name: each for name, each in values.items() if not _is_state(name)}
         # The rank that knows the weight by its global name saves the same values.
@@ -91,24 +78,22 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 
-    Where a save died while it replaced ``path``, the older checkpoint is read, with a warning.
-
     Args:
-        path: the folder.
+        path: the folder, as :func:`.open_checkpoint` takes it.
         model: this rank's part of the model.
-        optimizers: with parameters of ``model``; empty to read weights only.
-        renamed: as in :func:`save`.
-        weights_only: for ``meta.pt``; None means True.
-        verify: compare all files with the manifest, and not only their sizes.
+        optimizers: empty to read weights only.
+        renamed: as in :func:`collect`.
+        weights_only: torch.load's, for ``meta.pt``; None means True.
+        verify: compare the checksums of all files with the manifest, not only their sizes.
 
     Returns:
-        What :func:`save` was given as ``rest``.
+        The ``rest`` that :func:`collect` was given.
 
     Raises:
-        FileNotFoundError: if the folder is not there or is not such a checkpoint.
-        Damaged: if it is not what was written; the model is not what it was either.
-        ValueError: if there are optimizers and the checkpoint holds weights only, if its weights
-            are not those of the model, or if it was made to run code.
+        FileNotFoundError: ``path`` is not a checkpoint.
+        Damaged: it is not what was written; parts of it may be in the model already.
+        ValueError: it holds weights only and there are optimizers, its weights are not those of the
+            model, or it was made to run code.
     """
     ranks = Ranks()
     opened = open_checkpoint(path, weights_only, verify, ranks)
@@ -120,17 +105,17 @@ def load(
             f" {type(model).__name__}.load_from_checkpoint({str(path)!r})."
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
-    _check_weights(path, model, weights, names)
+    _check_weights(path, model, weights, names, ranks)
     state: dict[str, Any] = {WEIGHTS: weights}
     optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
-        # Gradients that an earlier fit of the same module has left: torch would take an optimizer
-        # beside them for one without state, and none would be read.
+        # An earlier fit may have left gradients, beside which torch takes an optimizer for one
+        # without state and reads none.
         optimizer.zero_grad()
         values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         optimizer_states.append({_rename(name, renamed): each for name, each in values.items()})
-        # An option of a parameter group that the saved run did not have keeps its value: a schedule
-        # adds `initial_lr`, that of Lightning's search for a learning rate after saving.
+        # An option of a parameter group that was not saved keeps its value: a schedule adds
+        # `initial_lr`, and Lightning's search for a learning rate makes one after saving.
         state[f"optimizer_{index}"] = {
             name: each
             for name, each in optimizer_states[index].items()
@@ -150,30 +135,27 @@ def load(
 
 
 def _check_weights(
-    path: Path, model: nn.Module, weights: Mapping[str, Any], stored: Mapping[str, Any]
+    path: Path,
+    model: nn.Module,
+    weights: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    ranks: Ranks,
 ) -> None:
     """Refuse a checkpoint of another model; collective over all ranks.
 
-    torch itself passes over what the model lacks, as adapters that it is not asked for.
+    torch itself passes over weights that the model lacks, such as adapters that were not asked for.
 
     Raises:
-        ValueError: naming what is missing, too much or of another shape; the same on every rank.
+        ValueError: weights, which the message names, are missing, too many or of another shape.
     """
     prefix = f"{WEIGHTS}."
-    there = {
-        name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)
-    }
     mine = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
-    shares = [mine]
-    if dist.is_initialized():
-        shares = [{}] * dist.get_world_size()
-        dist.all_gather_object(shares, mine)
-    wanted = {name: shape for share in shares for name, shape in share.items()}
+    everyone = ranks.every(lambda: mine)
+    wanted = {name: shape for each in everyone for name, shape in each.items()}
     # A weight of no size has no metadata of a tensor.
-    sizes = {
-        name: tuple(getattr(each, "size", wanted.get(name, ()))) for name, each in there.items()
-    }
-    strict = getattr(model, "strict_loading", True)
+    there = {n.removeprefix(prefix): e for n, e in stored.items() if n.startswith(prefix)}
+    sizes = {n: tuple(getattr(e, "size", wanted.get(n, ()))) for n, e in there.items()}
+    strict = model.strict_loading if isinstance(model, LightningModule) else True
     found = {
         "missing": sorted(set(wanted) - set(sizes)),
         "not in the model": sorted(set(sizes) - set(wanted)) if strict else [],
@@ -194,17 +176,17 @@ def _check_weights(
 
 
 def _is_state(key: str) -> bool:
-    """Whether a flattened optimizer key is what steps have left, and no option of a group."""
+    """Whether a flattened optimizer key is state that steps made, not an option of a group."""
     return key.startswith("state.")
 
 
 def _has_state(names: Mapping[str, Any], index: int) -> bool:
-    """Whether the checkpoint with these names holds what steps of an optimizer have left."""
+    """Whether the checkpoint with these names holds state that steps of an optimizer made."""
     return any(name.startswith(f"optimizer_{index}.state.") for name in names)
 
 
 def _mentions(key: str, parameter: str) -> bool:
-    """Whether a flattened optimizer key belongs to a parameter: ``state.<name>.exp_avg``."""
+    """Whether a flattened optimizer key, as ``state.<name>.exp_avg``, belongs to a parameter."""
     return f".{parameter}." in key
 
 

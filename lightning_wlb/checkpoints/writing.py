@@ -1,11 +1,16 @@
-"""A checkpoint is written by all ranks together, or not at all.
+"""All ranks write a checkpoint together, or not at all.
 
-In order: what could not be read again or would replace something else is refused; every rank
-writes its shards into a folder aside (:mod:`.atomic_folders`) and synchronises them with the
-disk, rank 0 everything else; rank 0 sees all files and lists them in the manifest; the folder takes
-its name. Where a rank fails, all raise, and what was written is removed.
+First what could not be read again, or would replace something else, is refused. Then every rank
+writes its shards, and rank 0 all other state, into a folder aside (:mod:`.atomic_folders`), each
+file synchronised with the disk. Rank 0 waits until it sees all files, lists them in the manifest
+and gives the folder its name. If a rank fails, all raise, and what was written is removed.
 
-Cost: the time of the slowest rank's disk, and six small exchanges between ranks.
+What can be read again is what ``torch.load(weights_only=True)`` reads: plain types and tensors.
+``torch.save`` writes any object, and a run would notice only when it resumes. So state is looked
+through before: built-in types pass at once, anything else is written and read on trial.
+
+Cost: the time of the slowest rank's disk, six small exchanges between ranks, microseconds for each
+entry of the state, and a copy in memory of each entry of no built-in type.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,19 +38,20 @@ from lightning_wlb.checkpoints.manifest import DurableFile, File
 from lightning_wlb.distributed.collective_errors import Ranks
 
 REST = "meta.pt"
-"""The file of what is not in shards; Lightning's name for it."""
+"""The file of all state that is not in shards. Lightning's name for it."""
 OWN = "WLBStrategy"
-"""The key in that file of what is not Lightning's. A checkpoint with it has a manifest."""
+"""The key in that file under which the save's identity stands."""
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a checkpoint consists of, as :func:`.sharded.collect` gathers it.
+    """The content of a checkpoint, as :func:`.sharded.collect` gathers it on a rank.
 
     Attributes:
-        state: this rank's shards under global names: tensors (DTensors) and plain values. These
-            are the parameters themselves, not copies.
-        rest: what else belongs to the checkpoint; written by rank 0.
+        state: this rank's shards under global names: DTensors, tensors and plain values. They are
+            the parameters and the optimizer state themselves, not copies.
+        rest: all other state, which is the same on every rank and which rank 0 writes.
     """
 
     state: dict[str, Any]
@@ -53,19 +59,19 @@ class Parts:
 
 
 def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> None:
-    """Write a checkpoint, durably; collective over the ranks of ``group``.
+    """Write a checkpoint; collective over the ranks of ``group``.
 
-    May run in a thread of its own, with a process group of its own, while nobody changes what
-    ``parts`` holds.
+    It may run in a thread, if the thread has a process group of its own and nobody changes what
+    ``parts`` holds meanwhile.
 
     Args:
         path: the folder; replaced if it is a checkpoint.
-        parts: of :func:`.sharded.collect`.
+        parts: the state to write.
         group: all ranks, on the CPU; None means the default group.
 
     Raises:
-        ValueError: ``path`` is not a checkpoint and would be lost.
-        OSError: the disk is full, or a file cannot be written; what was written is removed.
+        ValueError: there is something else at ``path``, or state could not be read again.
+        OSError: a file could not be written, as on a full disk; nothing of the save is left.
     """
     ranks = Ranks(group)
     ranks.each(lambda: check_plain(parts.state))
@@ -73,8 +79,8 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
     aside = None
     try:
         aside = ranks.lead(lambda: atomic_folders.begin(path, manifest.CHECKPOINT))
-        ranks.each(lambda: atomic_folders.see(aside.folder))
-        files = write_shards(parts.state, aside.folder, ranks)
+        ranks.each(lambda: atomic_folders.require_shared(aside.folder))
+        files = _write_shards(parts.state, aside.folder, ranks)
 
         def written() -> tuple[str, dict[str, File]]:
             if ranks.leads:
@@ -86,7 +92,7 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
         step = int(parts.rest.get("global_step", -1))
         ranks.lead(lambda: _finish(aside, everyone, step))
     except BaseException as error:
-        # Another rank may raise while rank 0 gives the folder its name, and would empty it then.
+        # Rank 0 alone: another rank may raise while rank 0 gives the folder its name.
         if aside is not None and ranks.leads:
             atomic_folders.discard(aside)
         if isinstance(error, OSError):
@@ -97,13 +103,13 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
 def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.Aside) -> File:
     with DurableFile(aside.folder / REST) as file:
         torch.save({**rest, OWN: {"save": aside.save}}, file)
-    return File(file.size, file.crc32)
+    return file.entry
 
 
 def _finish(
     aside: atomic_folders.Aside, everyone: Sequence[tuple[str, Mapping[str, File]]], step: int
 ) -> None:
-    """List what all ranks have written, once rank 0 sees it, and give the folder its name."""
+    """On rank 0: list the files of ``everyone`` (a rank's host and files) and name the folder."""
     listed: dict[str, File] = {}
     for rank, (host, files) in enumerate(everyone):
         for name, file in files.items():
@@ -120,7 +126,6 @@ def _finish(
 
 
 def _unsaved(path: Path, error: OSError) -> OSError:
-    """What a save could not do, and how much room there is now."""
     there = next(each for each in path.parents if each.is_dir())
     free = shutil.disk_usage(there).free
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -132,17 +137,11 @@ def _unsaved(path: Path, error: OSError) -> OSError:
     return OSError(error.errno, text)
 
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-
-
 def check_plain(state: Any) -> None:
-    """Refuse state that could not be read again.
-
-    Args:
-        state: dictionaries, lists and tuples of values.
+    """Refuse nested dictionaries, lists and tuples with a value that could not be read again.
 
     Raises:
-        ValueError: naming the keys that lead to the value, and its class.
+        ValueError: the message names the keys that lead to the value, and its class.
     """
     for where, value in _leaves(state, ""):
         if type(value) not in _PLAIN and not _readable(value):
@@ -156,6 +155,7 @@ def check_plain(state: Any) -> None:
 
 
 def _leaves(state: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Each key and each value but tensors, with the keys that lead to it in words."""
     if type(state) is dict:
         for key, value in state.items():
             yield f"the key {key} in {where or 'it'}", key
@@ -179,7 +179,7 @@ def _readable(value: Any) -> bool:
 
 
 class _DurableFiles(FileSystem):
-    """The library's access to files; of those that it writes it keeps size and checksum."""
+    """torch's access to files, which synchronises and lists those that it writes."""
 
     def __init__(self) -> None:
         self.written: dict[str, File] = {}
@@ -190,36 +190,37 @@ class _DurableFiles(FileSystem):
         atomic_folders.reached("writing")
         with DurableFile(Path(path)) as file:
             yield cast(io.IOBase, file)
-        self.written[file.path.name] = File(file.size, file.crc32)
+        self.written[file.path.name] = file.entry
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
-def write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, File]:
-    """Write this rank's shards, and on rank 0 ``.metadata``; collective over ``ranks``.
-
-    Returns:
-        The files that this rank has written.
-
-    Raises:
-        OSError: where a rank could not write, on all ranks.
-        RuntimeError: for another reason.
-    """
+def _write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, File]:
+    """Write this rank's shards, on rank 0 also ``.metadata``, and list the files; collective."""
     # Closing a file synchronises it.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = files = _DurableFiles()
-    with library_errors(RuntimeError), unwarned(ranks):
+    with torch_errors(RuntimeError, ranks):
         dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.alone)
     return files.written
 
 
 @contextmanager
-def library_errors(otherwise: type[Exception]) -> Iterator[None]:
-    """The library's report of all ranks' stacks, as the error of the first that failed."""
+def torch_errors(otherwise: type[Exception], ranks: Ranks) -> Iterator[None]:
+    """Turn torch's report of all ranks' stacks into the error of the first rank that failed.
+
+    Raises:
+        OSError: that rank's disk failed.
+        otherwise: something else failed.
+    """
     try:
-        yield
+        with warnings.catch_warnings() if ranks.alone else nullcontext():
+            # Filters are the process's: only a single process, without saving threads, sets one.
+            if ranks.alone:
+                warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
+            yield
     except CheckpointException as report:
         rank, (error, _) = min(report.failures.items())
         if not isinstance(error, Exception):
@@ -227,14 +228,3 @@ def library_errors(otherwise: type[Exception]) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename) from error
         raise otherwise(f"rank {rank}: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def unwarned(ranks: Ranks) -> Iterator[None]:
-    """The library warns a process by itself that it is by itself."""
-    if not ranks.alone:  # may be in a thread, and filters are the process's
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
-        yield

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_wlb.checkpoints import manifest, sharded
+from lightning_wlb.checkpoints import manifest, sharded, writing
 
 
 class Hostile:
@@ -53,7 +53,9 @@ def model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save(path: Path, value: float) -> None:
     """Save the model of a value, after as many steps."""
     layers, optimizer = model(value)
-    sharded.save(path, layers, [optimizer], {"global_step": int(value), "value": value}, {})
+    writing.write(
+        path, sharded.collect(layers, [optimizer], {"global_step": int(value), "value": value}, {})
+    )
 
 
 def load(path: Path, **options: Any) -> float:

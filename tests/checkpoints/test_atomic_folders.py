@@ -92,7 +92,7 @@ def test_what_died_is_removed_when_it_is_stale(tmp_path):
     for each in (stale, *stale.iterdir()):
         os.utime(each, (0, 0))
     mine = atomic_folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
-    # Two runs that save under one name write into two atomic_folders.
+    # Two runs that save under one name write into two folders.
     again = atomic_folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
     assert set(mine.parent.iterdir()) == {fresh, mine, again}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_wlb.checkpoints import consolidate, sharded
+from lightning_wlb.checkpoints import consolidate, sharded, writing
 from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
@@ -75,7 +75,7 @@ def test_weights_come_out_by_name_as_they_are_stored(kind, tmp_path):
     layers, path = model(), tmp_path / "one.ckpt"
     if kind == "folder":
         optimizer = torch.optim.AdamW(layers.parameters())
-        sharded.save(path, layers, [optimizer], GIVEN, {})
+        writing.write(path, sharded.collect(layers, [optimizer], GIVEN, {}))
     else:
         torch.save(GIVEN | {"state_dict": layers.state_dict()}, path)
     stored = StoredCheckpoint(path)

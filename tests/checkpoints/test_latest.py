@@ -6,12 +6,14 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_wlb.checkpoints import latest, manifest, sharded
+from lightning_wlb.checkpoints import latest, manifest, sharded, writing
 
 
 def write(path: Path, step: int, time: float, **rest: object) -> Path:
     with patch.object(manifest.time, "time", lambda: time):
-        sharded.save(path, torch.nn.Linear(1, 1), [], {"global_step": step, **rest}, {})
+        writing.write(
+            path, sharded.collect(torch.nn.Linear(1, 1), [], {"global_step": step, **rest}, {})
+        )
     return path
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.checkpoints import manifest, reading, sharded
+from lightning_wlb.checkpoints import manifest, sharded
 from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from tests.checkpoints.strangers import Hostile, list_anew, load, model, save
 from tests.ranks import run_ranks
@@ -61,12 +61,13 @@ def test_no_damage_gives_another_state(name, damage, where, saves, tmp_path):
         with pytest.raises(ValueError, match=r"damaged\.ckpt"):
             StoredCheckpoint(path)
         with pytest.raises(manifest.Damaged):
-            reading.check(path)
+            manifest.check(path)
 
 
 def test_what_is_whole_is_read(saves):
     assert [load(path) for path in saves] == [6.0, 3.0]
-    assert all(reading.check(path) for path in saves)
+    for path in saves:
+        manifest.check(path)
 
 
 def test_without_verifying_sizes_are_compared_and_contents_are_not(saves, tmp_path):
@@ -89,16 +90,15 @@ def test_of_each_rank_meta_pt_is_of_the_save_that_rank_0_sees(saves, tmp_path):
         load(path, verify=False)
 
 
-def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(saves, tmp_path):
-    path = tmp_path / "old.ckpt"
+def test_a_checkpoint_without_a_manifest_is_damaged(saves, tmp_path):
+    path = tmp_path / "run.ckpt"
     shutil.copytree(saves[0], path)
     (path / manifest.NAME).unlink()
     rest = torch.load(path / "meta.pt", weights_only=True)
     assert len(rest.pop("WLBStrategy")["save"]) == 32
     torch.save(rest, path / "meta.pt")
-    with pytest.warns(UserWarning, match="whether it is damaged cannot be told"):
-        assert load(path) == 6.0
-    assert not reading.check(path)
+    with pytest.raises(manifest.Damaged, match=r"run\.ckpt is damaged: manifest\.json is missing"):
+        load(path)
 
 
 def damaged_on_one_rank(rank: int, path: Path) -> str:

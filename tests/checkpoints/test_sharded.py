@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_wlb.checkpoints import atomic_folders, sharded
+from lightning_wlb.checkpoints import atomic_folders, sharded, writing
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
@@ -336,7 +336,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     def model(*widths: int) -> torch.nn.Module:
         return torch.nn.Sequential(*(torch.nn.Linear(2, width, False) for width in widths))
 
-    sharded.save(tmp_path / "two", model(2, 2), [], {}, {})
+    writing.write(tmp_path / "two", sharded.collect(model(2, 2), [], {}, {}))
     for other, message in (
         (model(2, 2, 2), "another model; missing: 2.weight. Give"),
         # torch would pass over the layer that is not there.

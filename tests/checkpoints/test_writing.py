@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.checkpoints import atomic_folders, manifest, writing
+from lightning_wlb.checkpoints import atomic_folders, manifest, sharded, writing
 from tests.checkpoints.strangers import load, save
 from tests.ranks import run_ranks
 
@@ -245,15 +245,15 @@ def test_a_rank_that_breaks_off_takes_nothing_from_what_rank_0_finishes(tmp_path
 
 
 def test_state_that_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):
-    from tests.checkpoints.strangers import model, sharded
+    from tests.checkpoints.strangers import model
 
     layers, optimizer = model(1.0)
     rest = {"callbacks": {"Mine": {"folder": [tmp_path]}}}
     with pytest.raises(ValueError, match=r"\['callbacks'\]\['Mine'\]\['folder'\]\[0\]: an obj"):
-        sharded.save(tmp_path / "run.ckpt", layers, [optimizer], rest, {})
+        writing.write(tmp_path / "run.ckpt", sharded.collect(layers, [optimizer], rest, {}))
     optimizer.param_groups[0]["name"] = tmp_path
     with pytest.raises(ValueError, match=r"\['optimizer_0'\].*pathlib"):
-        sharded.save(tmp_path / "run.ckpt", layers, [optimizer], {}, {})
+        writing.write(tmp_path / "run.ckpt", sharded.collect(layers, [optimizer], {}, {}))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_wlb.checkpoints import sharded
+from lightning_wlb.checkpoints import sharded, writing
 from lightning_wlb.cli.train import WLBCLI
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import TransformerConfig
@@ -36,7 +36,7 @@ def written(kind: str, path: Path, module: LanguageModule, **changed: Any) -> Pa
     module.configure_model()
     given = dict(module.hparams) | changed
     if kind == "folder":
-        sharded.save(path, module, [], {"hyper_parameters": given}, {})
+        writing.write(path, sharded.collect(module, [], {"hyper_parameters": given}, {}))
     else:
         torch.save({"state_dict": module.state_dict(), "hyper_parameters": given}, path)
     return path

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks import ranks
-from lightning_wlb.checkpoints import atomic_folders, manifest, sharded
+from lightning_wlb.checkpoints import atomic_folders, manifest, sharded, writing
 from tests.soak import table
 from tests.soak.power import Disk, cut
 
@@ -56,7 +56,9 @@ def save(home: Path, pipe: Connection, point: str, how: str, synchronises: bool)
         while True:
             name = f"last-{step}.ckpt" if how == "a new name" else "last.ckpt"
             module, optimizer = model(step)
-            sharded.save(home / name, module, [optimizer], {"global_step": step}, {})
+            writing.write(
+                home / name, sharded.collect(module, [optimizer], {"global_step": step}, {})
+            )
             pipe.send(step)
             step += 1
             if step > 3 and point:
