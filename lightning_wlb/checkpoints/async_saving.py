@@ -1,15 +1,15 @@
 """Saves that are written while training goes on: copies of tensors, and threads.
 
-A save is staged, which copies the tensors of this rank into memory of the CPU, and then written by
-a thread; training waits for the copy only. Saves are written in the order in which they were
-submitted, one at a time, since their messages travel over one process group.
+A save is staged, which copies this rank's tensors into memory of the CPU, and then written by a
+thread; training waits for the copy only. Saves are written one at a time, in the order in which
+they were submitted, since they exchange messages over one process group.
 
-The threads are daemons: a process whose peers have died must be able to end although its save waits
-for them. What such a save has written is no checkpoint, and the next save removes it.
+The threads are daemons, so that a process whose peers have died can end although its save waits for
+them. What such a save has written is no checkpoint, and the next save removes it.
 
-Cost: memory of the CPU for each save that is not finished (this rank's parameters and optimizer
-state once), which is kept for the next one unless torch gives it back (:data:`SERVES_ONCE`). Not
-for a save after which the process may end.
+Cost: memory of the CPU for each unfinished save (this rank's parameters and optimizer state once),
+kept for the next save unless torch gives it back (:data:`SERVES_ONCE`). Not for a save after which
+the process may end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import copy
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -28,18 +28,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from lightning_wlb.checkpoints.writing import Parts
 
 COPIES = 2
-"""Saves that may be unfinished at a time: ModelCheckpoint may make two at the end of a step."""
+"""How many saves may be unfinished: ModelCheckpoint may make two at the end of a step."""
 
 SERVES_ONCE = torch.__version__ < "2.13"
-"""Whether torch's stager gives its memory back after every copy, and cannot make another (2.11)."""
+"""Whether torch's stager frees its memory after a copy and cannot make another one, as in 2.11."""
 
 
 class Stager:
-    """Copies what a checkpoint consists of, to memory that is used again.
-
-    Args:
-        device: of the tensors. From CUDA they are copied to pinned memory.
-    """
+    """Copies the content of checkpoints to memory that is used again, pinned if it is from CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -53,11 +49,11 @@ class Stager:
         self._used = 0
 
     def stage(self, parts: Parts, busy: bool) -> Parts:
-        """A copy.
+        """Copy the content of a checkpoint.
 
         Args:
-            parts: of tensors on the device.
-            busy: whether the last copy is still needed; no more than one may be.
+            parts: with tensors on the device.
+            busy: whether the last copy is still needed; at most one may be.
         """
         self._used = (self._used + 1) % COPIES if busy else 0
         if SERVES_ONCE:
@@ -67,9 +63,8 @@ class Stager:
         return Parts(state, copy.deepcopy(parts.rest))
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a thread does about ``path``, and how many copies of tensors it holds until then."""
+class _SaveJob(NamedTuple):
+    """The save or the removal of ``path`` by a thread, which holds ``copies`` until it ends."""
 
     path: Path
     copies: int
@@ -77,14 +72,14 @@ class Job:
 
 
 class Background:
-    """Runs jobs in threads, one after the other."""
+    """Runs saves and removals in threads, one after the other."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
+        self._jobs: list[_SaveJob] = []
 
     @property
     def failed(self) -> bool:
-        """Whether a job is finished and has failed."""
+        """Whether a job has ended with an error."""
         return any(
             each.future.done() and each.future.exception() is not None for each in self._jobs
         )
@@ -96,7 +91,7 @@ class Background:
 
     @property
     def holds_copies(self) -> bool:
-        """Whether a job that is not finished holds any."""
+        """Whether an unfinished job holds a copy."""
         return any(each.copies and not each.future.done() for each in self._jobs)
 
     def submit(self, path: Path, do: Callable[[], None], copies: int = 0) -> None:
@@ -108,8 +103,8 @@ class Background:
         def run() -> None:
             wait(before)
             try:
-                # A thread begins on the first device, where torch's writer would take memory for
-                # the process of every rank.
+                # A thread begins on the first device, where torch's writer would otherwise take
+                # memory for the process of every rank.
                 if torch.accelerator.is_available():
                     torch.accelerator.set_device_index(device)
                 do()
@@ -117,20 +112,17 @@ class Background:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._jobs.append(Job(path, copies, future))
+        self._jobs.append(_SaveJob(path, copies, future))
         Thread(target=run, name=f"save {path.name}", daemon=True).start()
 
     def settle(
         self, copies: int = 0, seconds: float | None = None
     ) -> list[tuple[Path, BaseException]]:
-        """Wait for the oldest jobs, until the others hold at most so many copies.
-
-        Args:
-            copies: 0 waits for all jobs.
-            seconds: at most; None means as long as it takes.
+        """Wait for the oldest jobs, until the others hold at most ``copies``; 0 waits for all jobs.
 
         Returns:
-            The jobs that have failed, and why: TimeoutError where the time was too short.
+            The path and the error of each job that failed: TimeoutError if it has not ended within
+            ``seconds`` of this call.
         """
         end = None if seconds is None else time.monotonic() + seconds
         failures: list[tuple[Path, BaseException]] = []

@@ -2,10 +2,10 @@
 
 A checkpoint is as new as its save, by the time that its manifest records: not by its step, since a
 run that was set back to an earlier checkpoint writes newer ones of earlier steps, nor by the file
-system, where a copy may be younger than what was written after it. One from before there were
-manifests, or whose manifest is damaged, is as new as its folder.
+system, where a copy may be younger than what was written after it. If its manifest is damaged, it
+is as new as its folder.
 
-Nothing is verified here: whoever reads a checkpoint verifies it, and takes the next where it is
+Nothing is verified here: whoever reads a checkpoint verifies it, and takes the next one if it is
 damaged. Cost: reading one small file for each checkpoint.
 """
 
@@ -24,13 +24,13 @@ from lightning_wlb.checkpoints.writing import REST
 REQUEUE = "hpc_ckpt_*.ckpt"
 """What Lightning calls the checkpoints that it saves before Slurm's time limit."""
 JOB = "slurm_job_id"
-"""Under which a checkpoint holds the Slurm job that saved it."""
+"""The key under which a checkpoint holds the Slurm job that saved it."""
 RESUMABLE = "lr_schedulers"
-"""Under which Lightning puts the schedules into a checkpoint, unless it is of weights alone."""
+"""The key of learning rate schedules, which Lightning leaves out of a checkpoint of weights."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a folder that was a checkpoint when it was written, damaged or not."""
+    """Whether there is a folder that was written as a checkpoint, damaged or not."""
     if (path / REST).is_file():
         return True
     try:
@@ -40,9 +40,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
-    """The checkpoints in a folder, also those that a save that died was about to replace.
+    """The checkpoints in a folder, and those that a save which died was about to replace.
 
-    Links are left out where they lead to another one of them.
+    A link to another one of them is left out.
     """
     found: dict[Path, Path] = {}
     for place in (folder, atomic_folders.replaced_by(folder / "any").parent):
@@ -53,7 +53,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Checkpoints in the order in which they are to be tried."""
+    """Sort checkpoints by the time of their save."""
     return sorted(set(paths), key=_saved, reverse=True)
 
 
@@ -64,11 +64,10 @@ def requeue_number(path: Path) -> int | None:
 
 
 def older_requeues(path: Path) -> list[Path]:
-    """The same job's checkpoints before time limits that came before ``path``; else none.
+    """The same job's earlier ``hpc_ckpt_N.ckpt``, if ``path`` is one; they can be removed.
 
-    One is enough: all that they serve is to go on from the newest of all checkpoints, and what a
-    run is to keep its ModelCheckpoint keeps. Those of another job, which may run in the same
-    folder, are its own.
+    They serve only to go on from the newest checkpoint; ModelCheckpoint keeps what a run is to
+    keep. Those of another job, which may run in the same folder, are left out.
     """
     number, job = requeue_number(path), (_rest(path) or {}).get(JOB)
     if number is None:
@@ -78,13 +77,13 @@ def older_requeues(path: Path) -> list[Path]:
 
 
 def is_of_job(path: Path, job: str | None) -> bool:
-    """Whether a Slurm job saved a checkpoint; True where it is too damaged to say."""
+    """Whether a Slurm job saved a checkpoint; True if it is too damaged to say."""
     rest = _rest(path)
     return rest is None or rest.get(JOB) == job
 
 
 def can_resume(path: Path) -> bool:
-    """Whether more than weights was saved; True where a checkpoint is too damaged to say."""
+    """Whether more than weights was saved; True if a checkpoint is too damaged to say."""
     rest = _rest(path)
     return rest is None or RESUMABLE in rest
 
@@ -92,13 +91,13 @@ def can_resume(path: Path) -> bool:
 def _rest(path: Path) -> dict[str, Any] | None:
     try:
         rest = torch.load(path / REST, map_location="cpu", weights_only=True)
-    except Exception:  # whatever a pickle that is damaged can lead to
+    except Exception:  # a damaged pickle can lead to any
         return None
     return rest if isinstance(rest, dict) else None
 
 
 def _saved(path: Path) -> tuple[float, int, str]:
-    """When a checkpoint was saved, in seconds since 1970; its step; its name."""
+    """A checkpoint's time of saving in seconds since 1970, its step and its name."""
     try:
         written = manifest.read(path)
     except (OSError, ValueError):

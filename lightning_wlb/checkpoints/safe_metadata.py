@@ -1,13 +1,14 @@
-"""The library's ``.metadata``, a pickle, read without running anything in it.
+"""torch's ``.metadata`` of a checkpoint, a pickle, read without running anything in it.
 
-A pickle calls what it names. Here every name of the few that the format needs becomes a record that
-only keeps what it is given, so that no function and no class of the process can be reached, called
-or changed. Then the records are read as any other foreign data: each field has its type, each chunk
-lies in its tensor, the chunks fill it, each entry lies in a file of the folder, and no two entries
-share bytes. So a tensor is never larger than the files, however large it says that it is.
+A pickle calls what it names. Here each of the few names that the format needs becomes a record that
+only keeps its arguments, so that no function and no class of the process can be reached, called or
+changed; any other name is refused. The records are then checked like any foreign data: each field
+has its type, each chunk lies in its tensor, the chunks fill it, each entry lies in a file of the
+folder, and no two entries share bytes. So no tensor is larger than the files, whatever size is
+claimed.
 
-Cost: about twice the library's own reading. Not for the metadata of other storages, nor for entries
-that were transformed.
+Cost: about twice torch's own reading. Other storages, and entries that were transformed (as by
+compression), are not supported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_wlb.checkpoints.manifest import Damaged
 
 NAME = ".metadata"
 SHARD = re.compile(r"__\d+_\d+\.distcp")
-"""Names of the files that hold entries."""
+"""The names of files with shards."""
 
 _LIBRARY = "torch.distributed.checkpoint."
 _RECORDS = {
@@ -57,7 +58,7 @@ _RECORDS = {
 
 
 def read(folder: Path) -> Metadata:
-    """What the shards of a folder hold, and where.
+    """Read which shards a folder holds, and where.
 
     Raises:
         FileNotFoundError: there is no ``.metadata``.
@@ -67,7 +68,7 @@ def read(folder: Path) -> Metadata:
     try:
         found = _Unpickler(io.BytesIO(stored)).load()
         return _metadata(folder, found)
-    except Exception as error:  # whatever a pickle that is none can lead to
+    except Exception as error:  # a pickle of anything else can lead to any
         raise Damaged(
             f"{folder} cannot be read as a checkpoint: {NAME} is damaged, or was made to do more"
             f" than describe weights ({type(error).__name__}: {error}). Nothing in it was run. Use"
@@ -76,7 +77,7 @@ def read(folder: Path) -> Metadata:
 
 
 class _Record:
-    """Stands for an object of another class: keeps what that was made of."""
+    """Stands for an object of another class, and keeps the arguments and state it was made of."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -91,7 +92,7 @@ class _Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """A class of records for a name that the format needs, made anew: it may be changed."""
+        """A record's class, a new one each time since a pickle may change it; or a dtype."""
         if name in _RECORDS.get(module, ()):
             return type(name, (_Record,), {"name": name})
         found = getattr(torch, name, None) if module == "torch" else None
@@ -128,7 +129,7 @@ def _metadata(folder: Path, found: Any) -> Metadata:
 def _entries(
     name: str, stored: TensorStorageMetadata | BytesStorageMetadata
 ) -> list[tuple[MetadataIndex, int]]:
-    """Under which indices an entry is stored, and how many bytes each takes at least."""
+    """The indices under which an entry is stored, and the bytes that each takes at least."""
     if isinstance(stored, BytesStorageMetadata):
         return [(MetadataIndex(name), 0)]
     width = stored.properties.dtype.itemsize
@@ -139,7 +140,7 @@ def _entries(
 
 
 def _check_places(folder: Path, places: list[_StorageInfo]) -> None:
-    """Every entry lies in its file, beside the others."""
+    """Check that every entry lies in its file, and none over another."""
     ends: dict[str, int] = {}
     for place in sorted(places, key=lambda each: (each.relative_path, each.offset)):
         if place.offset < ends.get(place.relative_path, 0):
