@@ -1,16 +1,19 @@
-"""The heat map of a run: which ranks compute how long in which micro-batch.
+"""The heat map of a run: how long each rank computes in each micro-batch; and how to draw figures.
 
 A heavy micro-batch stands at another place in every step, so a plain mean over steps would look
 balanced whatever the imbalance. Therefore there are two panels. One shows a real step, that of
 median imbalance among the last ones, in milliseconds by rank and micro-batch. The other shows the
 sum of all steps relative to even work, each step sorted before it is added: the heaviest replica
-first, and within it the heaviest micro-batch first. The colours differ in lightness, so they read
-without colour vision and in print.
+first, and within it the heaviest micro-batch first. The colours differ in lightness, so that they
+can be read without colour vision and in print.
 
-A row is a rank, whatever pipeline it is in: a step may have a strategy of its own, whose pipelines
-have different numbers of ranks. Heaviest is the pipeline whose ranks have most to do.
+A row is a rank, whatever pipeline it is in: a step may leave the mesh for pipelines with different
+numbers of ranks. The heaviest pipeline is then the one whose ranks have most to do each.
 
-Cost: numbers of ranks × micro-batches for the sum and for each of the last steps kept.
+Figures are drawn with matplotlib's objects and not with pyplot, so that they need no display and
+leave no global state behind.
+
+Cost: ranks × micro-batches numbers for the sum and for each of the last steps.
 """
 
 from __future__ import annotations
@@ -30,6 +33,12 @@ from lightning_wlb.callbacks import imbalance
 from lightning_wlb.heterogeneous.layouts import Strategy, rank_in
 from lightning_wlb.mesh import AXES, Mesh, Rank
 
+KEPT_STEPS = 64
+"""Last steps from which the one of median imbalance is shown."""
+
+MOST_LABELS = 16
+"""Up to so many rows or columns, each is labelled and its cells have numbers."""
+
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of so many inches, at 150 dots per inch."""
@@ -37,7 +46,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure; the folder of the file is made."""
+    """Write a figure, making the folder of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 
@@ -46,13 +55,6 @@ def text_colour(background: Iterable[float]) -> str:
     """Black or white, whichever is legible on a colour of red, green, blue in [0, 1]."""
     red, green, blue, *_ = background
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
-
-
-KEPT_STEPS = 64
-"""Last steps from which the one of median imbalance is shown."""
-
-MOST_LABELS = 16
-"""Rows and columns up to which each is labelled, and its cells have numbers."""
 
 
 class HeatMap:
@@ -78,14 +80,14 @@ class HeatMap:
 
         Args:
             step: its number.
-            timings: of its pipelines, see :mod:`lightning_wlb.callbacks.imbalance`.
-            counts: micro-batches of each.
+            timings: as :mod:`lightning_wlb.callbacks.imbalance` defines them.
+            counts: micro-batches of each pipeline.
             slots: K of the pipeline level.
-            strategy: of the step; empty on the mesh.
+            strategy: the step's own pipelines; empty on the mesh.
         """
         if not any(each.any() for each in timings):
             return
-        # Of each pipeline [its ranks, micro_batches]: forward + backward compute.
+        # Forward + backward compute of each pipeline: [its ranks, micro_batches].
         cells = [
             each[..., imbalance.COMPUTE].sum(axis=-1).reshape(-1, each.shape[3]) for each in timings
         ]
@@ -96,7 +98,7 @@ class HeatMap:
                 for each, count in zip(cells, counts, strict=True)
             ]
         )
-        # Both levels count: a step is typical if its slowest place is.
+        # A step is as typical as its worse level.
         levels = imbalance.measured_imbalance(timings, slots)
         degree = max(levels.pipeline.degree, levels.data.degree)
         self._kept.append((degree, step, strategy, shown))
@@ -106,14 +108,13 @@ class HeatMap:
         self, cells: list[np.ndarray], work: np.ndarray, timings: imbalance.Timings, slots: float
     ) -> None:
         order = np.argsort(-work, axis=1, kind="stable")
-        of_a_rank = work.sum(axis=1) / [len(each) for each in timings]  # of a stage
-        heaviest = np.argsort(-of_a_rank, kind="stable")
+        per_stage = work.sum(axis=1) / [len(each) for each in timings]
+        heaviest = np.argsort(-per_stage, kind="stable")
         added = np.concatenate([cells[at][:, order[at]] for at in heaviest])
-        even = added.sum() / (self.mesh.devices * slots / len(cells))
-        missing = added.shape[1] - self._sum.shape[1]
-        self._sum = np.pad(self._sum, ((0, 0), (0, max(missing, 0))))
+        missing = max(added.shape[1] - self._sum.shape[1], 0)
+        self._sum = np.pad(self._sum, ((0, 0), (0, missing)))
         self._sum[:, : added.shape[1]] += added
-        self._even += even
+        self._even += added.sum() / (self.mesh.devices * slots / len(cells))
         self.steps += 1
 
     @property
@@ -132,7 +133,7 @@ class HeatMap:
         return step, strategy, milliseconds
 
     def draw(self, path: Path, title: str) -> None:
-        """Write the figure as PNG, making its folder; does nothing if no step was taken in."""
+        """Write the figure as PNG, making its folder; do nothing if no step was taken in."""
         if not self.steps:
             return
         step, strategy, milliseconds = self.typical
@@ -160,28 +161,27 @@ class HeatMap:
         bar.ax.set_yscale("linear")
         _annotate(right, image, "{:.2f}")
         right.set_xlabel("micro-batch of the replica, heaviest first", fontsize=9)
-        _ticks(right, self._place_labels(), "ranks of the heaviest replica first, lightest last")
+        _ticks(right, self._sorted_labels(), "ranks of the heaviest replica first, lightest last")
         save_png(figure, path)
 
     def _rank_labels(self, strategy: Strategy) -> list[str]:
-        """For each row of the first panel the global rank and where it stands in the step."""
+        """Rows of the first panel: the global rank and where it stands in the step."""
         labels = []
         for index in range(self.mesh.devices):
             rank = rank_in(strategy, index) if strategy else self.mesh.coordinate(index)
             labels.append(f"rank {index}\n{_place(rank, AXES)}".rstrip())
         return labels
 
-    def _place_labels(self) -> list[str]:
-        """Likewise for the second panel, whose replicas are sorted by their work."""
-        if self._left_mesh:  # then a row is another place in other steps
-            return []
+    def _sorted_labels(self) -> list[str]:
+        """Rows of the second panel: where a rank stands in the n-th heaviest replica.
+
+        Where steps leave the mesh a row is another place in each, and has no label.
+        """
         labels = []
-        for index in range(self.mesh.devices):
+        for index in range(0 if self._left_mesh else self.mesh.devices):
             rank = self.mesh.coordinate(index)
-            lines = [_place(rank, AXES[1:])]
-            if self.mesh.data > 1:
-                lines.insert(0, _place_name(rank.data, self.mesh.data))
-            labels.append("\n".join(filter(None, lines)) or "rank 0")
+            which = f"replica {rank.data + 1}\n" if self.mesh.data > 1 else ""
+            labels.append((which + _place(rank, AXES[1:])).rstrip() or "rank 0")
         return labels
 
 
@@ -189,14 +189,6 @@ def _place(rank: Rank, axes: tuple[str, ...]) -> str:
     """``context 1, tensor 0``: where a rank stands on those axes that have several ranks."""
     several = (axis for axis in axes if getattr(rank.mesh, axis) > 1)
     return ", ".join(f"{axis} {getattr(rank, axis)}" for axis in several)
-
-
-def _place_name(place: int, replicas: int) -> str:
-    if place == 0:
-        return "heaviest replica"
-    if place == replicas - 1:
-        return "lightest replica"
-    return f"{('2nd', '3rd')[place - 1] if place < 3 else f'{place + 1}th'} replica"
 
 
 def _colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> Colorbar:
@@ -207,10 +199,7 @@ def _colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> Col
 
 
 def _ticks(axes: Axes, labels: list[str], name: str) -> None:
-    """Label each row and column if there are few, else leave matplotlib's own spacing.
-
-    Rows that have no labels have no numbers either.
-    """
+    """Label each row and column if there are few; rows without labels have the axis' name."""
     axes.tick_params(labelsize=8)
     if 0 < len(labels) <= MOST_LABELS:
         axes.set_yticks(range(len(labels)), labels)
@@ -231,12 +220,6 @@ def _annotate(axes: Axes, image: AxesImage, form: str) -> None:
         return
     for (row, column), value in np.ndenumerate(np.ma.filled(cells, np.nan)):
         known = bool(np.isfinite(value))
-        axes.text(
-            column,
-            row,
-            form.format(value) if known else "none",
-            color=text_colour(image.to_rgba(value)) if known else "black",
-            ha="center",
-            va="center",
-            fontsize=8,
-        )
+        text = form.format(value) if known else "none"
+        colour = text_colour(image.to_rgba(value)) if known else "black"
+        axes.text(column, row, text, color=colour, ha="center", va="center", fontsize=8)

@@ -1,8 +1,7 @@
-"""From the timings and the plan of one step to its imbalance degrees, as plain numbers.
+"""A step's imbalance degrees, from the times that ranks measured, its plan, or its prediction.
 
-Every rank times its own actions; gathered from all ranks, the times are one array of seconds for
-each pipeline. Three ratios come out of it (docs/design.md, "Imbalance degree"). Each is 1 where the
-work is even, and the part of it above 1 is what a perfect balance could save at that level:
+Three ratios are 1 where the work is even (docs/design.md, "Imbalance degree"). What they exceed 1
+by is what a perfect balance could save at that level:
 
 * *pipeline*: max·K/Σ of the forward + backward compute of the K micro-batches of all replicas,
   micro-batches left empty included (WLB-LLM §3.1). On each stage and in each pass a micro-batch
@@ -12,17 +11,17 @@ work is even, and the part of it above 1 is what a perfect balance could save at
   stage, tensor rank and pass. Attention is timed between collectives: a whole forward includes
   the wait for the slowest rank and takes equally long everywhere.
 
-The first two are also computed from a plan's FLOPs, and all three from a predicted step. A ratio of
-sums keeps its two sums (:class:`Level`), so that steps are aggregated by adding them up.
+A plan's FLOPs give the first two, a measured or a predicted step all three. Steps are aggregated by
+adding up the numerators and the denominators (:class:`Level`).
 
-Pipelines of a step may differ in their number of ranks. Work is therefore that of all ranks of a
-pipeline, and even where each pipeline has as much of it as it has ranks: its *share* is its number
-of ranks over that of the mean pipeline, by which its work is divided before it is compared, and its
-micro-batches are counted. On a mesh every share is 1.
+*Timings* are one array for each pipeline: float64 seconds [stage, context, tensor, micro_batches,
+2 (forward, backward), 2 (compute, attention)]; on the mesh, whose pipelines are alike, they may be
+one array with the pipelines in front. *Work* is float64 [pipelines, micro_batches] in any unit,
+summed over a pipeline's ranks. Both are zero where a pipeline has no such micro-batch.
 
-The *timings* of a pipeline are float64 seconds [pipeline, context, tensor, micro_batches,
-2 (forward, backward), 2 (compute, attention)], zero where it has no such micro-batch. *Work*
-is float64 [pipelines, micro_batches] in any unit times ranks, likewise zero there.
+The pipelines of a heterogeneous step differ in their number of ranks. A pipeline's *share* is its
+number of ranks over that of the mean pipeline (1 on the mesh). Work is even if it is proportional
+to the shares, so it is divided by them before it is compared.
 
 Cost: linear in ranks × micro-batches, and in the plan's slices for its FLOPs.
 """
@@ -42,21 +41,17 @@ from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.schedule.actions import FORWARD, Timing
 
 COMPUTE, ATTENTION = 0, 1
-"""Last axis of a pipeline's timings: what was timed."""
+"""Indices of the last axis of timings."""
 
 Timings = Sequence[np.ndarray] | np.ndarray
-"""The timings of every pipeline of a step; of a mesh they may be one array."""
+"""The timings of every pipeline of a step."""
 
 
 class Level(NamedTuple):
-    """An imbalance degree as a quotient.
+    """An imbalance degree as a quotient of two amounts in the unit of the work."""
 
-    ``peak`` is what the step takes if everything waits for the heaviest, ``even`` what it takes
-    if the same work is spread evenly; both in the unit of the work.
-    """
-
-    peak: float
-    even: float
+    peak: float  # what the step takes, as everything waits for the heaviest
+    even: float  # what it would take if the same work were spread evenly
 
     @property
     def degree(self) -> float:
@@ -73,11 +68,11 @@ class Imbalance(NamedTuple):
 
 
 UNKNOWN = Imbalance(*(Level(float("nan"), float("nan")),) * 3)
-"""The imbalance of a step that nothing is known of: every degree is not a number."""
+"""The imbalance of a step that was not predicted: every degree is not a number."""
 
 
 def measured_imbalance(timings: Timings, slots: float) -> Imbalance:
-    """The three levels of a step, from its timings and K (see :func:`slots`)."""
+    """The three levels of a step, from its timings and K, as :func:`slots` counts it."""
     work, by_ranks = rank_seconds(timings), shares([each.shape[:3] for each in timings])
     return Imbalance(
         pipeline_level(work, slots, by_ranks), data_level(work, by_ranks), context_level(timings)
@@ -102,11 +97,12 @@ def predicted_imbalance(step: StepPrediction) -> Imbalance:
 
 
 def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
-    """One rank's part of its pipeline's timings, of a size that every rank knows from the plan.
+    """One rank's times of a step: seconds [micro_batches, 2 (passes), 2 (compute, attention)].
 
     Args:
-        timings: of one step; micro-batches are numbered in the order of the replica's forward.
-        micro_batches: of the replica that has the most in this step.
+        timings: whose micro-batches are numbered in the order of the replica's forward.
+        micro_batches: number of the replica with most in this step, which every rank knows from
+            the plan.
     """
     seconds = np.zeros((micro_batches, 2, 2))
     for timing in timings:
@@ -116,21 +112,21 @@ def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
 
 
 def shapes_of(plan: StepPlan, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Ranks of each pipeline of a step on its axes: pipeline, context, tensor."""
+    """The number of stages, context ranks and tensor ranks of each pipeline of a step."""
     if not plan.strategy:
         return [mesh.shape[1:]] * mesh.data
     return [(len(each.stages), each.context, each.tensor) for each in plan.strategy]
 
 
 def in_pipelines(seconds: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """The timings of pipelines on consecutive ranks, from every rank's part: [ranks, ...]."""
+    """Arrange every rank's seconds [ranks, ...] as timings of pipelines on consecutive ranks."""
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     each = zip(np.split(seconds, ends[:-1]), shapes, strict=True)
     return [part.reshape(*shape, *part.shape[1:]) for part, shape in each]
 
 
 def shares(shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Ranks of each pipeline over those of the mean one, from its ranks on each axis."""
+    """Each pipeline's share, from its number of ranks on each axis."""
     ranks = np.array([math.prod(shape) for shape in shapes], dtype=np.float64)
     return ranks / ranks.mean()
 
@@ -141,13 +137,13 @@ def shares_of(plan: StepPlan) -> np.ndarray:
 
 
 def slots(plan: StepPlan, counts: Sequence[int] | None = None) -> float:
-    """K: micro-batches of all replicas, those that the step leaves empty included.
+    """K: the number of micro-batches of all replicas, those that the step leaves empty included.
 
-    Those of a pipeline count by its share. What is left empty is of no pipeline, and counts 1.
+    A pipeline's micro-batches count by its share; an empty one is of no pipeline and counts 1.
 
     Args:
-        plan: of the step.
-        counts: micro-batches of each replica as they ran; None: as planned.
+        plan: the step's.
+        counts: micro-batches of each replica as they ran, if not as planned.
     """
     if counts is None:
         counts = [len(replica.forward) for replica in plan.replicas]
@@ -155,40 +151,37 @@ def slots(plan: StepPlan, counts: Sequence[int] | None = None) -> float:
 
 
 def micro_batch_seconds(timings: Timings) -> np.ndarray:
-    """What each micro-batch costs its pipeline, in seconds of one rank after another."""
+    """Seconds that a micro-batch takes on one rank of each stage: [pipelines, micro_batches]."""
     return np.array([each[..., COMPUTE].max(axis=(1, 2)).sum(axis=(0, 2)) for each in timings])
 
 
 def rank_seconds(timings: Timings) -> np.ndarray:
-    """The work of timings: :func:`micro_batch_seconds` of all ranks that work side by side."""
+    """Work in rank-seconds: seconds by the number of ranks that a stage has side by side."""
     abreast = [math.prod(each.shape[1:3]) for each in timings]
     return micro_batch_seconds(timings) * np.array(abreast)[:, None]
 
 
 def pipeline_level(work: np.ndarray, slots: float, shares: np.ndarray | float = 1.0) -> Level:
-    """max·K/Σ over the micro-batches of all replicas; ``slots`` is K."""
+    """The pipeline level of work; ``slots`` is K."""
     each = work / np.reshape(shares, (-1, 1))
     return Level(float(each.max(initial=0.0)) * slots, float(work.sum()))
 
 
 def data_level(work: np.ndarray, shares: np.ndarray | float = 1.0) -> Level:
-    """max/mean of the replicas' totals."""
+    """The data level of work."""
     totals = work.sum(axis=1)
     return Level(float((totals / shares).max()) * len(totals), float(totals.sum()))
 
 
 def context_level(timings: Timings) -> Level:
-    """Σ max / Σ mean of attention compute over context ranks, each group by its ranks."""
+    """The context level; each group of context ranks counts by their number."""
     attention = [each[..., ATTENTION] for each in timings]
     peak = sum(float(each.max(axis=1).sum()) * each.shape[1] for each in attention)
     return Level(peak, float(sum(each.sum() for each in attention)))
 
 
 def planned_work(plan: StepPlan, work: Work) -> np.ndarray:
-    """The work of a plan in FLOPs, forward + backward.
-
-    Replicas that share a micro-batch have an equal part of it each.
-    """
+    """The work of a plan in FLOPs; replicas that share a micro-batch have an equal part each."""
     longest = max((len(replica.forward) for replica in plan.replicas), default=0)
     result = np.zeros((len(plan.replicas), longest))
     for number, replica in enumerate(plan.replicas):
@@ -200,8 +193,5 @@ def planned_work(plan: StepPlan, work: Work) -> np.ndarray:
 
 
 def step_flops(plan: StepPlan, work: Work) -> int:
-    """Model FLOPs of the step, forward + backward, attention of each piece (Σ d²) included.
-
-    Recomputation is left out, so a utilisation computed from it is model FLOP utilisation.
-    """
+    """The step's model FLOPs, forward + backward; recomputation does not count."""
     return sum(work.total(piece.tokens) for piece in plan.pieces)

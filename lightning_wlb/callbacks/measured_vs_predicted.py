@@ -1,10 +1,10 @@
 """Whether a run goes as the cost model predicted: the warning of :class:`.ImbalanceMonitor`.
 
-The prediction itself is made in :mod:`lightning_wlb.prediction`. With a device profile, the monitor
-predicts every step's plan and keeps the predicted step time and imbalance next to the measured
-ones, in the same definitions. Here they are compared once, over the first steps that count: where
-they differ by more than a fifth, a warning names the figure and both values. Then the profile is of
-another device or of another state of it, or something runs that the model does not know.
+With a device profile, the monitor predicts every step's plan (:mod:`lightning_wlb.prediction`) and
+keeps the predicted step time and imbalance beside the measured ones, by the same definitions. They
+are compared once, over the first steps after warm-up. If they differ by more than a fifth, a
+warning names the figure and both values: the profile is of another device or of another state of
+it, or something runs that the model does not know.
 
 Cost: a prediction takes about a millisecond per micro-batch and step, the comparison nothing.
 """
@@ -21,10 +21,10 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.training.messages import Pipeline
 
 TOLERANCE = 0.2
-"""Part by which a measured figure may differ from its prediction before it is worth a warning."""
+"""Fraction by which a measured figure may differ from its prediction without a warning."""
 
 STEPS = 10
-"""Steps over which the two are compared."""
+"""Timed steps over which the two are compared."""
 
 
 def run_predictor(
@@ -32,15 +32,8 @@ def run_predictor(
 ) -> Predictor:
     """The predictor of a run's steps.
 
-    Args:
-        profile: of the device that trains.
-        module: for the model's shape.
-        mesh: that trains.
-        pipeline: for the layers of each stage, the schedule, and the device and dtype of the run.
-        reduced: the dtype of sums over tensor- and context-parallel ranks.
-
     Raises:
-        ValueError: a profile that does not fit the mesh, the model or its dtype.
+        ValueError: the profile does not fit the mesh, the model, or the run's device or dtype.
     """
     dtype = str(pipeline.dtype).removeprefix("torch.")
     profile.check(device_type=pipeline.device.type, dtype=dtype)
@@ -49,11 +42,11 @@ def run_predictor(
 
 
 def departure(summary: dict[str, float], profile: Profile) -> str | None:
-    """Where measurement departs from prediction, as a warning; None where it does not.
+    """The text of a warning if measurement departs from prediction.
 
     Args:
-        summary: of the run so far, with predicted figures.
-        profile: the prediction was made with it.
+        summary: the run's figures so far, with those predicted by ``profile``.
+        profile: the device's.
     """
     pairs = {"step time (s)": ("seconds_per_step", "seconds_per_step_predicted")}
     for level in ("pipeline", "data", "context"):

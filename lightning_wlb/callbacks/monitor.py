@@ -7,12 +7,11 @@ Put it into a Trainer that runs ``strategy="wlb"``::
 
 Every rank times the forward and the backward of each of its micro-batches (the executor's
 stopwatch). At the end of a step one all-gather of 32 bytes per micro-batch and rank brings the
-times together, and every rank computes the same figures. The plan says how many micro-batches each
-replica has, so the sizes are known beforehand; and on which pipelines it runs, where it leaves the
-mesh (``WLBStrategy(dynamic=...)``).
+times together, and every rank computes the same figures. The sizes are known beforehand from the
+plan, which also names the pipelines of a step that leaves the mesh (``WLBStrategy(dynamic=...)``).
 
 Cost: two clock readings per action and attention kernel, one small collective per step. On CUDA
-the end of a step is waited for, which the executor does in any case to share the loss.
+it waits for the end of a step, which the executor does in any case to share the loss.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.profiling.device import peak_flops
+from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.executor import Executor
 
 
@@ -68,17 +68,17 @@ class ImbalanceMonitor(L.Callback):
     ``delay_mean`` and ``delay_max`` (steps), ``tokens``, ``target_tokens``, ``step_seconds``,
     ``tokens_per_second_per_device``, ``tflops_per_device``, ``mfu`` where the device's
     peak is known, and ``loader_wait_seconds``; where steps may leave the mesh also ``strategy``,
-    the number of the step's own in ``WLBStrategy.dynamic``, from 1 on, 0 for the mesh.
-    Step time excludes the wait for the data loader.
-    That wait is for the step's own batch, on the rank that waited longest; Lightning prefetches
-    one batch, so it took place before the previous step. At the end of fit, rank 0 prints a table,
-    another one by strategy where there are several, and writes a heat map of rank × micro-batch.
+    its number in ``WLBStrategy.dynamic``, from 1 on, or 0 for the mesh. Step time excludes the wait
+    for the data loader, which is for the step's own batch, on the rank that waited longest;
+    Lightning prefetches one batch, so it took place before the previous step. At the end of fit,
+    rank 0 prints a table, another one by strategy if steps may leave the mesh, and writes a heat
+    map of rank × micro-batch.
 
     Args:
         heat_map: whether to write a heat map, or the path of the PNG file. By default it is
             ``imbalance.png`` in the logger's folder, without a logger in ``default_root_dir``.
-        warm_up_steps: first steps on each strategy that the measured figures of the tables and of
-            :meth:`summary` leave out.
+        warm_up_steps: how many of the first steps, on each strategy, the measured figures of the
+            tables and of :meth:`summary` leave out.
         profile: device profile to predict every step with, by name (``lightning-wlb plan --help``
             lists them), path or object. Predicted figures then stand beside the measured ones, as
             ``wlb/..._predicted``, and one warning says if they differ by more than 20 %.
@@ -87,8 +87,8 @@ class ImbalanceMonitor(L.Callback):
         heat_map_path: where the heat map was written, on rank 0 once fit has ended.
 
     Raises:
-        MisconfigurationException: if the Trainer runs another strategy.
-        ValueError: if ``warm_up_steps`` is negative.
+        MisconfigurationException: the Trainer runs another strategy.
+        ValueError: ``warm_up_steps`` is negative.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ImbalanceMonitor(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a strategy that does not run step plans."""
-        if stage == "fit" and not hasattr(trainer.strategy, "executor"):
+        if stage == "fit" and not isinstance(trainer.strategy, WLBStrategy):
             raise MisconfigurationException(
                 f"ImbalanceMonitor measures the step plans that WLBStrategy runs, but the Trainer"
                 f" has {type(trainer.strategy).__name__}. Use Trainer(strategy='wlb') after"
@@ -121,18 +121,22 @@ class ImbalanceMonitor(L.Callback):
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to measure; a run before this one is forgotten."""
-        _executor(trainer).measure()
-        self._mesh = trainer.strategy.mesh  # type: ignore[attr-defined]
-        self._records = Records(self._mesh.devices, _peak_flops(trainer), self.warm_up_steps)
+        """Begin to measure, and forget the run before."""
+        strategy = _strategy(trainer)
+        executor = _executor(trainer)
+        executor.measure()
+        self._mesh = strategy.mesh
+        dtype = trainer.precision_plugin.compute_dtype  # type: ignore[attr-defined]
+        peak = peak_flops(strategy.root_device, dtype)
+        self._records = Records(self._mesh.devices, peak, self.warm_up_steps)
         self._drawing = HeatMap(self._mesh) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
         self._predictor, self._pool, self._by_strategy = None, None, None
         if self.profile is not None:
             assert isinstance(pl_module, LanguageModule)
-            pipeline = _executor(trainer).pipeline
-            reduced = trainer.strategy.reduce_dtype  # type: ignore[attr-defined]
-            self._predictor = run_predictor(self.profile, pl_module, self._mesh, pipeline, reduced)
+            self._predictor = run_predictor(
+                self.profile, pl_module, self._mesh, executor.pipeline, strategy.reduce_dtype
+            )
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -140,7 +144,7 @@ class ImbalanceMonitor(L.Callback):
         """Start the step's clock."""
         assert self._records is not None
         # With dynamic="auto" the strategies are known when the first batch is there.
-        strategies = trainer.strategy.dynamic  # type: ignore[attr-defined]
+        strategies = _strategy(trainer).dynamic
         if strategies and not len(self._records):
             own = strategy_of(self._mesh, _executor(trainer).pipeline.stages)
             self._by_strategy = ByStrategy((own, *strategies))
@@ -172,7 +176,7 @@ class ImbalanceMonitor(L.Callback):
             trainer.strategy.root_device,
         )
         timings = imbalance.in_pipelines(everyone, shapes)
-        # Of an asymmetric plan, units ran in place of micro-batches.
+        # In an asymmetric plan, units ran in place of micro-batches.
         slots = imbalance.slots(plan, counts)
         measured = imbalance.measured_imbalance(timings, slots)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
@@ -195,7 +199,7 @@ class ImbalanceMonitor(L.Callback):
         pl_module.log_dict({**_logged(record, figures), **_epochs(batch.state)}, batch_size=1)
 
     def _predicted(self, plan: StepPlan) -> StepPrediction | None:
-        """A step as the profile predicts it; None without one."""
+        """The step as the profile predicts it; None without a profile."""
         if self._predictor is None:
             return None
         if not plan.strategy:
@@ -205,7 +209,7 @@ class ImbalanceMonitor(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table and write the heat map, on rank 0."""
-        # A collective: on every rank.
+        # log_dir is a collective: every rank asks for it.
         folder = trainer.log_dir or trainer.default_root_dir
         if not trainer.is_global_zero or self._records is None or not len(self._records):
             return
@@ -229,10 +233,10 @@ class ImbalanceMonitor(L.Callback):
             * ``steps``, ``timed_steps`` (without warm-up), ``tokens``, ``target_tokens``,
               ``tokens_per_step``;
             * ``seconds_per_step``, ``seconds_per_step_p99``, ``seconds_per_million_tokens``,
-              ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known: of
-              the timed steps, in total over total;
-            * ``seconds_per_million_tokens_median``, ``tflops_per_device_median``: of each timed
-              step, and the median of that;
+              ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known, from
+              the sums over the timed steps;
+            * ``seconds_per_million_tokens_median``, ``tflops_per_device_median``: the medians over
+              the timed steps;
             * ``loader_wait_seconds``, ``loader_wait_seconds_p99`` per timed step, and
               ``loader_wait_share``, the part of wait and step time together;
             * ``seconds_per_step_predicted``, not a number without a profile;
@@ -243,7 +247,7 @@ class ImbalanceMonitor(L.Callback):
               ``data_planned`` (FLOPs, all steps), and the three with ``_predicted`` (timed steps,
               not a number without a profile).
 
-            Not a number where there is nothing to divide by.
+            A figure is not a number where there is nothing to divide by.
 
         Raises:
             RuntimeError: before the first fit.
@@ -256,11 +260,12 @@ class ImbalanceMonitor(L.Callback):
         """The strategies that steps have taken, in plain data that is the same on every rank.
 
         Returns:
-            Of each ``strategy``, its number in ``WLBStrategy.dynamic``, from 1 on, 0 for the mesh;
-            the figures of :meth:`summary`, of its steps alone; and ``pipelines``: of each its first
-            and last of ``ranks``, their number on the axes ``pipeline``, ``context`` and
-            ``tensor``, and per timed step ``micro_batches`` and ``compute_seconds``, in which one
-            of its ranks computes, with those ``_predicted``. Empty in a run without ``dynamic``.
+            For each strategy: its number ``strategy`` in ``WLBStrategy.dynamic``, from 1 on, or 0
+            for the mesh; the figures of :meth:`summary` over its steps alone; and ``pipelines``.
+            For each pipeline: its first and last of ``ranks``, their number on the axes
+            ``pipeline``, ``context`` and ``tensor``, and per timed step ``micro_batches``, the
+            ``compute_seconds`` of one of its ranks, and ``compute_seconds_predicted``. The list is
+            empty in a run without ``dynamic``.
 
         Raises:
             RuntimeError: before the first fit.
@@ -278,7 +283,7 @@ def _record(
     measured: Imbalance,
     step: StepPrediction | None,
 ) -> StepRecord:
-    """A step's figures: what was measured, what was planned, and what was predicted."""
+    """A step's figures as measured, as planned and as predicted."""
     predicted = imbalance.UNKNOWN if step is None else imbalance.predicted_imbalance(step)
     return StepRecord(
         tokens=plan.tokens,
@@ -295,7 +300,7 @@ def _record(
 
 
 def _logged(record: StepRecord, figures: dict[str, float]) -> dict[str, float]:
-    """The figures of one step by the name under which they are logged."""
+    """One step's figures by the names under which they are logged."""
     levels = zip(LEVELS, record.levels, strict=True)
     every = {
         **{f"imbalance_{name}": level.degree for name, level in levels},
@@ -308,28 +313,28 @@ def _logged(record: StepRecord, figures: dict[str, float]) -> dict[str, float]:
         "target_tokens": record.target_tokens,
         **figures,
     }
-    # A figure is not a number where nothing was predicted, or where no attention was timed, as in
-    # a model without our kernel.
+    # A figure is not a number if nothing was predicted, or no attention was timed, as in a model
+    # without our kernel.
     return {f"wlb/{name}": float(value) for name, value in every.items() if not np.isnan(value)}
 
 
 def _epochs(state: dict[str, Any]) -> dict[str, float]:
-    """How often each store of a mixture has been passed, parts of a pass included."""
+    """The number of passes over each store of a mixture, parts of a pass included."""
     return {
         f"wlb/epoch/{name}": standing["passes"] + standing["position"] / standing["documents"]
         for name, standing in state.get("mixture", {}).items()
     }
 
 
+def _strategy(trainer: L.Trainer) -> WLBStrategy:
+    assert isinstance(trainer.strategy, WLBStrategy)
+    return trainer.strategy
+
+
 def _executor(trainer: L.Trainer) -> Executor:
-    executor = trainer.strategy.executor  # type: ignore[attr-defined]
-    assert isinstance(executor, Executor)
+    executor = _strategy(trainer).executor
+    assert executor is not None
     return executor
-
-
-def _peak_flops(trainer: L.Trainer) -> float | None:
-    dtype = trainer.precision_plugin.compute_dtype  # type: ignore[attr-defined]
-    return peak_flops(trainer.strategy.root_device, dtype)
 
 
 def _all_gather(

@@ -1,10 +1,11 @@
-"""What is kept of every step, and the figures of a whole run.
+"""The figures of a whole run, from numbers kept of every step, and the tables that show them.
 
 Means alone hide the steps that everybody waits for, so every imbalance degree comes as mean, 99th
 percentile and aggregate (the quotient of the sums over steps: N·Σmax/ΣW at the pipeline level).
 
-Steps that leave the mesh are those of a *strategy*, by number (0: the mesh). The first steps on
-each are slower, since its ranks connect and allocate then: each has a warm-up of its own.
+Every step belongs to a *strategy*, by number: 0 is the mesh, others are the heterogeneous pipelines
+that steps may leave it for. The first steps on each strategy are slower, since its ranks connect
+and allocate then, so each has a warm-up of its own.
 
 Cost: 8 bytes × the :data:`COLUMNS` per step, about 20 MB for 100,000 steps.
 """
@@ -30,7 +31,10 @@ LEVELS = (
     "data_planned",
     *(f"{level}_predicted" for level in Imbalance._fields),
 )
-"""Imbalance degrees of a step: measured, from the plan's FLOPs, and by the cost model."""
+"""A step's imbalance degrees: measured, from the plan's FLOPs, and by the cost model."""
+
+_SHOWN = 16
+"""Up to so many pipelines of a strategy have a row each."""
 
 
 class StepRecord(NamedTuple):
@@ -54,20 +58,20 @@ COLUMNS = (
     *StepRecord._fields[:-1],
     *(f"{level}_{part}" for level in LEVELS for part in Level._fields),
 )
-"""What is kept of a step: its strategy, whether it is beyond the warm-up, the numbers of its
-record, and both sums of each level."""
+"""The numbers kept of a step: its strategy, 1 if it is beyond the warm-up, the fields of its
+record, and the peak and even work of each level."""
 
 
 class Records:
-    """All steps of a run, compactly.
+    """All steps of a run.
 
     Args:
         devices: ranks of the mesh.
         peak_flops: FLOP/s that one device can do at best; None if unknown.
-        warm_up_steps: first steps on each strategy that the figures on measured time leave out.
+        warm_up_steps: how many first steps on each strategy do not enter measured figures.
 
     Attributes:
-        timed: steps beyond them.
+        timed: number of steps beyond the warm-up.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Records:
         return len(self._numbers) // len(COLUMNS)
 
     def add(self, record: StepRecord, strategy: int = 0) -> bool:
-        """Keep a step; whether it is beyond the warm-up of its strategy."""
+        """Keep a step, and return whether it is beyond the warm-up of its strategy."""
         assert len(record.levels) == len(LEVELS)
         timed = self._taken[strategy] >= self.warm_up_steps
         self._taken[strategy] += 1
@@ -99,7 +103,7 @@ class Records:
         return dict(zip(COLUMNS, table.T, strict=True))
 
     def rates(self, tokens: float, flops: float, seconds: float) -> dict[str, float]:
-        """Tokens/s and FLOP/s of one device; ``mfu`` only where the device's peak is known."""
+        """Tokens/s and TFLOP/s of one device; ``mfu`` only if the device's peak is known."""
         per_device = seconds * self.devices
         rates = {
             "tokens_per_second_per_device": _quotient(tokens, per_device),
@@ -110,11 +114,7 @@ class Records:
         return rates
 
     def summary(self, strategy: int | None = None) -> dict[str, float]:
-        """The run in plain numbers, as :meth:`.ImbalanceMonitor.summary` describes them.
-
-        Args:
-            strategy: whose steps alone are meant; None: all.
-        """
+        """What :meth:`.ImbalanceMonitor.summary` describes, for one strategy or all."""
         every = self.columns()
         if strategy is not None:
             own = every["strategy"] == strategy
@@ -122,7 +122,7 @@ class Records:
         timed = {name: column[every["timed"] > 0] for name, column in every.items()}
         drain = every["drain"] > 0
         seconds, tokens = float(timed["seconds"].sum()), float(timed["tokens"].sum())
-        # Their medians stay where they are if single steps are slow, whatever the cause.
+        # Medians over steps do not move if single steps are slow, whatever the cause.
         per_token = timed["seconds"] / np.maximum(timed["tokens"], 1)
         flops_per_second = timed["flops"] / np.maximum(timed["seconds"], 1e-9)
         result: dict[str, float] = {
@@ -148,7 +148,7 @@ class Records:
         if drain.any():
             result["delay_mean_drain"] = _mean(every["delay_mean"][drain], every["tokens"][drain])
         for level in LEVELS:
-            # A plan is as true in the first steps as later; only measurements warm up.
+            # Only measurements warm up: a plan is as true in the first steps as later.
             columns = every if level.endswith("_planned") else timed
             peak, even = columns[f"{level}_peak"], columns[f"{level}_even"]
             worked = even > 0
@@ -177,10 +177,6 @@ def _p99(values: np.ndarray) -> float:
     return float(np.percentile(values, 99)) if len(values) else float("nan")
 
 
-_SHOWN = 16
-"""Pipelines of a strategy that have a row each."""
-
-
 def ranks_in_words(sizes: Mapping[str, int]) -> str:
     """``data 2 × context 4``: the axes that have more than one rank."""
     several = [f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1]
@@ -188,11 +184,11 @@ def ranks_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def strategies_table(strategies: Sequence[Mapping[str, Any]]) -> Table:
-    """A run's :meth:`.ImbalanceMonitor.strategies` as a table: a row for each and each pipeline."""
+    """:meth:`.ImbalanceMonitor.strategies` as a table: a row for each one and its pipelines."""
     table = Table(
         title="Steps by strategy",
         caption=(
-            "Time: of a strategy mean of its steps, of a pipeline what a rank computes in one;"
+            "Time: of a strategy the mean of its steps, of a pipeline what a rank computes in one;"
             " warm-up left out on each strategy. Predicted: by the profile."
         ),
         title_justify="left",
@@ -219,11 +215,9 @@ def strategies_table(strategies: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def summary_table(summary: dict[str, float], mesh: str) -> Table:
-    """A run's :meth:`.ImbalanceMonitor.summary` as a table.
+    """:meth:`.ImbalanceMonitor.summary` as a table; ``mesh`` is in its title.
 
-    Args:
-        summary: of the run; figures that are not a number are left out or shown as a dash.
-        mesh: what the title calls the mesh.
+    Figures that are not a number are left out or shown as a dash.
     """
     table = Table(
         title=f"Imbalance and throughput, {mesh}",

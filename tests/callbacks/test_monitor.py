@@ -7,13 +7,11 @@ import io
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
 import pytest
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
@@ -21,7 +19,6 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from lightning_wlb.callbacks import ImbalanceMonitor
-from lightning_wlb.callbacks.monitor import _peak_flops
 from lightning_wlb.callbacks.run_summary import LEVELS, summary_table
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -228,15 +225,6 @@ def test_the_table_shows_the_run():
     assert ["as predicted (profile)", "0.200"] in [[cell.strip() for cell in row] for row in rows]
     assert ["delay (steps)", "0.530", "max 4"] in rows
     assert not any(row[0].startswith("model FLOP util") for row in rows)
-
-
-def test_utilisation_is_of_the_data_sheet_of_the_device(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(root_device=torch.device("cuda", 0)),
-        precision_plugin=SimpleNamespace(compute_dtype=torch.bfloat16),
-    )
-    assert _peak_flops(trainer) == 989.4e12
 
 
 def test_wrong_use_is_answered(tmp_path: Path):
