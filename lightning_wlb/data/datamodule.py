@@ -25,17 +25,11 @@ from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader
 from lightning_wlb.data.open_documents import Documents, check_documents, hold_out, is_documents
-from lightning_wlb.data.planning_context import (
-    checkpointing_of,
-    pool_of,
-    predictor_of,
-    rank_of,
-    shape_of,
-)
+from lightning_wlb.data.planning_context import PlanningStrategy, context_of, own_shape
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.prediction.predictor import Predictor, mean_context_of
+from lightning_wlb.prediction.predictor import mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 _OTHER_NAMESPACE = (
@@ -81,6 +75,10 @@ class WLBDataModule(L.LightningDataModule):
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
             LightningModule.
         pin_memory: None: where the device is a CUDA GPU.
+
+    Attributes:
+        measured: the profile that was measured for this run, as JSON; empty where the devices could
+            not be measured, None before they are.
 
     Raises:
         MisconfigurationException: documents that are not known or not there, more documents held
@@ -140,7 +138,6 @@ class WLBDataModule(L.LightningDataModule):
         self.measures = profile is None
         given = None if profile == "none" else profile
         self.profile = Profile.load(given) if isinstance(given, str) else given
-        # By what this run is planned, as JSON; empty if it could not be measured, None before.
         self.measured: str | None = None
         self.num_workers = whole("num_workers", num_workers, 0)
         self.validation_documents = validation_documents
@@ -192,8 +189,6 @@ class WLBDataModule(L.LightningDataModule):
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
         dataset = self._dataset(self._stores()[0], self.settings)
-        if not self.measures:
-            dataset.pool = pool_of(self.trainer, dataset.predictor, self.settings, self.sharding)
         if not self._described:
             self._described = True
             _describe(dataset.store, dataset.planner(), self.settings)
@@ -281,13 +276,19 @@ class WLBDataModule(L.LightningDataModule):
         self._consumed.restore(state_dict.get("planner"))
         self.measured = state_dict.get("profile")
 
+    def keep_measurement(self, profile: Profile | None) -> None:
+        """Keep the profile that was measured for this run, also for runs that resume from it.
+
+        Args:
+            profile: None where the devices could not be measured.
+        """
+        self.measured = "" if profile is None else profile.to_json()
+
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
 
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
         state = self._state()
-        # What is measured, and chosen, is known by now.
-        dataset.pool = pool_of(self.trainer, dataset.predictor, self.settings, self.sharding)
         if self.settings.max_tokens is not None and state is not None:
             # A run resumed after its end finds no steps: stop it, or it passes through
             # empty epochs for ever.
@@ -332,36 +333,32 @@ class WLBDataModule(L.LightningDataModule):
                 "WLBDataModule needs a Trainer to know its place in the mesh and the model's"
                 " shape: call trainer.fit(model, datamodule)."
             )
-        shape, rank = shape_of(trainer, self.model_shape), rank_of(trainer)
-        schedule = getattr(trainer.strategy, "schedule", "1f1b")
+        context = context_of(trainer, self)
         dataset = StepDataset.for_model(
             store,
             settings,
-            shape,
-            rank,
+            context.shape,
+            context.rank,
             self.sharding,
-            schedule,
-            self._predictor(trainer),
-            checkpointing_of(trainer),
+            context.schedule,
+            context.predictor,
+            context.activation_checkpointing,
         )
         # A shape that was given may leave the vocabulary out, or have another than the model.
-        own = getattr(trainer.lightning_module, "model_shape", None)
-        vocabularies = [dataset.vocab_size, getattr(own, "vocab_size", None)]
+        own = own_shape(trainer.lightning_module)
+        vocabularies = [dataset.vocab_size, own.vocab_size if own else None]
         dataset.vocab_size = min(filter(None, vocabularies), default=None)
         return dataset
-
-    def _predictor(self, trainer: L.Trainer) -> Predictor | None:
-        shape, mesh = shape_of(trainer, self.model_shape), rank_of(trainer).mesh
-        return predictor_of(trainer, self.profile, shape, mesh)
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
     ) -> StepLoader:
         def begin() -> dict[str, Any] | None:
-            settle = getattr(self.trainer and self.trainer.strategy, "settle_profile", None)
-            if settle is not None and self.trainer is not None:
-                settle(self)  # a checkpoint has been loaded by now
-                dataset.predictor = self._predictor(self.trainer)
+            if self.trainer and isinstance(strategy := self.trainer.strategy, PlanningStrategy):
+                strategy.settle_planning(self)  # A checkpoint has been loaded by now.
+                context = strategy.planning_context(self)
+                dataset.predictor = context.predictor
+                dataset.pool = context.chooser if dataset.data is self.settings else None
             return begin_at()
 
         # One batch is a whole step, and every worker plans them all: Lightning's advice to start

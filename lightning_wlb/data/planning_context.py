@@ -1,10 +1,15 @@
-"""What planning needs to know of a run, from its Trainer: the model, the mesh and the pipeline.
+"""What a run tells its data module: where this rank stands, and what its steps are planned for.
 
-The data module asks when it makes a loader: by then the strategy has built its mesh and split the
-layers.
+A strategy that runs step plans is a :class:`PlanningStrategy`. The data module asks it for a
+:class:`PlanningContext` when it makes a loader, by when the layers are split into stages, and again
+when the loader's first batch is asked for, by when a checkpoint is loaded and devices are measured.
+Under any other strategy a run has one rank, and :meth:`PlanningContext.of_one_rank` is its context.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,113 +18,147 @@ from lightning_wlb.cost.communication import communicators, communicators_elsewh
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.dealing import check_packing
 from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, Scheme
-from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.sharding import ADAPTIVE
+
+if TYPE_CHECKING:
+    from lightning_wlb.data.datamodule import WLBDataModule
 
 
-def shape_of(trainer: L.Trainer, given: ModelShape | None) -> ModelShape:
+@dataclass(frozen=True, kw_only=True)
+class PlanningContext:
+    """What the steps of a run are planned for, beside its documents and data settings.
+
+    Args:
+        shape: weighs documents by what the model computes on them.
+        rank: where this rank stands in the mesh.
+        schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``.
+        stages: the layers of each pipeline stage.
+        profile: predicts times and memory; None: plans go by exact work.
+        parameter_dtype: of parameters and optimizer state as a rank keeps them.
+        reduce_dtype: of what tensor- and context-parallel ranks add up.
+        schemes: the heterogeneous pipelines that a step may run on in place of the mesh's, each a
+            sequence of schemes on consecutive ranks.
+        chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh, or the
+            choice is not settled yet.
+        activation_checkpointing: of every micro-batch; ``"auto"``: the least that fits.
+    """
+
+    shape: ModelShape
+    rank: Rank
+    schedule: str
+    stages: tuple[range, ...]
+    profile: Profile | None
+    parameter_dtype: str
+    reduce_dtype: str
+    schemes: tuple[tuple[Scheme, ...], ...]
+    chooser: Pool | None
+    activation_checkpointing: ActivationCheckpointing
+
+    @staticmethod
+    def of_one_rank(module: object, shape: ModelShape, profile: Profile | None) -> PlanningContext:
+        """The context of a run on one rank under a strategy that knows no step plans."""
+        return PlanningContext(
+            shape=shape,
+            rank=Rank(),
+            schedule="1f1b",
+            stages=(range(shape.layers),),
+            profile=profile,
+            parameter_dtype="float32",
+            reduce_dtype="float32",
+            schemes=(),
+            chooser=None,
+            activation_checkpointing=(
+                module.planned_checkpointing if isinstance(module, CheckpointingModule) else "none"
+            ),
+        )
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What the profile predicts of this model on this mesh; None without a profile.
+
+        Where steps may leave the mesh, the process groups for that take room of every step.
+        """
+        if self.profile is None:
+            return None
+        mesh, per_node = self.rank.mesh, self.profile.devices_per_node
+        elsewhere = communicators_elsewhere(self.schemes, per_node)
+        return Predictor(
+            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype),
+            self.stages,
+            self.schedule,
+            self.parameter_dtype,
+            groups=communicators(mesh) + elsewhere if elsewhere else None,
+        )
+
+
+@runtime_checkable
+class PlanningStrategy(Protocol):
+    """A Lightning strategy that runs step plans, each rank its part: :class:`.WLBStrategy`."""
+
+    def planning_context(self, data: WLBDataModule) -> PlanningContext:
+        """What is known by now of the run that steps are planned for."""
+
+    def settle_planning(self, data: WLBDataModule) -> None:
+        """Settle, once in a run, what is known when the first batch is asked for; collective."""
+
+
+@runtime_checkable
+class ShapedModule(Protocol):
+    """A LightningModule whose documents can be weighed."""
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """The sizes of the model's layers."""
+
+
+@runtime_checkable
+class CheckpointingModule(ShapedModule, Protocol):
+    """A LightningModule that recomputes activations as a step plan says: LanguageModule."""
+
+    @property
+    def planned_checkpointing(self) -> ActivationCheckpointing:
+        """What plans have its micro-batches compute again in backward."""
+
+
+def own_shape(module: object) -> ModelShape | None:
+    """The shape that a LightningModule says that it has, if any."""
+    shape = module.model_shape if isinstance(module, ShapedModule) else None
+    return shape if isinstance(shape, ModelShape) else None
+
+
+def shape_of(module: object, given: ModelShape | None) -> ModelShape:
     """The shape by which documents are weighed: the given one, or else the LightningModule's.
 
     Raises:
         MisconfigurationException: there is no shape.
     """
-    shape = given or getattr(trainer.lightning_module, "model_shape", None)
-    if not isinstance(shape, ModelShape):
+    shape = given or own_shape(module)
+    if shape is None:
         raise MisconfigurationException(
-            f"WLBDataModule cannot weigh documents: {type(trainer.lightning_module).__name__}"
-            f" has model_shape={shape!r}. Pass WLBDataModule(model_shape=ModelShape(...)), or"
-            " give the LightningModule a property `model_shape`, as LanguageModule does."
+            f"WLBDataModule cannot weigh documents: {type(module).__name__} has model_shape=None."
+            " Pass WLBDataModule(model_shape=ModelShape(...)), or give the LightningModule a"
+            " property `model_shape`, as LanguageModule does."
         )
     return shape
 
 
-def rank_of(trainer: L.Trainer) -> Rank:
-    """Where this rank stands in the strategy's mesh.
+def context_of(trainer: L.Trainer, data: WLBDataModule) -> PlanningContext:
+    """The context of a Trainer's run.
 
     Raises:
-        MisconfigurationException: several ranks under a strategy that does not divide the plan.
+        MisconfigurationException: several ranks under a strategy that does not divide the plan, or
+            no model shape.
     """
-    rank = getattr(trainer.strategy, "rank", None)
-    if isinstance(rank, Rank):
-        return rank
-    if trainer.world_size == 1:
-        return Rank()
-    raise MisconfigurationException(
-        f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel without"
-        " strategy='wlb' would train every rank on the same documents; use strategy='wlb'."
-    )
-
-
-def predictor_of(
-    trainer: L.Trainer, profile: Profile | None, shape: ModelShape, mesh: Mesh
-) -> Predictor | None:
-    """What the profile predicts of this model on this mesh; None without a profile.
-
-    The strategy's own, if it has one, is that by which it has chosen the mesh. Where steps may
-    leave the mesh, the process groups for that take room of every step.
-    """
-    profile = getattr(trainer.strategy, "profile", None) or profile
-    if profile is None:
-        return None
-    reduced = str(getattr(trainer.strategy, "reduce_dtype", "float32")).removeprefix("torch.")
-    latency = LatencyModel(profile, shape, mesh, reduced)
-    pipeline = getattr(getattr(trainer.strategy, "executor", None), "pipeline", None)
-    if pipeline is None:
-        return Predictor(latency, (range(shape.layers),))
-    precision = getattr(trainer.strategy, "precision_plugin", None)
-    at_rest = str(getattr(precision, "parameter_dtype", "float32")).removeprefix("torch.")
-    elsewhere = communicators_elsewhere(_strategies(trainer), profile.devices_per_node)
-    groups = communicators(mesh) + elsewhere if elsewhere else None
-    return Predictor(latency, pipeline.stages, pipeline.schedule, at_rest, groups=groups)
-
-
-def _strategies(trainer: L.Trainer) -> tuple[tuple[Scheme, ...], ...]:
-    """Those that steps may take in place of the mesh's pipelines."""
-    found: tuple[tuple[Scheme, ...], ...] = getattr(trainer.strategy, "dynamic", ())
-    return found
-
-
-def pool_of(
-    trainer: L.Trainer | None,
-    predictor: Predictor | None,
-    data: DataSettings,
-    sharding: str = ADAPTIVE,
-) -> Pool | None:
-    """The strategies that a step may take in place of the mesh's pipelines; None: none.
-
-    Args:
-        trainer: whose strategy may have some, as ``WLBStrategy(dynamic=...)``.
-        predictor: of the mesh.
-        data: the data settings.
-        sharding: of every micro-batch.
-
-    Raises:
-        MisconfigurationException: there is no device profile to choose by, the packing deals to
-            equal pipelines only, or a strategy is the mesh's own or does not go with it.
-    """
-    strategies = () if trainer is None else _strategies(trainer)
-    if trainer is None or not strategies:
-        return None
-    if predictor is None:
+    if isinstance(trainer.strategy, PlanningStrategy):
+        return trainer.strategy.planning_context(data)
+    if trainer.world_size != 1:
         raise MisconfigurationException(
-            "WLBStrategy(dynamic=...) chooses each step's pipelines by simulated times. Give"
-            " WLBDataModule(profile=...), a file of `lightning-wlb profile` or a shipped name."
+            f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel"
+            " without strategy='wlb' would train every rank on the same documents; use"
+            " strategy='wlb'."
         )
-    try:
-        check_packing(data.packer)
-        return Pool.of(strategies, predictor, checkpointing_of(trainer), sharding)
-    except ValueError as error:
-        raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
-
-
-def checkpointing_of(trainer: L.Trainer) -> ActivationCheckpointing:
-    """The activation checkpointing of plans; a module without a word of it recomputes nothing."""
-    asked: ActivationCheckpointing = getattr(
-        trainer.lightning_module, "planned_checkpointing", "none"
-    )
-    return asked
+    module = trainer.lightning_module
+    return PlanningContext.of_one_rank(module, shape_of(module, data.model_shape), data.profile)

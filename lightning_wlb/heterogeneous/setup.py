@@ -12,17 +12,21 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.heterogeneous.dealing import check_packing
 from lightning_wlb.heterogeneous.layouts import Strategy, Weights, strategy_of
 from lightning_wlb.heterogeneous.links import Links
 from lightning_wlb.heterogeneous.model_check import check_buffers, check_rebuilt
 from lightning_wlb.heterogeneous.pipelines import Settings
+from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.heterogeneous.pool_search import described
 from lightning_wlb.heterogeneous.runtime import Elsewhere
 from lightning_wlb.heterogeneous.transfer import travel_groups, weights_of
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import ActivationCheckpointing, Scheme
+from lightning_wlb.planning import DataSettings
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.training.executor import Executor
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
@@ -57,6 +61,38 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
                 )
             first = scheme.ranks.stop
     return strategies
+
+
+def pool_of(
+    strategies: Sequence[Strategy],
+    predictor: Predictor | None,
+    checkpointing: ActivationCheckpointing,
+    data: DataSettings,
+    sharding: str,
+) -> Pool:
+    """What chooses each step's pipelines among strategies that a run may take.
+
+    Args:
+        strategies: at least one.
+        predictor: of the mesh.
+        checkpointing: of all micro-batches.
+        data: the data settings.
+        sharding: of every micro-batch.
+
+    Raises:
+        MisconfigurationException: there is no device profile to choose by, the packing deals to
+            equal pipelines only, or a strategy is the mesh's own or does not go with it.
+    """
+    if predictor is None:
+        raise MisconfigurationException(
+            "WLBStrategy(dynamic=...) chooses each step's pipelines by simulated times. Give"
+            " WLBDataModule(profile=...), a file of `lightning-wlb profile` or a shipped name."
+        )
+    try:
+        check_packing(data.packer)
+        return Pool.of(strategies, predictor, checkpointing, sharding)
+    except ValueError as error:
+        raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
 
 def blank_model(module: LanguageModule) -> Decoder:

@@ -31,12 +31,13 @@ from lightning_wlb.arguments import choice, whole
 from lightning_wlb.attention.varlen import kernel_name
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.planning_context import shape_of
+from lightning_wlb.data.planning_context import PlanningContext, shape_of
 from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.distributed.device_mesh import Size, is_settled
 from lightning_wlb.heterogeneous.agreed_pool import agreed_pool
 from lightning_wlb.heterogeneous.layouts import Strategy
-from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies, run_elsewhere
+from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies, pool_of, run_elsewhere
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
@@ -119,13 +120,14 @@ class ChoosingStrategy(CheckpointStrategy):
         self.profile: Profile | None = None
         self._base: Profile | None = None  # what it is where nothing is measured
         self._has_settled = False
+        self._pool: Pool | None = None
         self.executor: Executor | None = None
         # Strategies that the executor is prepared for, and how long their operations may wait.
         self._runs: tuple[tuple[Strategy, ...], timedelta] | None = None
 
     def _chosen(self, mesh: Mesh) -> Mesh:
         """The mesh, schedule and profile of this run; ranks given others are refused."""
-        self._has_settled = False
+        self._has_settled, self._pool = False, None
         if self._chooses_pool:
             self.dynamic = ()
         module: Any = self.lightning_module
@@ -183,7 +185,26 @@ class ChoosingStrategy(CheckpointStrategy):
             name_of(self.reduce_dtype),
         )
 
-    def settle_profile(self, data: WLBDataModule) -> None:
+    def planning_context(self, data: WLBDataModule) -> PlanningContext:
+        """What is known by now of the run that steps are planned for."""
+        module, precision = self.lightning_module, self.precision_plugin
+        assert isinstance(module, LanguageModule)
+        assert isinstance(precision, WLBPrecision)
+        assert self.executor is not None
+        return PlanningContext(
+            shape=shape_of(module, data.model_shape),
+            rank=self.rank,
+            schedule=self.schedule,
+            stages=self.executor.pipeline.stages,
+            profile=self.profile or data.profile,
+            parameter_dtype=name_of(precision.parameter_dtype),
+            reduce_dtype=name_of(self.reduce_dtype),
+            schemes=self.dynamic,
+            chooser=self._pool,
+            activation_checkpointing=module.planned_checkpointing,
+        )
+
+    def settle_planning(self, data: WLBDataModule) -> None:
         """Settle what this run's steps are planned by, and which strategies they may take.
 
         Collective over all ranks at its first call in a run.
@@ -199,6 +220,8 @@ class ChoosingStrategy(CheckpointStrategy):
             self._prepare_strategies()
             if not (self.dynamic or self._depends_on_times(data)):
                 self.profile = self._base
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._make_pool(data)
 
     def _chosen_strategies(
         self, data: WLBDataModule, module: LanguageModule
@@ -215,6 +238,14 @@ class ChoosingStrategy(CheckpointStrategy):
             return searching.request_of(asked, module.trainer, data, module, profile)
 
         return agreed_pool(request, self.mesh, data, module, profile)
+
+    def _make_pool(self, data: WLBDataModule) -> None:
+        """Make what chooses each step's pipelines, if there are strategies to choose from."""
+        if not self.dynamic:
+            return
+        context = self.planning_context(data)
+        given = context.activation_checkpointing, data.settings, data.sharding
+        self._pool = pool_of(self.dynamic, context.predictor, *given)
 
     def _prepare_strategies(self) -> None:
         """Let the executor run the strategies, if there are any; collective over all ranks."""
@@ -258,7 +289,7 @@ class ChoosingStrategy(CheckpointStrategy):
             )
         HERE.note(BETWEEN, "the measurement of the device")
         profile = agreed_profile(asked)
-        data.measured = "" if profile is None else profile.to_json()
+        data.keep_measurement(profile)
         self.profile = profile or self.profile
 
     def _to_measure(self, data: WLBDataModule) -> Measurement | None:
@@ -284,7 +315,7 @@ class ChoosingStrategy(CheckpointStrategy):
             or device.type not in ("cpu", "cuda")
         ):
             return None
-        config = decoder_like(shape_of(module.trainer, None))
+        config = decoder_like(module.model_shape)
         if config is None:
             rank_zero_info(
                 "WLBStrategy: this device is not measured, since layers of this model are not like"

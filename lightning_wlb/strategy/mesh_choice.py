@@ -128,7 +128,7 @@ def request_of(
         fixed["tensor"] = 1
     return MeshRequest(
         lengths=np.asarray(store.lengths),
-        shape=shape_of(trainer, data.model_shape),
+        shape=shape_of(module, data.model_shape),
         data=data.settings,
         profile=profile,
         devices=asked.devices,

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.memory_model import MemoryModel
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.distributed.device_mesh import Size
 from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.models.config import check_tensor_parallel
@@ -199,6 +200,9 @@ class WLBStrategy(ChoosingStrategy):
         self.executor.begin(self.reduce_dtype)
         if trainer.state.fn == TrainerFn.FITTING:
             self._prepare_strategies()
+            data = getattr(trainer, "datamodule", None)
+            if isinstance(data, WLBDataModule) and not data.measures:
+                self._make_pool(data)  # Else when the devices have been measured.
         module.executor = self._run_step
         self._guard(trainer)
         self._ran = None

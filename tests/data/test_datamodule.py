@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -19,7 +18,6 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule, about_steps
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning import DataSettings
 
 SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
@@ -252,27 +250,6 @@ def test_held_out_documents_are_chosen_by_the_seed() -> None:
     kept, validation, _ = own._stores()
     assert validation is not None
     assert (len(kept.lengths), len(validation.lengths)) == (40, 1)
-
-
-def test_a_models_sliding_window_shortens_what_its_batches_read() -> None:
-    keys = {}
-    for window in (None, 5):
-        documents = data(
-            documents=[[1] * 64],
-            micro_batches=1,
-            sharding="per_document",
-            model_shape=replace(SHAPE, sliding_window=window),
-        )
-        documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-            strategy=SimpleNamespace(rank=Rank(Mesh(context=2)), root_device=torch.device("cpu")),
-            lightning_module=Recorder(),
-            global_step=0,
-        )
-        (micro_batch,) = next(iter(documents.train_dataloader())).micro_batches
-        keys[window] = micro_batch.attention.keys
-        assert micro_batch.attention.sliding_window == window
-    # The first and the last quarter: with all keys before it, or with four.
-    assert keys == {None: 16 + 64, 5: 16 + 16 + 4}
 
 
 def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from lightning_wlb.cost.communication import COMMUNICATOR_BYTES
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.planning_context import predictor_of
+from lightning_wlb.data.planning_context import PlanningContext, shape_of
 from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import Scheme
@@ -23,12 +23,30 @@ from lightning_wlb.sharding import choose
 from tests.data.test_datamodule import SHAPE, data
 
 
-def stand(documents: WLBDataModule, checkpointing: str = "auto", **strategy: Any) -> None:
+class Strategy:
+    """A strategy of which only the context of its plans is told."""
+
+    root_device = torch.device("cpu")
+
+    def __init__(self, **context: Any) -> None:
+        self.context = context
+
+    def planning_context(self, documents: WLBDataModule) -> PlanningContext:
+        shape = shape_of(MODULE, documents.model_shape)
+        alone = PlanningContext.of_one_rank(MODULE, shape, documents.profile)
+        return replace(alone, **self.context)
+
+    def settle_planning(self, documents: WLBDataModule) -> None:
+        pass
+
+
+MODULE = SimpleNamespace(model_shape=SHAPE, planned_checkpointing="auto")
+
+
+def stand(documents: WLBDataModule, strategy: Any = None, **context: Any) -> None:
     """Give it a Trainer of which only the strategy and a module are told."""
     documents.trainer = SimpleNamespace(  # type: ignore[assignment]
-        strategy=SimpleNamespace(root_device=torch.device("cpu"), **strategy),
-        lightning_module=SimpleNamespace(model_shape=SHAPE, planned_checkpointing=checkpointing),
-        global_step=0,
+        strategy=strategy or Strategy(**context), lightning_module=MODULE, global_step=0
     )
 
 
@@ -78,23 +96,19 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
 
 def test_process_groups_of_strategies_take_room_of_every_step() -> None:
     """On a GPU that is too small for them; with the mesh's own, and of all strategies."""
-    h100 = Profile.load("h100")
-    small = replace(h100, memory_bytes=10**10, device_type="cuda")
-    mesh, pairs = Mesh(4), tuple(Scheme(first, (1, 1)) for first in (0, 2))
+    small = replace(Profile.load("h100"), memory_bytes=10**10, device_type="cuda")
+    context = PlanningContext.of_one_rank(MODULE, replace(SHAPE, layers=2), small)
+    pairs = tuple(Scheme(first, (1, 1)) for first in (0, 2))
     found = []
-    for dynamic in ((), (pairs,)):
-        trainer = SimpleNamespace(strategy=SimpleNamespace(dynamic=dynamic, executor=EXECUTOR))
-        predictor = predictor_of(trainer, small, replace(SHAPE, layers=2), mesh)
+    for schemes in ((), (pairs,)):
+        predictor = replace(context, rank=Rank(Mesh(4)), schemes=schemes).predictor
         assert predictor is not None
         found.append(predictor.usable_bytes)
-        if dynamic:
-            (kinds,) = Pool.of(dynamic, predictor).kinds.values()
+        if schemes:
+            (kinds,) = Pool.of(schemes, predictor).kinds.values()
             assert {kind.predictor.usable_bytes for kind in kinds.values()} == {found[-1]}
     # Two channels, a pair of pipelines that share a micro-batch, all ranks.
     assert found[0] - found[1] == 4 * COMMUNICATOR_BYTES
-
-
-EXECUTOR = SimpleNamespace(pipeline=SimpleNamespace(stages=(range(2),), schedule="1f1b"))
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:
@@ -107,7 +121,7 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
 
 def test_ranks_without_the_strategy_are_refused() -> None:
     documents = data()
-    stand(documents)
+    stand(documents, SimpleNamespace())
     documents.trainer.world_size = 2  # type: ignore[union-attr]
     with pytest.raises(MisconfigurationException, match=r"2 ranks.*use strategy='wlb'"):
         documents.train_dataloader()
@@ -132,12 +146,7 @@ def test_packing_auto_goes_by_the_device_profile() -> None:
             model_shape=replace(SHAPE, vocab_size=0, layers=2),
             profile=profile,
         )
-        pipeline = SimpleNamespace(stages=(range(1), range(1, 2)), schedule="1f1b")
-        stand(
-            documents,
-            rank=Rank(Mesh(pipeline=2)),
-            executor=SimpleNamespace(pipeline=pipeline),
-        )
+        stand(documents, rank=Rank(Mesh(pipeline=2)), stages=(range(1), range(1, 2)))
         counts.append(len(next(iter(documents.train_dataloader())).plan.replicas[0].forward))
     assert counts == [16, 4, 2, 2]
 
@@ -171,7 +180,7 @@ def test_plans_recompute_what_the_module_asks_for() -> None:
             model_shape=shape,
             profile=replace(Profile.load("h100"), memory_bytes=memory),
         )
-        stand(documents, checkpointing, rank=Rank())
+        stand(documents, activation_checkpointing=checkpointing)
         batch = next(iter(documents.train_dataloader()))
         forward = batch.plan.replicas[0].forward
         found[checkpointing, memory] = {each.recompute for each in forward}
@@ -184,3 +193,20 @@ def test_plans_recompute_what_the_module_asks_for() -> None:
         ("full", 10**9): {"full"},
         ("none", 1): {"none"},
     }
+
+
+def test_a_models_sliding_window_shortens_what_its_batches_read() -> None:
+    keys = {}
+    for window in (None, 5):
+        documents = data(
+            documents=[[1] * 64],
+            micro_batches=1,
+            sharding="per_document",
+            model_shape=replace(SHAPE, sliding_window=window),
+        )
+        stand(documents, rank=Rank(Mesh(context=2)))
+        (micro_batch,) = next(iter(documents.train_dataloader())).micro_batches
+        keys[window] = micro_batch.attention.keys
+        assert micro_batch.attention.sliding_window == window
+    # The first and the last quarter: with all keys before it, or with four.
+    assert keys == {None: 16 + 64, 5: 16 + 16 + 4}

@@ -257,11 +257,14 @@ def settled(
         mock.patch.object(choosing, "agreed_profile", measure),
         mock.patch.object(choosing, "agreed_pool", return_value=pool) as chooses,
         mock.patch.object(choosing, "run_elsewhere"),
+        mock.patch.object(choosing, "pool_of"),
         mock.patch.object(WLBStrategy, "root_device", CPU),
     ):
-        strategy.executor = mock.Mock()
-        strategy.settle_profile(documents_)
-        strategy.settle_profile(documents_)
+        stages = [range(each, each + 1) for each in range(mesh.stages - 1)]
+        stages.append(range(mesh.stages - 1, own.model_shape.layers))
+        strategy.executor = SimpleNamespace(pipeline=SimpleNamespace(stages=tuple(stages)))
+        strategy.settle_planning(documents_)
+        strategy.settle_planning(documents_)
     assert chooses.call_count == (dynamic == "auto")
     assert strategy.dynamic == checked_strategies(dynamic) + pool
     return strategy.profile, wanted

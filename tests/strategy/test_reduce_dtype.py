@@ -12,8 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.data.planning_context import predictor_of
 from lightning_wlb.distributed.collectives import reduce_dtype, reducing_in
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
@@ -79,9 +77,8 @@ def runs(rank: int) -> tuple[list[torch.dtype], str]:
     with mock.patch.object(Transformer, "forward", noted):
         runner.fit(fitted, data(SMALL))
     seen.append(reduce_dtype(torch.bfloat16))
-    predictor = predictor_of(runner, Profile.load("h100"), fitted.model_shape, Mesh())
-    assert predictor is not None
-    return seen, predictor.latency.reduce_dtype
+    context = runner.strategy.planning_context(runner.datamodule)
+    return seen, context.reduce_dtype
 
 
 def test_the_strategy_says_so_to_its_steps_and_to_the_planner() -> None:
