@@ -10,7 +10,7 @@ All is simulated by an analytic profile, packed by ``auto``, with one stage on e
   nothing had to travel. More than that no choice among pipelines that are all alike can gain;
   mixtures of pipelines might.
 * *Promised*: what ``dynamic="auto"`` says
-  (:func:`lightning_wlb.heterogeneous.pool_search.choose_pool`): the
+  (:func:`lightning_wlb.heterogeneous.planning.pool_search.choose_pool`): the
   pool is chosen by the first part and judged by the second.
 * *Later*: what the same pool gains in the third part, which it knows nothing of.
 
@@ -35,8 +35,8 @@ from benchmarks.meshes import CHATS, COMMON_CRAWL, GITHUB, Setting
 from benchmarks.slimpack_paper import Corpus, K
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.pool_search import choose_pool, described
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool_search import choose_pool, described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.closed_form import ClosedForm
 from lightning_wlb.mesh_search.evaluate import name_of
@@ -111,9 +111,9 @@ class Sample:
         on_mesh = chosen = 0
         for plan, verdict in zip(plans, self.verdicts(plans), strict=True):
             given = self.planner.rules, self.request.data.packer, verdict, self.scorer.limit
-            elected = pool.elect(plan.pieces, *given)
+            elected = pool.choose(plan.pieces, *given)
             on_mesh += verdict.time
-            chosen += elected.arranged.time_ns if elected else verdict.time
+            chosen += elected.time_ns if elected else verdict.time
         return on_mesh / chosen
 
 

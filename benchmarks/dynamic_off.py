@@ -30,7 +30,7 @@ from benchmarks import report
 from benchmarks.measured import RankStep, train
 from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.heterogeneous import pool
+from lightning_wlb.heterogeneous.planning import pool
 from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig

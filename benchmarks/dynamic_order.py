@@ -47,13 +47,13 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.stdlib import StdlibDocuments
-from lightning_wlb.heterogeneous.layouts import Strategy
-from lightning_wlb.heterogeneous.pool import Elected, Pool
-from lightning_wlb.heterogeneous.pool_search import described
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool_search import described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.plan import Scheme, StepPlan
+from lightning_wlb.plan import Scheme, Schemes, StepPlan
+from lightning_wlb.planning.step_chooser import ChosenStep
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.profiling.device_profile import measure_quickly
 from lightning_wlb.profiling.link_speed import measure_link
@@ -72,7 +72,7 @@ def pair(first: int, kind: str) -> Scheme:
 
 
 SINGLE = tuple(Scheme(rank, (4,)) for rank in range(4))
-SETTINGS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
+SETTINGS: dict[str, tuple[Mesh, tuple[Schemes, ...]]] = {
     "2 ranks": (
         Mesh(pipeline=2),
         (SINGLE[:2], (pair(0, "context"),), (pair(0, "tensor"),)),
@@ -101,17 +101,17 @@ def measured_profile(seconds: float) -> Profile:
     return replace(profile, action=profile.action + beside, links={"node": link})
 
 
-def always(self: Pool, pieces: Any, rules: Any, packer: Any, *mesh: Any) -> Elected:
-    """In place of :meth:`.Pool.elect`: the only strategy, whatever is simulated."""
+def always(self: Pool, pieces: Any, rules: Any, packer: Any, *mesh: Any) -> ChosenStep:
+    """In place of :meth:`.Pool.choose`: the only strategy, whatever is simulated."""
     ((strategy, arranged),) = self.arranged(pieces, rules, packer).items()
-    return Elected(strategy, arranged)
+    return ChosenStep(strategy, *arranged[1:])
 
 
 def train_rank(
-    rank: int, mesh: Mesh, ways: Sequence[Strategy], profile: Profile, options: dict[str, int]
+    rank: int, mesh: Mesh, ways: Sequence[Schemes], profile: Profile, options: dict[str, int]
 ) -> list[list[list[RankStep]]]:
     """Of every way the turns, of each its steps on this rank; no strategy: the mesh."""
-    Pool.elect = always
+    Pool.choose = always
     turns: dict[int, list[list[RankStep]]] = defaultdict(list)
     order = list(range(len(ways)))
     for number in (order + order[::-1]) * options["rounds"]:
@@ -153,8 +153,8 @@ def simulated(base: Predictor, plans: Sequence[StepPlan]) -> list[int]:
     """What each step is simulated to take."""
     found = []
     for plan in plans:
-        if plan.strategy:
-            found.append(Pool.of([plan.strategy], base).predict(plan, base).total_ns)
+        if plan.schemes:
+            found.append(Pool.of([plan.schemes], base).predict(plan, base).total_ns)
         else:
             found.append(base.predict(plan).total_ns)
     return found
@@ -192,7 +192,7 @@ def measured(name: str, profile: Profile, options: dict[str, int]) -> dict[str, 
     mesh, strategies = SETTINGS[name]
     ranks = mesh.devices
     profile = replace(profile, devices_per_node=ranks)
-    ways: tuple[Strategy, ...] = ((), *strategies)
+    ways: tuple[Schemes, ...] = ((), *strategies)
     arguments = mesh, ways, profile, options
     by_rank = run_ranks(train_rank, ranks, *arguments, timeout=3600, process_group=False)
     lengths = np.asarray(StdlibDocuments().lengths)

@@ -23,13 +23,12 @@ from benchmarks.exact_dealing import deal_exactly, lower_bound
 from benchmarks.hydraulis_runs import Sample, in_papers_space, paper_strategies, released
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.layouts import Strategy
-from lightning_wlb.heterogeneous.pool import Kinds, Pool
-from lightning_wlb.heterogeneous.pool_search import described
-from lightning_wlb.heterogeneous.proposal import proposed_strategies
+from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_strategies
+from lightning_wlb.heterogeneous.planning.pool import Kinds, Pool
+from lightning_wlb.heterogeneous.planning.pool_search import described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
-from lightning_wlb.plan import ActivationCheckpointing, Piece
+from lightning_wlb.plan import ActivationCheckpointing, Piece, Schemes
 from lightning_wlb.planning.dealing import deal_greedily, longest_first
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 
@@ -44,7 +43,7 @@ def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
     return sum(os.times()[:4]) - begin, made
 
 
-def held(sample: Sample) -> list[tuple[Strategy, Kinds]]:
+def held(sample: Sample) -> list[tuple[Schemes, Kinds]]:
     """Mixtures of the mesh's own pipelines with others that can hold some documents."""
     own = sample.own[0].shape
     mixed = [
@@ -69,7 +68,7 @@ class Dealt:
         kinds: by shape.
     """
 
-    def __init__(self, pieces: Sequence[Piece], strategy: Strategy, kinds: Kinds) -> None:
+    def __init__(self, pieces: Sequence[Piece], strategy: Schemes, kinds: Kinds) -> None:
         self.order = longest_first(pieces)
         alone = {shape: replace(kind, count=1) for shape, kind in kinds.items()}
         self.receivers = [alone[scheme.shape] for scheme in strategy]
@@ -114,7 +113,7 @@ def figure_17(
     pieces, rules = released(request)
     packer = HydraulisPacker(rules)
 
-    def promised(each: tuple[Strategy, Kinds]) -> int:
+    def promised(each: tuple[Schemes, Kinds]) -> int:
         dealt = Dealt(pieces[0], *each)
         return dealt.bound(deal_greedily(dealt.costs, dealt.depths))
 

@@ -33,17 +33,23 @@ from typing import Any
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.dealing import Arranged, Receiver, arrange
-from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
-from lightning_wlb.heterogeneous.mixtures import mixtures
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.pool_search import PROPOSED, described
-from lightning_wlb.heterogeneous.proposal import proposed_strategies
+from lightning_wlb.heterogeneous.planning.candidates import mixtures
+from lightning_wlb.heterogeneous.planning.dealing import Arranged, Receiver, arrange
+from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_strategies
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool_search import PROPOSED, described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, choose_mesh, legal_meshes
-from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Shape
+from lightning_wlb.plan import (
+    ActivationCheckpointing,
+    Piece,
+    ReplicaPlan,
+    Schemes,
+    Shape,
+    schemes_of,
+)
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, Rules
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.plan_scoring import ProfileScorer
@@ -169,9 +175,9 @@ class Sample:
         return ProfileScorer(self.base, self.request.activation_checkpointing)
 
     @cached_property
-    def own(self) -> Strategy:
+    def own(self) -> Schemes:
         """The mesh's pipelines."""
-        return strategy_of(self.mesh, self.base.stages)
+        return schemes_of(self.mesh, self.base.stages)
 
     @cached_property
     def kinds(self) -> dict[Shape, Receiver]:
@@ -188,7 +194,7 @@ class Sample:
 
     def elsewhere(
         self,
-        strategies: Iterable[Strategy],
+        strategies: Iterable[Schemes],
         pieces: Iterable[Sequence[Piece]],
         rules: Rules,
         packer: type[Packer],
@@ -338,7 +344,7 @@ def paper_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, A
     }
 
 
-def paper_strategies(sample: Sample) -> Iterator[Strategy]:
+def paper_strategies(sample: Sample) -> Iterator[Schemes]:
     """Hydraulis' proposals of tensor × pipeline parallel; the mesh's own pipelines beside others.
 
     Of the latter all with one, two, four ... of the mesh's pipelines, and all other ranks in
@@ -350,7 +356,7 @@ def paper_strategies(sample: Sample) -> Iterator[Strategy]:
             yield each
     large, own = sample.own[0], len(sample.own)
     for mesh in legal_meshes(request, Reasons()):
-        (small, *_) = strategy = strategy_of(mesh, request.predictor(mesh).stages)
+        (small, *_) = strategy = schemes_of(mesh, request.predictor(mesh).stages)
         yield strategy
         number = 1
         while number < own and small.size < large.size:

@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 
 from benchmarks import report
-from lightning_wlb.heterogeneous.layouts import Strategy, Weights, strategy_of
-from lightning_wlb.heterogeneous.links import Link
+from lightning_wlb.heterogeneous.planning.exchanges import Link
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.heterogeneous.transfer import weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, Schemes, schemes_of
 
 PER_NODE = 8
 RANKS = (8, 64, 256, 1024)
@@ -33,7 +33,7 @@ LIMIT_MS = 200
 """For 1,024 ranks."""
 
 
-def mixed(ranks: int, layers: int) -> Strategy:
+def mixed(ranks: int, layers: int) -> Schemes:
     """Three kinds of pipelines, the largest first."""
     half = layers // 2
     shapes = [((half, layers - half), 1, 4)] * (ranks // 24) + [((layers,), 2, 2)] * (ranks // 12)
@@ -51,7 +51,7 @@ def measure(weights: Weights, ranks: int, repeats: int) -> dict[str, Any]:
     """Least milliseconds of processor time, and gigabytes from other nodes, of the last rank."""
     half = weights.layers // 2
     stages = [range(half), range(half, weights.layers)]
-    base = strategy_of(Mesh(ranks // 8, 2, 1, 4), stages)
+    base = schemes_of(Mesh(ranks // 8, 2, 1, 4), stages)
     strategy = mixed(ranks, weights.layers)
 
     def all_exchanges(link: Link) -> float:

@@ -18,7 +18,7 @@ import lightning.pytorch as L
 import torch
 
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.heterogeneous.prediction import among
+from lightning_wlb.heterogeneous.planning.pool import among
 from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
@@ -180,13 +180,13 @@ def replayed(
         timings: of each rank, (action, seconds).
         schedule: of the pipeline.
     """
-    if not plan.strategy:
+    if not plan.schemes:
         return _replayed(mesh, plan.replicas, timings, schedule)
     found: dict[int, Simulation] = {}
-    for numbers in alike(plan.strategy).values():
-        scheme = plan.strategy[numbers[0]]
+    for numbers in alike(plan.schemes).values():
+        scheme = plan.schemes[numbers[0]]
         like = Mesh(len(numbers), len(scheme.stages), scheme.context, scheme.tensor)
-        ranks = [rank for number in numbers for rank in plan.strategy[number].ranks]
+        ranks = [rank for number in numbers for rank in plan.schemes[number].ranks]
         replicas = [among(plan.replicas[number], numbers) for number in numbers]
         made = _replayed(like, replicas, [timings[rank] for rank in ranks], schedule)
         found |= zip(numbers, made, strict=True)

@@ -7,8 +7,8 @@ data × pipeline × context × tensor mesh whose sizes are powers of two (data: 
 with ``auto``. *Search* is
 :func:`lightning_wlb.mesh_search.search.choose_mesh`, which simulates few of them. *Regret* is what
 the mesh that it chose takes over the best mesh of the exhaustive simulation, in percent. *Proposal*
-is Hydraulis' dynamic programme (:mod:`lightning_wlb.heterogeneous.proposal`): the best of its
-meshes, and the time to propose and to simulate them.
+is Hydraulis' dynamic programme (:mod:`lightning_wlb.heterogeneous.planning.hydraulis_proposal`):
+the best of its meshes, and the time to propose and to simulate them.
 
 A step's time counts what of the gathering of parameters and of the reduction of gradients is not
 hidden behind actions; it is also given with all of that (``unhidden_ms``) and with none.
@@ -39,7 +39,7 @@ from benchmarks import report
 from benchmarks.slimpack_paper import CORPORA, SHAPES, Corpus, K
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.proposal import proposed_meshes
+from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_meshes
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest

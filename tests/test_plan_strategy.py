@@ -52,11 +52,11 @@ def test_sizes_that_are_none_are_refused() -> None:
 
 
 def test_a_plan_says_on_which_ranks_each_replica_runs() -> None:
-    plan = replace(plain(), strategy=UNEQUAL).validate()
+    plan = replace(plain(), schemes=UNEQUAL).validate()
     copy = StepPlan.from_json(plan.to_json())
     assert copy == plan
     assert copy.digest == plan.digest != plain().digest
-    assert plan.digest != replace(plan, strategy=(Scheme(0, (2, 2), tensor=2), UNEQUAL[1])).digest
+    assert plan.digest != replace(plan, schemes=(Scheme(0, (2, 2), tensor=2), UNEQUAL[1])).digest
     assert str(plan).splitlines()[1:3] == [
         "  replica 0 on ranks [0, 4): context 1 × tensor 2, layers 1+3",
         "  replica 1 on ranks [4, 6): context 2 × tensor 1, layers 4",
@@ -66,7 +66,7 @@ def test_a_plan_says_on_which_ranks_each_replica_runs() -> None:
 def test_without_a_strategy_json_and_digest_are_what_they_were() -> None:
     plan = plain()
     assert "strategy" not in json.loads(plan.to_json())
-    assert StepPlan.from_json(plan.to_json()).strategy == ()
+    assert StepPlan.from_json(plan.to_json()).schemes == ()
     assert plan.digest == 825703355640727667
 
 
@@ -79,7 +79,7 @@ def test_a_strategy_that_cannot_run_is_refused() -> None:
         ((Scheme(0, (4,), tensor=3), Scheme(3, (4,))), "replica 0, .* micro-batch 0 has 64 rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            replace(plain(), strategy=strategy).validate()
+            replace(plain(), schemes=strategy).validate()
 
 
 def test_rows_hold_every_token_of_the_scheme() -> None:
@@ -88,7 +88,7 @@ def test_rows_hold_every_token_of_the_scheme() -> None:
     plan = replace(
         plain(),
         replicas=(first, replace(second, forward=(short, second.forward[1]))),
-        strategy=UNEQUAL,
+        schemes=UNEQUAL,
     )
     with pytest.raises(ValueError, match=r"micro-batch 0 has 24 rows .* for 50 tokens"):
         plan.validate()
@@ -96,9 +96,9 @@ def test_rows_hold_every_token_of_the_scheme() -> None:
 
 def test_only_pipelines_that_are_alike_share_a_micro_batch() -> None:
     alike = (Scheme(0, (2, 2)), Scheme(2, (2, 2)))
-    replace(merged(), strategy=alike).validate()
+    replace(merged(), schemes=alike).validate()
     with pytest.raises(ValueError, match=r"shared by replicas \(0, 1\), but .* replica 1 on"):
-        replace(merged(), strategy=(alike[0], Scheme(2, (1, 3)))).validate()
+        replace(merged(), schemes=(alike[0], Scheme(2, (1, 3)))).validate()
 
 
 def moved(plan: StepPlan, to: Sequence[int]) -> StepPlan:
@@ -116,10 +116,10 @@ def moved(plan: StepPlan, to: Sequence[int]) -> StepPlan:
 def test_those_that_share_are_an_aligned_range_of_the_pipelines_that_are_alike() -> None:
     small, other = (4,), (2, 2)
     at = [Scheme(0, other), Scheme(2, small), Scheme(3, other), Scheme(5, small), Scheme(6, small)]
-    plan = replace(moved(merged(), (1, 3)), strategy=tuple(at[:4])).validate()
+    plan = replace(moved(merged(), (1, 3)), schemes=tuple(at[:4])).validate()
     assert StepPlan.from_json(plan.to_json()) == plan
     assert "shared by (1, 3): 1[0:50)" in str(plan)
     with pytest.raises(ValueError, match=r"\(3, 4\).* power-of-two range of \[1, 3, 4\]"):
-        replace(moved(merged(), (3, 4)), strategy=tuple(at)).validate()
+        replace(moved(merged(), (3, 4)), schemes=tuple(at)).validate()
     with pytest.raises(ValueError, match=r"\(1, 3\).* power-of-two range of \[0, 1, 2, 3\]"):
         moved(merged(), (1, 3)).validate()

@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from lightning_wlb.callbacks import imbalance
-from lightning_wlb.heterogeneous.layouts import Strategy, rank_in
 from lightning_wlb.mesh import AXES, Mesh, Rank
+from lightning_wlb.plan import Schemes, rank_in
 
 KEPT_STEPS = 64
 """Last steps from which the one of median imbalance is shown."""
@@ -65,7 +65,7 @@ class HeatMap:
         self.steps = 0
         self._sum = np.zeros((mesh.devices, 0))
         self._even = 0.0
-        self._kept: deque[tuple[float, int, Strategy, np.ndarray]] = deque(maxlen=KEPT_STEPS)
+        self._kept: deque[tuple[float, int, Schemes, np.ndarray]] = deque(maxlen=KEPT_STEPS)
         self._left_mesh = False
 
     def add(
@@ -74,7 +74,7 @@ class HeatMap:
         timings: imbalance.Timings,
         counts: list[int],
         slots: float,
-        strategy: Strategy = (),
+        strategy: Schemes = (),
     ) -> None:
         """Take in a step.
 
@@ -123,7 +123,7 @@ class HeatMap:
         return self._sum / self._even
 
     @property
-    def typical(self) -> tuple[int, Strategy, np.ndarray]:
+    def typical(self) -> tuple[int, Schemes, np.ndarray]:
         """The step of median imbalance: number, strategy, milliseconds [ranks, micro-batches].
 
         The milliseconds are not a number where the rank's replica has no such micro-batch.
@@ -164,7 +164,7 @@ class HeatMap:
         _ticks(right, self._sorted_labels(), "ranks of the heaviest replica first, lightest last")
         save_png(figure, path)
 
-    def _rank_labels(self, strategy: Strategy) -> list[str]:
+    def _rank_labels(self, strategy: Schemes) -> list[str]:
         """Rows of the first panel: the global rank and where it stands in the step."""
         labels = []
         for index in range(self.mesh.devices):

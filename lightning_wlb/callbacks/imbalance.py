@@ -113,9 +113,9 @@ def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
 
 def shapes_of(plan: StepPlan, mesh: Mesh) -> list[tuple[int, ...]]:
     """The number of stages, context ranks and tensor ranks of each pipeline of a step."""
-    if not plan.strategy:
+    if not plan.schemes:
         return [mesh.shape[1:]] * mesh.data
-    return [(len(each.stages), each.context, each.tensor) for each in plan.strategy]
+    return [(len(each.stages), each.context, each.tensor) for each in plan.schemes]
 
 
 def in_pipelines(seconds: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
@@ -133,7 +133,7 @@ def shares(shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
 
 def shares_of(plan: StepPlan) -> np.ndarray:
     """The shares of a step's pipelines."""
-    return shares([(scheme.size,) for scheme in plan.strategy] or [(1,)] * len(plan.replicas))
+    return shares([(scheme.size,) for scheme in plan.schemes] or [(1,)] * len(plan.replicas))
 
 
 def slots(plan: StepPlan, counts: Sequence[int] | None = None) -> float:

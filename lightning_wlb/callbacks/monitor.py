@@ -30,6 +30,7 @@ from rich.console import Console
 
 from lightning_wlb.arguments import flag, whole
 from lightning_wlb.callbacks import imbalance
+from lightning_wlb.callbacks.by_schemes import ByStrategy
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
@@ -45,12 +46,10 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.distributed.process_groups import gather_from_all_ranks
-from lightning_wlb.heterogeneous.layouts import strategy_of
-from lightning_wlb.heterogeneous.monitoring import ByStrategy
-from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import ONE_DEVICE
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.plan import StepPlan, schemes_of
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
@@ -146,7 +145,7 @@ class ImbalanceMonitor(L.Callback):
         # With dynamic="auto" the strategies are known when the first batch is there.
         strategies = _strategy(trainer).dynamic
         if strategies and not len(self._records):
-            own = strategy_of(self._mesh, _executor(trainer).pipeline.stages)
+            own = schemes_of(self._mesh, _executor(trainer).pipeline.stages)
             self._by_strategy = ByStrategy((own, *strategies))
             if self._predictor is not None:
                 self._pool = Pool.of(strategies, self._predictor)
@@ -183,10 +182,10 @@ class ImbalanceMonitor(L.Callback):
         predicted = self._predicted(plan)
         record = _record(plan, work, elapsed, wait, measured, predicted)
         by_strategy = self._by_strategy
-        number = by_strategy.number(plan.strategy) if by_strategy is not None else 0
+        number = by_strategy.number(plan.schemes) if by_strategy is not None else 0
         timed = self._records.add(record, number)
         if timed and self._drawing is not None:
-            self._drawing.add(plan.step, timings, counts, slots, plan.strategy)
+            self._drawing.add(plan.step, timings, counts, slots, plan.schemes)
         if timed and by_strategy is not None:
             by_strategy.add(number, timings, counts, predicted)
         if timed and self.profile is not None and self._records.timed == STEPS:
@@ -202,7 +201,7 @@ class ImbalanceMonitor(L.Callback):
         """The step as the profile predicts it; None without a profile."""
         if self._predictor is None:
             return None
-        if not plan.strategy:
+        if not plan.schemes:
             return self._predictor.predict(plan)
         assert self._pool is not None
         return self._pool.predict(plan, self._predictor)

@@ -35,6 +35,7 @@ from lightning_wlb.cli.arguments import (
     add_model,
     packing_option_names,
 )
+from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
 from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
 from lightning_wlb.cli.pictures import draw_gantt, write_trace
@@ -48,8 +49,7 @@ from lightning_wlb.cli.request import (
     Request,
 )
 from lightning_wlb.cost.profile import shipped_profiles
-from lightning_wlb.heterogeneous.pool_search import SAMPLE
-from lightning_wlb.heterogeneous.report import best_step, chosen_pool, pool_report, pool_request
+from lightning_wlb.heterogeneous.planning.pool_search import SAMPLE
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS

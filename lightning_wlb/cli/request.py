@@ -21,13 +21,13 @@ from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
 from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.plan_scoring import ProfileScorer
+from lightning_wlb.planning.step_chooser import StepChooser
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
@@ -144,12 +144,13 @@ class Request:
         )
 
     def planner(
-        self, packing: str, sharding: str, scorer: ProfileScorer, pool: Pool | None = None
+        self,
+        packing: str,
+        sharding: str,
+        scorer: ProfileScorer,
+        step_chooser: StepChooser | None = None,
     ) -> Planner:
-        """Of the run's steps with a packing and a sharding; ``scorer`` simulates on the mesh.
-
-        With a pool, steps may leave the mesh for its strategies.
-        """
+        """Of the run's steps with a packing and a sharding; ``scorer`` simulates on the mesh."""
         return Planner(
             self.lengths,
             self.settings[packing],
@@ -160,7 +161,7 @@ class Request:
             kernel_cost=scorer.predictor.latency.segment_cost,
             scorer=scorer,
             activation_checkpointing=self.checkpointing,
-            pool=pool,
+            step_chooser=step_chooser,
         )
 
     def longest_micro_batch(self, predictor: Predictor) -> int:

@@ -358,7 +358,7 @@ class WLBDataModule(L.LightningDataModule):
                 strategy.settle_planning(self)  # A checkpoint has been loaded by now.
                 context = strategy.planning_context(self)
                 dataset.predictor = context.predictor
-                dataset.pool = context.chooser if dataset.data is self.settings else None
+                dataset.step_chooser = context.chooser if dataset.data is self.settings else None
             return begin_at()
 
         # One batch is a whole step, and every worker plans them all: Lightning's advice to start

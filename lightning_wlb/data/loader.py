@@ -49,12 +49,11 @@ from lightning_wlb.data.open_documents import Documents
 from lightning_wlb.data.store_checks import count_targets, samples_of
 from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
 from lightning_wlb.data.stores.mixture import MixedDocuments
-from lightning_wlb.heterogeneous.layouts import rank_in
-from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.plan_scoring import ProfileScorer
+from lightning_wlb.planning.step_chooser import StepChooser
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
@@ -87,7 +86,7 @@ class StepDataset(IterableDataset[StepBatch]):
             token from 0 on.
         activation_checkpointing: of every micro-batch; ``"auto"``: by a predictor the least that
             fits in memory, for each of them, else none.
-        pool: strategies that a step may take in place of the mesh's pipelines; None: none.
+        step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
     """
 
     store: DocumentStore
@@ -100,7 +99,7 @@ class StepDataset(IterableDataset[StepBatch]):
     predictor: Predictor | None = None
     vocab_size: int | None = None
     activation_checkpointing: ActivationCheckpointing = "auto"
-    pool: Pool | None = None
+    step_chooser: StepChooser | None = None
 
     @classmethod
     def for_model(
@@ -179,7 +178,7 @@ class StepDataset(IterableDataset[StepBatch]):
             ),
             activation_checkpointing=self.activation_checkpointing,
             mixture=self.store.shares if isinstance(self.store, MixedDocuments) else (),
-            pool=self.pool,
+            step_chooser=self.step_chooser,
         )
         if self.state is not None:
             planner.load_state_dict(self.state)
@@ -204,11 +203,10 @@ class StepDataset(IterableDataset[StepBatch]):
             if index % shares == share:
                 plan = plan or planner.place(release)
                 ahead = None if following is None else planner.place(following)
-                place = rank_in(plan.strategy, self.rank.index) if plan.strategy else self.rank
                 batch = make_step_batch(
                     plan,
                     self.store,
-                    place,
+                    plan.place(self.rank),
                     state,
                     next_digest=0 if ahead is None else ahead.digest,
                     last=following is None and planner.finished,

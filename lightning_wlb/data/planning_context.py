@@ -18,9 +18,9 @@ from lightning_wlb.cost.communication import communicators, communicators_elsewh
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.pool import Pool
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, Scheme
+from lightning_wlb.planning.step_chooser import StepChooser
 from lightning_wlb.prediction.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PlanningContext:
     parameter_dtype: str
     reduce_dtype: str
     schemes: tuple[tuple[Scheme, ...], ...]
-    chooser: Pool | None
+    chooser: StepChooser | None
     activation_checkpointing: ActivationCheckpointing
 
     @staticmethod

@@ -31,11 +31,10 @@ from lightning_wlb.distributed.process_groups import (
     kept,
     own_group,
 )
-from lightning_wlb.heterogeneous.layouts import Strategy, rank_in
-from lightning_wlb.heterogeneous.links import Link
+from lightning_wlb.heterogeneous.planning.exchanges import Link
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
-from lightning_wlb.plan import Scheme, StepPlan, alike
+from lightning_wlb.plan import Scheme, Schemes, StepPlan, alike, rank_in
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
 from lightning_wlb.training.messages import Pipeline
 from lightning_wlb.training.parallelize import convert_tensors, keep_stages
@@ -144,7 +143,7 @@ class _Groups:
 
 
 def _groups_of(
-    strategy: Strategy, rank: int, device: torch.device, timeout: timedelta | None
+    strategy: Schemes, rank: int, device: torch.device, timeout: timedelta | None
 ) -> _Groups:
     """The process groups of a strategy, made and connected at the first call; collective."""
 
@@ -183,7 +182,7 @@ def _chain(scheme: Scheme, place: Rank) -> tuple[int, ...]:
     return tuple(scheme.ranks[first :: scheme.context * scheme.tensor])
 
 
-def _along(strategy: Strategy, axis: int) -> list[list[int]]:
+def _along(strategy: Schemes, axis: int) -> list[list[int]]:
     """Global ranks of the groups of all pipelines along stages, context or tensor; of several."""
     found: list[list[int]] = []
     for scheme in strategy:

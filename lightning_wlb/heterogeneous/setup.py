@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -10,30 +11,42 @@ from typing import Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 
-from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.heterogeneous.dealing import check_packing
-from lightning_wlb.heterogeneous.layouts import Strategy, Weights, strategy_of
-from lightning_wlb.heterogeneous.links import Links
-from lightning_wlb.heterogeneous.model_check import check_buffers, check_rebuilt
-from lightning_wlb.heterogeneous.pipelines import Settings
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.pool_search import described
-from lightning_wlb.heterogeneous.runtime import Elsewhere
-from lightning_wlb.heterogeneous.transfer import travel_groups, weights_of
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.cache import remembered
+from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
+from lightning_wlb.heterogeneous.parameters import Linked
+from lightning_wlb.heterogeneous.pipelines import OfStrategy, Settings
+from lightning_wlb.heterogeneous.planning.exchanges import Links
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool_search import (
+    SAMPLE,
+    PoolChoice,
+    choose_pool,
+    described,
+)
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
+from lightning_wlb.heterogeneous.transfer import Groups, travel_groups, weights_of
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import ActivationCheckpointing, Scheme
+from lightning_wlb.plan import ActivationCheckpointing, Scheme, Schemes, StepPlan, schemes_of
 from lightning_wlb.planning import DataSettings
+from lightning_wlb.planning.packing.base import Packer
+from lightning_wlb.planning.step_chooser import check_packing
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.executor import Executor, Surroundings
+from lightning_wlb.training.parallelize import refuse_empty_buffers
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
 """``"off"``, ``"auto"``, or strategies. False is ``"off"``: so YAML reads it without quotes."""
 
 
-def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
+def checked_strategies(given: Dynamic) -> tuple[Schemes, ...]:
     """The strategies that were given; none for ``"off"``, nor for ``"auto"``, which chooses some.
 
     Raises:
@@ -64,7 +77,7 @@ def checked_strategies(given: Dynamic) -> tuple[Strategy, ...]:
 
 
 def pool_of(
-    strategies: Sequence[Strategy],
+    strategies: Sequence[Schemes],
     predictor: Predictor | None,
     checkpointing: ActivationCheckpointing,
     data: DataSettings,
@@ -107,7 +120,7 @@ def blank_model(module: LanguageModule) -> Decoder:
 
 def run_elsewhere(
     executor: Executor,
-    strategies: Sequence[Strategy],
+    strategies: Sequence[Schemes],
     module: LanguageModule,
     per_node: int,
     wide: torch.dtype,
@@ -134,7 +147,7 @@ def run_elsewhere(
     try:
         check_buffers(whole)
         weights = _weights(whole, strategies, module, mesh.tensor)
-        base = strategy_of(mesh, pipeline.stages)
+        base = schemes_of(mesh, pipeline.stages)
         links = Links(weights, base, rank, per_node)
         for strategy in strategies:
             links.to(strategy)
@@ -160,9 +173,173 @@ def run_elsewhere(
 
 
 def _weights(
-    whole: Decoder, strategies: Sequence[Strategy], module: LanguageModule, tensor: int
+    whole: Decoder, strategies: Sequence[Schemes], module: LanguageModule, tensor: int
 ) -> Weights:
     sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
     for size in sizes:
         check_tensor_parallel(module.model_shape, size)
     return weights_of(whole, sorted(sizes))
+
+
+class Elsewhere:
+    """What the steps of any strategy run on, of one rank: for ``Executor.elsewhere``.
+
+    Args:
+        model: this rank's share of the model at rest.
+        links: to any strategy, of this rank.
+        groups: for the exchanges of links (:func:`.travel_groups`).
+        settings: of the run.
+    """
+
+    def __init__(self, model: Decoder, links: Links, groups: Groups, settings: Settings) -> None:
+        self._links, self._groups, self._settings = links, groups, settings
+        self._model = model
+        self._made: dict[Schemes, tuple[OfStrategy, Linked]] = {}
+
+    def __call__(self, plan: StepPlan) -> Surroundings:
+        """What this plan's steps run on; collective over all ranks where its strategy is new, or
+        where as many pipelines as never before share a micro-batch.
+
+        Raises:
+            ValueError: the strategy is the mesh's.
+        """
+        link = self._links.to(plan.schemes)
+        if link is None:
+            raise ValueError(
+                f"step {plan.step} has the strategy of the mesh. Plan it without a strategy."
+            )
+        if plan.schemes not in self._made:
+            own = OfStrategy(link, self._settings)
+            linked = Linked(own, self._model, self._groups, self._settings)
+            self._made[plan.schemes] = own, linked
+        own, linked = self._made[plan.schemes]
+        return Surroundings(own.model, own.pipeline, own.groups_of(plan), linked)
+
+
+def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
+    """Refuse a model of which steps on pipelines of their own would run another one.
+
+    Such steps run stages of what ``build_model`` makes, since a rank has only its mesh's stage of
+    the model, with parameters from where they rest.
+
+    Args:
+        module: its model may have been split.
+        rebuilt: what ``build_model`` makes, whole, on the meta device.
+
+    Raises:
+        MisconfigurationException: naming the module or parameter. Another rank may have no such.
+    """
+    assert module.model is not None
+    built = dict(_contents(rebuilt))
+    changed = [name for name, each in _contents(module.model) if built.get(name) != each]
+    if changed:
+        raise MisconfigurationException(
+            f"WLBStrategy(dynamic=...): {changed[0]} of the model is not as"
+            f" {type(module).__name__}.build_model makes it, but steps on other pipelines run"
+            " stages that are built anew. Change the model in build_model: replace modules, and"
+            " freeze parameters, there; or use dynamic='off'."
+        )
+
+
+def check_buffers(rebuilt: Decoder) -> None:
+    """Refuse a model whose buffers have no values, or other ones, once it is built anew.
+
+    Raises:
+        ValueError: naming a buffer, the same on all ranks.
+    """
+    refuse_empty_buffers(rebuilt)
+    kept = [
+        f"{path}.{name}"
+        for path, each in rebuilt.named_modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None and name not in each._non_persistent_buffers_set
+    ]
+    if kept:
+        raise ValueError(
+            f"{kept[0]} is a buffer that belongs to the model's weights, and a rank has those of"
+            " its mesh's stage only. Make it a parameter, or register it with persistent=False"
+            " where build_model computes it; else use dynamic='off'."
+        )
+
+
+def _contents(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """Modules by their type, parameters by shape and whether they are trained."""
+    for name, module in model.named_modules():
+        yield name or "the whole", type(module)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, (parameter.shape, parameter.requires_grad)
+
+
+def agreed_pool(
+    request: Callable[[], MeshRequest],
+    mesh: Mesh,
+    packer: type[Packer],
+    module: LanguageModule,
+    profile: Profile | None,
+) -> tuple[Schemes, ...]:
+    """The strategies that steps may take in place of the mesh's pipelines; collective.
+
+    Args:
+        request: makes what is searched for: the run's documents, model and ``profile``, with all
+            sizes of the mesh open. Called on rank 0 only.
+        mesh: of the run.
+        packer: the run's packing.
+        module: its model.
+        profile: by which the run's steps are planned; None: by work.
+    """
+    reason = _obstacle(mesh, packer, profile)
+    if reason is None:  # a rank knows its own stages of the model
+        reason = next(filter(None, Ranks().every(lambda: _obstacle_of(module))), None)
+    if reason is not None or profile is None:
+        rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
+        return ()
+    with patient_ranks() as ranks:
+        choice = ranks.lead(lambda: _recalled(request(), mesh))
+    by = "measured" if profile.measured else "analytic"
+    rank_zero_info(f'WLBStrategy: dynamic="auto", by the {by} profile {profile.name}:')
+    rank_zero_info("\n".join(choice.lines))
+    return choice.strategies
+
+
+def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
+    request = replace(request, steps=SAMPLE)
+    name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
+
+    def search() -> PoolChoice:
+        with progress_bar() as tell:
+            return choose_pool(request, mesh, progress=tell)
+
+    return remembered(name, search, PoolChoice.from_json)
+
+
+def _obstacle(mesh: Mesh, packer: type[Packer], profile: Profile | None) -> str | None:
+    """Why no step can leave the mesh, and the remedy; None: some may."""
+    if mesh.devices == 1:
+        return "there is only one rank."
+    if mesh.virtual_stages > 1:
+        return (
+            f"it has {mesh.virtual_stages} stages on each rank, pipelines that differ have one."
+            ' Give schedule="1f1b".'
+        )
+    if profile is None:
+        return (
+            "no device profile is known to choose by. Give WLBDataModule(profile=...), a file of"
+            " `lightning-wlb profile` or a shipped name."
+        )
+    try:
+        check_packing(packer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _obstacle_of(module: LanguageModule) -> str | None:
+    """Why this rank's model cannot run elsewhere; None: it can."""
+    whole = blank_model(module)
+    try:
+        check_buffers(whole)
+        weights_of(whole, [])
+        check_rebuilt(module, whole)
+    except (ValueError, MisconfigurationException) as error:
+        return str(error).removeprefix("WLBStrategy(dynamic=...): ")
+    return None

@@ -1,11 +1,10 @@
 """Parameters on their way to the pipelines of a step, and gradients on their way back.
 
-Where a step's pipelines differ from the mesh's, a :class:`~lightning_wlb.heterogeneous.links.Link`
-says what
-every rank sends to every other; here it is sent. Each slot of the link is one uneven all-to-all
-over all ranks, or, over several nodes, one over the rail and one in the node. A rank that lacks
-nothing joins it with nothing to receive, so that all ranks post the same collectives in the same
-order whatever their stages are.
+Where a step's pipelines differ from the mesh's, a :class:`.Link` says what every rank sends to
+every other; here it is sent. Each slot of the link is one uneven all-to-all over all ranks, or,
+over several nodes, one over the rail and one in the node. A rank that lacks nothing joins it with
+nothing to receive, so that all ranks post the same collectives in the same order whatever their
+stages are.
 
 A :class:`Pull` posts all of a step's parameters at once. A :class:`Push` posts slots from the last
 to the first, each when its gradients are complete, and waits for none before :meth:`.Push.finish`.
@@ -25,12 +24,17 @@ CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,12 +42,11 @@ from torch.distributed.tensor import Shard
 
 from lightning_wlb.distributed.device_mesh import is_cuda_over_gloo, set_timeout
 from lightning_wlb.distributed.process_groups import connect_all, kept, own_group
-from lightning_wlb.heterogeneous.layouts import Weights
-from lightning_wlb.heterogeneous.links import Exchange, Link
-from lightning_wlb.heterogeneous.posts import Held, Middle, Post, Views
-from lightning_wlb.heterogeneous.relay import Relay, done
+from lightning_wlb.heterogeneous.planning.exchanges import Exchange, Link, Parts
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import placement_of
+from lightning_wlb.supervision.progress import HERE
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +136,238 @@ def _made_groups(
     by_gloo = any(is_cuda_over_gloo(device, group) for group in made.values())
     waits_on_device = device.type == "cuda" and not by_gloo
     return Groups(made, Relay(device if waits_on_device else None))
+
+
+_T = TypeVar("_T")
+_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
+class Relay:
+    """Makes calls in the order in which they are given.
+
+    Args:
+        device: whose streams wait for exchanges, so that no thread has to; None: a thread waits.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._last: Future[Any] | None = None
+        if self._stream is None:
+            self._jobs: _Jobs = SimpleQueue()
+            weakref.finalize(self, self._jobs.put, None)
+            # A daemon, since a process must be able to end while its thread waits. The executors of
+            # concurrent.futures are waited for.
+            threading.Thread(
+                target=_work, args=(self._jobs,), name="wlb-relay", daemon=True
+            ).start()
+
+    def submit(self, job: Callable[[], _T]) -> Future[_T]:
+        """Make a call, without gradients, once all earlier ones have been made."""
+        future: Future[_T] = Future()
+        if self._stream is None:
+            self._jobs.put((future, job))
+        else:
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                future.set_result(job())
+        self._last = future
+        return future
+
+    def settle(self) -> None:
+        """Wait until all calls have been made, so that this thread may use their process groups."""
+        if self._last is not None:
+            self._last.result()
+
+
+def done(value: _T) -> Future[_T]:
+    """The result of a call that needed no relay."""
+    future: Future[_T] = Future()
+    future.set_result(value)
+    return future
+
+
+def _work(jobs: _Jobs) -> None:
+    """Make calls until the relay is gone."""
+    failed: BaseException | None = None
+    while (given := jobs.get()) is not None:
+        future, job = given
+        try:
+            if failed is not None:
+                raise failed
+            with torch.no_grad():
+                future.set_result(job())
+        except BaseException as error:
+            if failed is None:
+                HERE.failed = f"{type(error).__name__}: {error}"
+            failed = error
+            future.set_exception(error)
+        del given, future, job  # or what they hold would live until the next call
+
+
+class Views(Protocol):
+    """Tensors of one rank."""
+
+    def views(self, parts: Parts) -> list[Tensor]:
+        """The elements of each part."""
+
+
+class Held:
+    """A rank's box of each parameter of some units.
+
+    Args:
+        link: of the rank.
+        units: numbers of the units.
+        rest: the boxes at rest; else those in the step.
+        trained: whether only of parameters that get gradients.
+        given: the tensors by name in the whole model; None until :meth:`make`.
+
+    Raises:
+        ValueError: a tensor of another shape than its box.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        units: Sequence[int],
+        *,
+        rest: bool,
+        trained: bool = False,
+        given: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._weights = link.weights
+        self._boxes = {
+            (unit, parameter): box
+            for unit in units
+            for parameter, box in link.boxes(unit, rest=rest, trained=trained).items()
+        }
+        self._begins = {key: box[:, 0].tolist() for key, box in self._boxes.items()}
+        self._tensors: dict[tuple[int, int], Tensor] = {}
+        for key in self._boxes if given is not None else ():
+            assert given is not None
+            name, shape = self._name(*key), self._shape(*key)
+            if given[name].shape != shape:
+                raise ValueError(
+                    f"{name}: rank {link.rank} has a tensor of shape {tuple(given[name].shape)}"
+                    f" where the link has {shape}. Was the link made for this mesh and strategy?"
+                )
+            self._tensors[key] = given[name]
+
+    def make(self, unit: int, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
+        """New tensors of a unit in place of given ones, of zeros or to be overwritten."""
+        new = torch.zeros if zeros else torch.empty
+        for key in self._boxes:
+            if key[0] == unit:
+                self._tensors[key] = new(self._shape(*key), dtype=dtype, device=device)
+
+    def drop(self, unit: int) -> None:
+        """Let go of the tensors of a unit."""
+        for key in [key for key in self._tensors if key[0] == unit]:
+            del self._tensors[key]
+
+    def of_unit(self, number: int) -> dict[str, Tensor]:
+        """The tensors of a unit, by name in the whole model."""
+        return {self._name(*k): tensor for k, tensor in self._tensors.items() if k[0] == number}
+
+    def views(self, parts: Parts) -> list[Tensor]:
+        """The elements of each part."""
+        found = []
+        for unit, parameter, box in _rows(parts):
+            tensor, begins = self._tensors[unit, parameter], self._begins[unit, parameter]
+            ends = zip(box[: tensor.ndim], begins, strict=False)
+            found.append(tensor[tuple(slice(start - at, stop - at) for (start, stop), at in ends)])
+        return found
+
+    def _name(self, unit: int, parameter: int) -> str:
+        return self._weights.units[unit].names[parameter]
+
+    def _shape(self, unit: int, parameter: int) -> tuple[int, ...]:
+        dims = len(self._weights.shapes[self._name(unit, parameter)])
+        box = self._boxes[unit, parameter]
+        return tuple((box[:dims, 1] - box[:dims, 0]).tolist())
+
+
+class Middle:
+    """What a rank hands on between two hops: whole pieces, made where they are first asked for.
+
+    Args:
+        dtype: of the elements.
+        device: of this rank.
+        zeros: whether pieces begin as zeros; else they are to be overwritten.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
+        self._new = torch.zeros if zeros else torch.empty
+        self._dtype, self._device = dtype, device
+        self._pieces: dict[tuple[int, ...], Tensor] = {}
+
+    def views(self, parts: Parts) -> list[Tensor]:
+        """The elements of each part, flat."""
+        found = []
+        for (unit, parameter, box), count in zip(
+            _rows(parts), parts.elements.tolist(), strict=True
+        ):
+            key = unit, parameter, *(start for start, _ in box)
+            if key not in self._pieces:
+                self._pieces[key] = self._new(count, dtype=self._dtype, device=self._device)
+            found.append(self._pieces[key])
+        return found
+
+
+class Post:
+    """One all-to-all on its way, of the elements of ``source``; collective over its ranks."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        groups: Mapping[range, dist.ProcessGroup],
+        source: Views,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        ranks, out, self._into = exchange
+        sizes = [out.elements, self._into.elements]
+        self._sent, self._got = (
+            torch.empty(int(each.sum()), dtype=dtype, device=device) for each in sizes
+        )
+        places = self._sent.split(sizes[0].tolist())
+        for view, place in zip(source.views(out), places, strict=True):
+            place.view(view.shape).copy_(view)
+        self._work = dist.all_to_all_single(
+            self._got,
+            self._sent,
+            _counts(self._into, ranks),
+            _counts(out, ranks),
+            group=groups[ranks],
+            async_op=True,
+        )
+
+    def arrive(self, target: Views, *, add: bool = False) -> None:
+        """Wait, and copy into the target or add to it; once."""
+        self._work.wait()
+        if self._got.is_cuda:
+            # They may have been allocated on another stream, which has not waited.
+            for each in (self._sent, self._got):
+                each.record_stream(torch.cuda.current_stream(each.device))
+        parts = self._got.split(self._into.elements.tolist())
+        for view, part in zip(target.views(self._into), parts, strict=True):
+            if add:
+                view.add_(part.view(view.shape))
+            else:
+                view.copy_(part.view(view.shape))
+        del self._work, self._sent, self._got
+
+
+def _counts(parts: Parts, ranks: range) -> list[int]:
+    """Elements to or from each rank of an exchange."""
+    places = (parts.peer - ranks.start) // ranks.step
+    counts = np.zeros(len(ranks), np.int64)
+    np.add.at(counts, places, parts.elements)
+    result: list[int] = counts.tolist()
+    return result
+
+
+def _rows(parts: Parts) -> list[tuple[int, int, list[list[int]]]]:
+    """Unit, parameter and box of each part, as Python numbers."""
+    return list(zip(parts.unit.tolist(), parts.parameter.tolist(), parts.box.tolist(), strict=True))
 
 
 class Pull:

@@ -26,7 +26,7 @@ from lightning_wlb.plan.micro_batches import (
     piece_counts,
     symmetric_backward,
 )
-from lightning_wlb.plan.pipeline_scheme import Scheme, Shape, alike
+from lightning_wlb.plan.pipeline_scheme import Scheme, Schemes, Shape, alike, rank_in, schemes_of
 from lightning_wlb.plan.step import StepPlan
 
 __all__ = [
@@ -36,10 +36,13 @@ __all__ = [
     "Recompute",
     "ReplicaPlan",
     "Scheme",
+    "Schemes",
     "Shape",
     "Slice",
     "StepPlan",
     "alike",
     "piece_counts",
+    "rank_in",
+    "schemes_of",
     "symmetric_backward",
 ]

@@ -1,10 +1,10 @@
 """The parallel scheme of one pipeline, where the pipelines of a step differ (Hydraulis §5.1).
 
-A run has one mesh, which says how parameters and optimizer state rest. A step may compute on other
-pipelines than the mesh's: its *strategy* is one :class:`.Scheme` for each, and together they hold
-every rank once. The order of ranks in a pipeline is that of a mesh: stages outermost, tensor
-innermost. So tensor-parallel ranks are neighbours, and pipelines whose sizes are powers of two,
-the largest first, put no such group astride two nodes.
+A run has one mesh, over which parameters and optimizer state are sharded. A step may compute on
+other pipelines than the mesh's: its :data:`Schemes` are one :class:`.Scheme` for each pipeline, and
+together they hold every rank once. The order of ranks in a pipeline is that of a mesh: stages
+outermost, tensor innermost. So tensor-parallel ranks are neighbours, and pipelines whose sizes are
+powers of two, the largest first, put no such group astride two nodes.
 
 One stage on each pipeline rank: schemes have no virtual stages.
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from lightning_wlb.arguments import whole, wholes
+from lightning_wlb.mesh import Mesh, Rank
 
 Shape = tuple[tuple[int, ...], int, int]
 """Layers of each stage, context and tensor ranks: what pipelines that are alike have in common."""
@@ -70,6 +71,10 @@ class Scheme:
         """The model's layers on each stage, by number."""
         return tuple(range(*ends) for ends in pairwise(accumulate(self.stages, initial=0)))
 
+    def mesh(self, pipelines: int = 1) -> Mesh:
+        """The mesh of so many pipelines like this one."""
+        return Mesh(pipelines, len(self.stages), self.context, self.tensor)
+
     def place(self, rank: int) -> tuple[int, int, int]:
         """Stage, context and tensor place of one of its global ranks.
 
@@ -89,9 +94,44 @@ class Scheme:
         )
 
 
-def alike(strategy: Sequence[Scheme]) -> dict[Shape, list[int]]:
+Schemes = tuple[Scheme, ...]
+"""The pipelines of a step, on consecutive ranks from 0 on."""
+
+
+def schemes_of(mesh: Mesh, stages: Sequence[range]) -> Schemes:
+    """The replicas of a mesh as schemes.
+
+    Args:
+        mesh: has one stage on each pipeline rank.
+        stages: layers of each.
+
+    Raises:
+        ValueError: virtual stages, which a scheme has not.
+    """
+    if mesh.virtual_stages > 1:
+        raise ValueError(
+            f"virtual_stages={mesh.virtual_stages}, but pipelines that differ have one stage on"
+            " each rank. Use schedule='1f1b'."
+        )
+    layers = tuple(map(len, stages))
+    size = mesh.devices // mesh.data
+    firsts = range(0, mesh.devices, size)
+    return tuple(Scheme(first, layers, mesh.context, mesh.tensor) for first in firsts)
+
+
+def rank_in(schemes: Schemes, number: int) -> Rank:
+    """Where a global rank stands in its pipeline: on a mesh of as many such pipelines as schemes.
+
+    Of this mesh only the sizes of one pipeline mean anything. It is the place for which the data of
+    a step are made.
+    """
+    at, scheme = next((at, each) for at, each in enumerate(schemes) if number in each.ranks)
+    return Rank(scheme.mesh(len(schemes)), at, *scheme.place(number))
+
+
+def alike(schemes: Sequence[Scheme]) -> dict[Shape, list[int]]:
     """The numbers of the pipelines of each shape, ascending; shapes in the order of the first."""
     found: dict[Shape, list[int]] = {}
-    for number, scheme in enumerate(strategy):
+    for number, scheme in enumerate(schemes):
         found.setdefault(scheme.shape, []).append(number)
     return found

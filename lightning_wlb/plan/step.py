@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from lightning_wlb.mesh import Rank
 from lightning_wlb.plan.micro_batches import (
     MicroBatch,
     Piece,
@@ -16,7 +17,7 @@ from lightning_wlb.plan.micro_batches import (
     Slice,
     symmetric_backward,
 )
-from lightning_wlb.plan.pipeline_scheme import Scheme
+from lightning_wlb.plan.pipeline_scheme import Scheme, Schemes, rank_in
 from lightning_wlb.plan.validation import check
 
 
@@ -36,8 +37,7 @@ class StepPlan:
             more, where the packing chooses their number.
         nominal_tokens: the configured tokens of a global batch, N times the context window.
         drain: whether the step empties queues after the epoch's last arrival.
-        strategy: the scheme of each replica's pipeline, on consecutive ranks from 0 on; empty where
-            all have that of the run's mesh.
+        schemes: of each replica's pipeline, where they are not those of the run's mesh; else empty.
     """
 
     step: int
@@ -49,7 +49,7 @@ class StepPlan:
     micro_batches: int
     nominal_tokens: int
     drain: bool = False
-    strategy: tuple[Scheme, ...] = ()
+    schemes: Schemes = ()
 
     @property
     def tokens(self) -> int:
@@ -67,13 +67,17 @@ class StepPlan:
         """Largest delay of a piece in steps."""
         return max((self.step - piece.arrival for piece in self.pieces), default=0)
 
+    def place(self, rank: Rank) -> Rank:
+        """Where a rank of the mesh stands in this step."""
+        return rank_in(self.schemes, rank.index) if self.schemes else rank
+
     def validate(self) -> StepPlan:
         """Return the plan itself if it can run.
 
         Raises:
             ValueError: naming the document and range, micro-batch or replica that is wrong.
         """
-        check(self.step, self.replicas, self.pieces, self.cap, self.strategy)
+        check(self.step, self.replicas, self.pieces, self.cap, self.schemes)
         if not 0 <= self.target_tokens <= self.tokens:
             raise ValueError(
                 f"step {self.step}: target_tokens={self.target_tokens} is not between 0 and the"
@@ -99,7 +103,7 @@ class StepPlan:
             )
             for replica in fields["replicas"]
         )
-        fields["strategy"] = tuple(Scheme(**scheme) for scheme in fields.get("strategy", ()))
+        fields["schemes"] = tuple(Scheme(**scheme) for scheme in fields.get("schemes", ()))
         return StepPlan(**fields)
 
     @cached_property
@@ -114,7 +118,7 @@ class StepPlan:
             f" {self.tokens} tokens, {self.target_tokens} targets, cap {self.cap},"
             f" delay mean {self.delay:.2f} max {self.max_delay}"
         ]
-        for number, scheme in enumerate(self.strategy):
+        for number, scheme in enumerate(self.schemes):
             lines.append(f"  replica {number} on {scheme}")
         for number, replica in enumerate(self.replicas):
             symmetric = symmetric_backward(replica.slices, replica.forward)
@@ -134,10 +138,10 @@ class StepPlan:
 
 
 def _as_fields(part: Any) -> dict[str, Any]:
-    """The fields of one of a plan's dataclasses, by name; without a strategy that says nothing."""
+    """The fields of one of a plan's dataclasses, by name; without schemes where there are none."""
     named = {field.name: getattr(part, field.name) for field in fields(part)}
-    if named.get("strategy") == ():
-        del named["strategy"]  # a plan on the run's mesh keeps its digest
+    if named.get("schemes") == ():
+        del named["schemes"]  # a plan on the run's mesh keeps its digest
     return named
 
 

@@ -18,15 +18,15 @@ def check(
     replicas: Sequence[ReplicaPlan],
     pieces: Sequence[Piece],
     cap: int,
-    strategy: Sequence[Scheme] = (),
+    schemes: Sequence[Scheme] = (),
 ) -> None:
     """Refuse replicas and pieces of a ``StepPlan`` that cannot run.
 
     Raises:
         ValueError: naming the document and range, micro-batch, replica or scheme that is wrong.
     """
-    if strategy:
-        _check_schemes(step, strategy, len(replicas))
+    if schemes:
+        _check_schemes(step, schemes, len(replicas))
     _check_replicas(step, replicas)
     _check_pieces(step, pieces)
     _check_coverage(step, replicas, pieces)
@@ -41,22 +41,22 @@ def check(
                         f"{where}: micro-batch {index} names replicas {named}; it must name"
                         f" {number} and replicas below {len(replicas)}."
                     )
-                if strategy:
-                    _check_fits(f"{where}: micro-batch {index}", strategy, replica, micro_batch)
+                if schemes:
+                    _check_fits(f"{where}: micro-batch {index}", schemes, replica, micro_batch)
         _check_recomputation(f"step {step}, replica {number}", replica)
     _check_order(step, replicas)
-    places = alike(strategy).values() if strategy else [range(len(replicas))]
+    places = alike(schemes).values() if schemes else [range(len(replicas))]
     _check_merged(step, replicas, {own: each for each in places for own in each})
 
 
-def _check_schemes(step: int, strategy: Sequence[Scheme], replicas: int) -> None:
+def _check_schemes(step: int, schemes: Sequence[Scheme], replicas: int) -> None:
     """Each replica has a scheme of the whole model, and each rank is in one of them."""
-    if len(strategy) != replicas:
+    if len(schemes) != replicas:
         raise ValueError(
-            f"step {step}: {len(strategy)} schemes for {replicas} replicas; give one for each."
+            f"step {step}: {len(schemes)} schemes for {replicas} replicas; give one for each."
         )
-    first, layers = 0, sum(strategy[0].stages)
-    for number, scheme in enumerate(strategy):
+    first, layers = 0, sum(schemes[0].stages)
+    for number, scheme in enumerate(schemes):
         where = f"step {step}, replica {number} on {scheme}"
         if scheme.first != first:
             raise ValueError(
@@ -72,16 +72,16 @@ def _check_schemes(step: int, strategy: Sequence[Scheme], replicas: int) -> None
 
 
 def _check_fits(
-    where: str, strategy: Sequence[Scheme], replica: ReplicaPlan, micro_batch: MicroBatch
+    where: str, schemes: Sequence[Scheme], replica: ReplicaPlan, micro_batch: MicroBatch
 ) -> None:
     """Those that share a micro-batch are alike, and its rows were laid out for them."""
     first, *others = micro_batch.replicas
-    scheme = strategy[first]
-    unlike = [n for n in others if strategy[n].shape != scheme.shape]
+    scheme = schemes[first]
+    unlike = [n for n in others if schemes[n].shape != scheme.shape]
     if unlike:
         raise ValueError(
             f"{where} is shared by replicas {micro_batch.replicas}, but replica {first} is on"
-            f" {scheme}, replica {unlike[0]} on {strategy[unlike[0]]}. Only pipelines of equal"
+            f" {scheme}, replica {unlike[0]} on {schemes[unlike[0]]}. Only pipelines of equal"
             " stages, context and tensor sizes share one."
         )
     tokens, rows = replica.tokens_of(micro_batch), micro_batch.rows

@@ -26,16 +26,15 @@ from numpy.typing import NDArray
 from lightning_wlb.arguments import choice
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.heterogeneous.dealing import check_packing
-from lightning_wlb.heterogeneous.pool import Elected, Pool
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Schemes, StepPlan
 from lightning_wlb.planning.global_batches import GlobalBatches
 from lightning_wlb.planning.mixture import MixedBatches, StoreShare
 from lightning_wlb.planning.packing.base import MicroBatches, Placement, Rules
 from lightning_wlb.planning.plan_scoring import PlanScorer
 from lightning_wlb.planning.replica_plans import laid_out, to_be_laid_out
 from lightning_wlb.planning.settings import DataSettings
+from lightning_wlb.planning.step_chooser import ChosenStep, StepChooser, check_packing
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, NAMES
@@ -82,12 +81,13 @@ class Planner:
         mixture: where documents are those of several stores, one store's after another's: what is
             taken of each. A document's number then grows by the number of all documents with
             each pass (:mod:`lightning_wlb.planning.mixture`).
-        pool: strategies that a step may take in place of the mesh's pipelines; None: none.
+        step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
-            ``long_documents="error"``, a pool without a scorer or with a packing that cannot deal
-            to pipelines that differ, or an unknown sharding, schedule or activation checkpointing.
+            ``long_documents="error"``, a step chooser without a scorer or with a packing that
+            cannot deal to pipelines that differ, or an unknown sharding, schedule or activation
+            checkpointing.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Planner:
         scorer: PlanScorer | None = None,
         activation_checkpointing: ActivationCheckpointing = "auto",
         mixture: Sequence[StoreShare] = (),
-        pool: Pool | None = None,
+        step_chooser: StepChooser | None = None,
     ) -> None:
         self._data = data
         self._mesh = mesh
@@ -117,11 +117,9 @@ class Planner:
         )
         self._checkpointing = activation_checkpointing
         self._place = Placement(mesh, to_be_laid_out(self._sharding), scorer, slices)
-        if pool is not None and scorer is None:
-            raise ValueError(
-                "a pool of strategies needs a device profile to choose by: give scorer."
-            )
-        self._pool = pool
+        if step_chooser is not None and scorer is None:
+            raise ValueError("a step chooser needs a device profile to choose by: give scorer.")
+        self._step_chooser = step_chooser
         self._targets = targets or self._targets_in_document
         self._store_lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self._store_lengths, data)
@@ -129,7 +127,7 @@ class Planner:
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
         self._packer = data.packer(data.rules(self._lengths, work))
-        if pool is not None:
+        if step_chooser is not None:
             check_packing(self._packer)
         self._mixture = tuple(mixture)
         self._arrivals = arrivals_of(self._lengths, data, self._mixture)
@@ -201,9 +199,9 @@ class Planner:
         )
         settled = tuple(self._settled(replicas))
         cap = self._packer.cap(self._place)
-        strategy: tuple[Scheme, ...] = ()
-        if (elected := self._elect(pieces, settled)) is not None:
-            strategy, (_, _, settled, cap) = elected
+        schemes: Schemes = ()
+        if (chosen := self._off_mesh(pieces, settled)) is not None:
+            schemes, _, settled, cap = chosen
         return StepPlan(
             step=release.step,
             epoch=release.epoch,
@@ -216,7 +214,7 @@ class Planner:
             micro_batches=self._data.micro_batches,
             nominal_tokens=self._data.nominal_tokens,
             drain=release.drain,
-            strategy=strategy,
+            schemes=schemes,
         ).validate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,13 +263,15 @@ class Planner:
         scorer = self._place.scorer
         return replicas if scorer is None else scorer.settled(replicas)
 
-    def _elect(self, pieces: Sequence[Piece], settled: Sequence[ReplicaPlan]) -> Elected | None:
-        """Pipelines that are faster than the mesh's for a step that is ``settled`` on these."""
+    def _off_mesh(
+        self, pieces: Sequence[Piece], settled: Sequence[ReplicaPlan]
+    ) -> ChosenStep | None:
+        """A step on other pipelines, if they are faster than ``settled``, its plan on the mesh."""
         scorer = self._place.scorer
-        if self._pool is None or scorer is None:
+        if self._step_chooser is None or scorer is None:
             return None
         given = self.rules, self._data.packer, scorer(settled), scorer.limit
-        return self._pool.elect(pieces, *given)
+        return self._step_chooser.choose(pieces, *given)
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])

@@ -34,8 +34,8 @@ class Traffic:
         gather: all of a stage.
         reduce: likewise.
         optimise: the optimizer's pass over the shards of the slowest rank.
-        before: until the first unit can travel (:mod:`~lightning_wlb.heterogeneous.link_times`):
-        where it takes two hops, over the first one.
+        before: until the first unit can travel: in a step whose pipelines differ from the mesh's,
+            over the first of two hops.
         after: when the last unit has travelled, until gradients are where they rest.
     """
 

@@ -194,10 +194,10 @@ class Predictor:
                 micro-batches with virtual stages.
         """
         mesh = self.latency.mesh
-        if plan.strategy:
+        if plan.schemes:
             raise ValueError(
                 f"step {plan.step} has a strategy of its own, but is to be predicted on the mesh"
-                f" {mesh}. Use lightning_wlb.heterogeneous.prediction.predict_elsewhere."
+                f" {mesh}. Use lightning_wlb.heterogeneous.planning.prediction.predict_elsewhere."
             )
         if len(plan.replicas) != mesh.data:
             raise ValueError(

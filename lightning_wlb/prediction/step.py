@@ -162,8 +162,8 @@ class StepPrediction:
     @property
     def abreast(self) -> tuple[int, ...]:
         """Of each replica, the ranks that work side by side on a stage: context × tensor."""
-        if self.plan.strategy:
-            return tuple(scheme.context * scheme.tensor for scheme in self.plan.strategy)
+        if self.plan.schemes:
+            return tuple(scheme.context * scheme.tensor for scheme in self.plan.schemes)
         pipeline = len(self.simulations[0].spans)
         count = len(self.simulations)
         return (self.devices // pipeline // count,) * count

@@ -34,13 +34,18 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext, shape_of
 from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.distributed.device_mesh import Size, is_settled
-from lightning_wlb.heterogeneous.agreed_pool import agreed_pool
-from lightning_wlb.heterogeneous.layouts import Strategy
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies, pool_of, run_elsewhere
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.setup import (
+    Dynamic,
+    agreed_pool,
+    checked_strategies,
+    pool_of,
+    run_elsewhere,
+)
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import Schemes
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE
 from lightning_wlb.strategy import mesh_choice as searching
@@ -123,7 +128,7 @@ class ChoosingStrategy(CheckpointStrategy):
         self._pool: Pool | None = None
         self.executor: Executor | None = None
         # Strategies that the executor is prepared for, and how long their operations may wait.
-        self._runs: tuple[tuple[Strategy, ...], timedelta] | None = None
+        self._runs: tuple[tuple[Schemes, ...], timedelta] | None = None
 
     def _chosen(self, mesh: Mesh) -> Mesh:
         """The mesh, schedule and profile of this run; ranks given others are refused."""
@@ -225,7 +230,7 @@ class ChoosingStrategy(CheckpointStrategy):
 
     def _chosen_strategies(
         self, data: WLBDataModule, module: LanguageModule
-    ) -> tuple[Strategy, ...]:
+    ) -> tuple[Schemes, ...]:
         profile = self.profile or data.profile
 
         def request() -> MeshRequest:
@@ -237,7 +242,7 @@ class ChoosingStrategy(CheckpointStrategy):
             )
             return searching.request_of(asked, module.trainer, data, module, profile)
 
-        return agreed_pool(request, self.mesh, data, module, profile)
+        return agreed_pool(request, self.mesh, data.settings.packer, module, profile)
 
     def _make_pool(self, data: WLBDataModule) -> None:
         """Make what chooses each step's pipelines, if there are strategies to choose from."""

@@ -98,8 +98,8 @@ class Whereabouts:
         if batch is not None:
             plan = batch.plan
             step = f"step {plan.step}"
-            if plan.strategy:
-                step += f" on the pipeline of {plan.strategy[batch.replica]}"
+            if plan.schemes:
+                step += f" on the pipeline of {plan.schemes[batch.replica]}"
         if WAIT.since is not None:
             return f"{step}, then waiting for the loader"
         if batch is None or not isinstance(doing, Action):

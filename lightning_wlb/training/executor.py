@@ -193,13 +193,13 @@ class Executor:
         return self._travelling is not self.gathering
 
     def _surroundings(self, plan: StepPlan) -> Surroundings:
-        if not plan.strategy:
+        if not plan.schemes:
             groups = self.groups.of_step(plan)
             return Surroundings(self.model, self.pipeline, groups, self.gathering)
         if self.elsewhere is None:
             raise ValueError(
                 f"step {plan.step} is planned for pipelines of its own"
-                f" ({'; '.join(map(str, plan.strategy))}), but the run has the mesh"
+                f" ({'; '.join(map(str, plan.schemes))}), but the run has the mesh"
                 f" {self.pipeline.rank.mesh} in every step. Plan without a strategy."
             )
         return self.elsewhere(plan)

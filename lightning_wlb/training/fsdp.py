@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_wlb.heterogeneous.layouts import shared_dim
+from lightning_wlb.distributed.sharded_dim import sharded_dim
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -34,7 +34,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         holder,
         mesh=mesh,
         # FSDP wants equal shares of any dim but the first.
-        shard_placement_fn=lambda each: Shard(shared_dim(_local_shape(each), mesh.size())),
+        shard_placement_fn=lambda each: Shard(sharded_dim(_local_shape(each), mesh.size())),
     )
     shards = dict(zip(whole, holder.parameters(), strict=True))
     for module in model.modules():

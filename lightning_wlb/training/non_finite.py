@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_wlb.arguments import choice
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.heterogeneous.layouts import rank_in
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.supervision.faults import StateLost
 from lightning_wlb.supervision.progress import HERE, OPTIMISING
@@ -159,11 +158,7 @@ class StepGuard:
             what.append(f"gradients are not finite of {_some(parameters)}")
         elif not self._finite:
             what.append("the norm of the gradients overflows")
-        strategy = plan.strategy
-        concerned = [
-            (rank_in(strategy, rank) if strategy else self._mesh.coordinate(rank)).data
-            for rank in ranks
-        ]
+        concerned = [plan.place(self._mesh.coordinate(rank)).data for rank in ranks]
         documents = dict.fromkeys(
             part.document
             for data in sorted(set(concerned or range(len(plan.replicas))))

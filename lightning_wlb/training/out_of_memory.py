@@ -18,8 +18,6 @@ from typing import get_args
 
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.heterogeneous.layouts import rank_in
-from lightning_wlb.heterogeneous.pool import mesh_like
 from lightning_wlb.plan import MicroBatch, Recompute
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.profiling.device import is_out_of_memory
@@ -47,12 +45,12 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
         batch = HERE.batch
         if is_out_of_memory(error) and batch is not None:
             pipeline, model = executor.pipeline, memory()
-            strategy = batch.plan.strategy
-            if strategy:
+            if batch.plan.schemes:
                 # Not from the executor, which might have to make it, together with other ranks.
-                own, rank = strategy[batch.replica], rank_in(strategy, pipeline.rank.index)
+                own = batch.plan.schemes[batch.replica]
+                rank = batch.plan.place(pipeline.rank)
                 pipeline = replace(pipeline, rank=rank, stages=own.layers)
-                model = replace(model, mesh=mesh_like(own, model.mesh))
+                model = replace(model, mesh=own.mesh(max(model.mesh.devices // own.size, 1)))
             error.add_note(note(HERE.action, batch, pipeline, model))
         raise
 
@@ -66,10 +64,10 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
         pipeline: the one that the rank is in, in this step.
         model: memory of the model on the mesh, or on one of pipelines like this one.
     """
-    strategy = batch.plan.strategy
+    schemes = batch.plan.schemes
     said = f"WLBStrategy: out of memory in step {batch.plan.step}"
-    if strategy:
-        said += f", which left the mesh, in the pipeline on {strategy[batch.replica]}"
+    if schemes:
+        said += f", which left the mesh, in the pipeline on {schemes[batch.replica]}"
     units = batch.units
     if action is not None:
         running = units.forward[action.micro_batch]
@@ -104,14 +102,14 @@ def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: Mem
                 number,
                 units.tokens_of(longest),
                 batch.plan.nominal_tokens // batch.plan.micro_batches,
-                bool(strategy),
+                bool(schemes),
             )
             if needed < held
         ),
         reverse=True,
     )
     options = [f"{option}: {_megabytes(saved)} less" for saved, option in less]
-    if strategy:
+    if schemes:
         options.append("WLBStrategy(dynamic=...) without this strategy, or 'off'")
     gaps = ""
     if pipeline.device.type == "cuda" and not has_expandable_segments():

@@ -37,7 +37,7 @@ def test_pipelines_that_differ_are_replayed_apart() -> None:
         cap=8,
         micro_batches=2,
         nominal_tokens=16,
-        strategy=(Scheme(0, (1, 1)), Scheme(2, (2,)), Scheme(3, (2,))),
+        schemes=(Scheme(0, (1, 1)), Scheme(2, (2,)), Scheme(3, (2,))),
     ).validate()
     timings = [
         [("0F0", 1e-3), ("0B0", 2e-3)],

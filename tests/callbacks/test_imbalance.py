@@ -28,9 +28,8 @@ from lightning_wlb.callbacks.imbalance import (
 )
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.layouts import rank_in
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan, rank_in
 from lightning_wlb.schedule.actions import Action, Timing
 
 
@@ -85,7 +84,7 @@ def test_ranks_land_at_their_mesh_coordinate():
 
 def test_ranks_land_at_their_place_in_pipelines_that_differ():
     strategy = Scheme(0, (1, 1), context=2), Scheme(4, (2,)), Scheme(5, (2,), tensor=3)
-    shapes = shapes_of(replace(make_plan([[], [], []], 1), strategy=strategy), Mesh(data=8))
+    shapes = shapes_of(replace(make_plan([[], [], []], 1), schemes=strategy), Mesh(data=8))
     placed = in_pipelines(np.arange(8.0)[:, None], shapes)
     for rank in range(8):
         at = rank_in(strategy, rank)
@@ -144,7 +143,7 @@ def test_levels_of_pipelines_that_differ_worked_out_by_hand():
 def test_pipelines_with_work_by_their_ranks_are_even():
     strategy = Scheme(0, (1, 1)), Scheme(2, (2,)), Scheme(3, (2,), context=2, tensor=2)
     work = np.array([[2.0, 2.0], [1.0, 1.0], [4.0, 4.0]])
-    plan = replace(make_plan([[[1], [1]]] * 3, micro_batches=6), strategy=strategy)
+    plan = replace(make_plan([[[1], [1]]] * 3, micro_batches=6), schemes=strategy)
     assert data_level(work, shares_of(plan)).degree == pytest.approx(1.0)
     # Two micro-batches each, by their ranks, are two of the whole step's.
     assert slots(plan) == pytest.approx(6)

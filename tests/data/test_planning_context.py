@@ -16,7 +16,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext, shape_of
-from lightning_wlb.heterogeneous.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import Scheme
 from lightning_wlb.sharding import choose

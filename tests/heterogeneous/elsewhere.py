@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.dealing import arrange
-from lightning_wlb.heterogeneous.layouts import Strategy
-from lightning_wlb.heterogeneous.pool import Elected, Pool
-from lightning_wlb.plan import Scheme
+from lightning_wlb.heterogeneous.planning.dealing import arrange
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.plan import Scheme, Schemes
+from lightning_wlb.planning.step_chooser import ChosenStep
 
-ON_THREE: tuple[Strategy, ...] = (
+ON_THREE: tuple[Schemes, ...] = (
     (Scheme(0, (2,), context=2), Scheme(2, (2,))),
     (Scheme(0, (1, 1)), Scheme(2, (2,))),
 )
@@ -20,7 +20,7 @@ ON_THREE: tuple[Strategy, ...] = (
 PROFILE = replace(Profile.load("cpu"), devices_per_node=3)
 
 
-def take_in_turn(turns: Sequence[Strategy]) -> list[int]:
+def take_in_turn(turns: Sequence[Schemes]) -> list[int]:
     """Let this process's steps take these strategies in turn; empty ones stay on the mesh.
 
     Which one goes by the number of the step, so that a run that is resumed makes the same choices.
@@ -30,13 +30,13 @@ def take_in_turn(turns: Sequence[Strategy]) -> list[int]:
     """
     times: list[int] = []
 
-    def elect(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None:
+    def choose(self: Pool, pieces, rules, packer, on_mesh, limit) -> ChosenStep | None:
         strategy = turns[pieces[0].arrival % len(turns)]
         if not strategy:
             return None
         made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
         times.append(made.time_ns)
-        return Elected(strategy, made)
+        return ChosenStep(strategy, *made[1:])
 
-    Pool.elect = elect  # type: ignore[method-assign]
+    Pool.choose = choose  # type: ignore[method-assign]
     return times

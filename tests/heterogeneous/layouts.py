@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from lightning_wlb.heterogeneous.layouts import Strategy, Weights, at_rest, in_step
-from lightning_wlb.heterogeneous.links import Exchange, Link, Parts
-from lightning_wlb.heterogeneous.regions import Regions
-from lightning_wlb.plan import Scheme
+from lightning_wlb.heterogeneous.planning.exchanges import Exchange, Link, Parts
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Regions, Weights, at_rest, in_step
+from lightning_wlb.plan import Scheme, Schemes
 
 Key = tuple[int, int]  # unit, parameter
 
@@ -45,7 +44,7 @@ def stages(layers: int, count: int) -> tuple[int, ...]:
     return (*[layers // count] * (count - 1), layers - layers // count * (count - 1))
 
 
-def uniform(ranks: int, layers: int, pipeline: int, context: int, tensor: int) -> Strategy:
+def uniform(ranks: int, layers: int, pipeline: int, context: int, tensor: int) -> Schemes:
     size = pipeline * context * tensor
     assert ranks % size == 0
     own = stages(layers, pipeline)

@@ -21,15 +21,25 @@ from torch import nn
 from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import mesh_groups
-from lightning_wlb.heterogeneous.layouts import Strategy, rank_in, strategy_of
-from lightning_wlb.heterogeneous.links import Links
 from lightning_wlb.heterogeneous.pipelines import Settings
-from lightning_wlb.heterogeneous.runtime import Elsewhere
+from lightning_wlb.heterogeneous.planning.exchanges import Links
+from lightning_wlb.heterogeneous.setup import Elsewhere
 from lightning_wlb.heterogeneous.transfer import travel_groups, weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan, alike
+from lightning_wlb.plan import (
+    MicroBatch,
+    Piece,
+    ReplicaPlan,
+    Scheme,
+    Schemes,
+    Slice,
+    StepPlan,
+    alike,
+    rank_in,
+    schemes_of,
+)
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.prediction.step import MODES
@@ -77,9 +87,9 @@ class Run:
         return model
 
     @property
-    def of_mesh(self) -> Strategy:
+    def of_mesh(self) -> Schemes:
         """The mesh as a strategy."""
-        return strategy_of(self.mesh, self.stages)
+        return schemes_of(self.mesh, self.stages)
 
     @property
     def store(self) -> InMemoryDocuments:
@@ -128,7 +138,7 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
     mesh = Mesh(ranks // of_mesh.size, len(of_mesh.stages), of_mesh.context, of_mesh.tensor)
     per_node = draw.choice([count for count in range(1, ranks + 1) if ranks % count == 0])
     lengths = (17, *(draw.choice((1, 2, 3, 5, 8, 13, 24)) for _ in range(9)))
-    own, plans = strategy_of(mesh, of_mesh.layers), []
+    own, plans = schemes_of(mesh, of_mesh.layers), []
     for step in range(steps):
         strategy: list[Scheme] = []
         while (first := sum(each.size for each in strategy)) < ranks:
@@ -136,12 +146,12 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
         on_mesh = step == steps - 2 or tuple(strategy) == own
         made = own if on_mesh else tuple(strategy)
         plan = _plan(draw, step, made, lengths)
-        plans.append(replace(plan, strategy=() if on_mesh else made).validate())
+        plans.append(replace(plan, schemes=() if on_mesh else made).validate())
     frozen = draw.randrange(config.layers) if seed % 3 == 0 else -1
     return Run(config, mesh, of_mesh.layers, per_node, lengths, tuple(plans), frozen)
 
 
-def _plan(draw: Random, step: int, strategy: Strategy, lengths: Sequence[int]) -> StepPlan:
+def _plan(draw: Random, step: int, strategy: Schemes, lengths: Sequence[int]) -> StepPlan:
     """Any plan for some documents, the first among them; pipelines may be left without any."""
     chosen = [0, *(n for n in range(1, len(lengths)) if draw.random() < 0.6)]
     members = draw.choice([(), *_sets(strategy)])
@@ -194,7 +204,7 @@ def _laid_out(
     return name, layout(name, lengths, scheme.context * pipelines, scheme.tensor).rows
 
 
-def _sets(strategy: Strategy) -> list[tuple[int, ...]]:
+def _sets(strategy: Schemes) -> list[tuple[int, ...]]:
     """Pipelines that may share micro-batches: aligned ranges of those that are alike."""
     return [
         tuple(numbers[first : first + size])
@@ -225,7 +235,7 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, li
             return run.model()
 
     model, rank = build(), run.mesh.coordinate(number)
-    tensors = {s.tensor for plan in run.plans for s in (*run.of_mesh, *plan.strategy)}
+    tensors = {s.tensor for plan in run.plans for s in (*run.of_mesh, *plan.schemes)}
     weights = weights_of(model, sorted(tensors))
     groups = mesh_groups(rank, CPU, None)
     wide = torch.promote_types(dtype, torch.float32)
@@ -258,7 +268,7 @@ def train(number: int, run: Run, dtype: torch.dtype = torch.float64) -> dict[str
     copies = [p for n, p in model.named_parameters() if n in tied] if ties else []
     losses, gradients = [], []
     for plan in run.plans:
-        here = rank_in(plan.strategy, number) if plan.strategy else rank
+        here = rank_in(plan.schemes, number) if plan.schemes else rank
         batch = make_step_batch(plan, store, here, {}, 0, False, run.config.sliding_window)
         losses.append(runner.run(batch, plan.target_tokens).item())
         runner.finish()

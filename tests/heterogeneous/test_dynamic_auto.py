@@ -16,14 +16,15 @@ from torch import nn
 
 from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous import agreed_pool as pooling
-from lightning_wlb.heterogeneous.dealing import arrange
-from lightning_wlb.heterogeneous.pool import Elected, Pool
-from lightning_wlb.heterogeneous.pool_search import PoolChoice
+from lightning_wlb.heterogeneous import setup
+from lightning_wlb.heterogeneous.planning.dealing import arrange
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool_search import PoolChoice
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
+from lightning_wlb.planning.step_chooser import ChosenStep
 from lightning_wlb.strategy import choosing
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
@@ -34,12 +35,13 @@ APART, STAGES = (Scheme(0, (2,)), Scheme(1, (2,))), (Scheme(0, (1, 1)),)
 MEASURED = replace(Profile.load("cpu"), name="of here", kernel="cpu", dtype="float64")
 
 
-def by_pieces(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None:
+def by_pieces(self: Pool, pieces, rules, packer, on_mesh, limit) -> ChosenStep | None:
     """The mesh or one of two strategies: the same again for the same pieces."""
     strategy = [*self.kinds, None][sum(piece.document for piece in pieces) % 3]
     if strategy is None:
         return None
-    return Elected(strategy, arrange(pieces, strategy, self.kinds[strategy], rules, packer))
+    made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
+    return ChosenStep(strategy, *made[1:])
 
 
 def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
@@ -60,23 +62,23 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         if name == "promised":  # a step of another module, and the choice recalled
             runner.fit_loop.epoch_loop.max_steps += 1
             runner.fit(module(CASE), given)
-        plans = [StepPlan.from_json(text).strategy for text in recorder.plans]
+        plans = [StepPlan.from_json(text).schemes for text in recorder.plans]
         seen = {each["strategy"]: each["steps"] for each in monitor.strategies()}
         records[name] = recorder.record() | {"plans": plans, "pool": strategy.dynamic, "seen": seen}
 
     with ExitStack() as stack:
         patch = stack.enter_context
         patch(mock.patch("lightning_wlb.data.cache.user_cache_dir", return_value=str(folder)))
-        patch(mock.patch.object(pooling, "rank_zero_info", said.append))
-        chooses = patch(mock.patch.object(pooling, "choose_pool", wraps=pooling.choose_pool))
+        patch(mock.patch.object(setup, "rank_zero_info", said.append))
+        chooses = patch(mock.patch.object(setup, "choose_pool", wraps=setup.choose_pool))
         fit("promised", module(CASE), 8, profile="cpu")
 
         patch(mock.patch.object(choosing, "agreed_profile", return_value=MEASURED))
-        patch(mock.patch.object(Pool, "elect", by_pieces))
+        patch(mock.patch.object(Pool, "choose", by_pieces))
         # Nothing that an earlier run has kept, but for the checkpoint.
-        patch(mock.patch.object(pooling, "remembered", lambda name, make, read: make()))
+        patch(mock.patch.object(setup, "remembered", lambda name, make, read: make()))
         two = PoolChoice((APART, STAGES), (APART, STAGES), 2, Mesh(tensor=2), 2, 1, (2, 1), 4)
-        again = patch(mock.patch.object(pooling, "choose_pool", return_value=two))
+        again = patch(mock.patch.object(setup, "choose_pool", return_value=two))
         fit("unbroken", module(CASE), 4, profile=None)
         fit("half", module(CASE), 2, profile=None)
         own = module(CASE)
@@ -163,11 +165,12 @@ CPU = Profile.load("cpu")
     ],
 )
 def test_what_keeps_all_steps_on_the_mesh_is_said(mesh, packing, profile, kind, said) -> None:
-    given, own, runner = data(CASE, packing=packing), kind(module(CASE).config), trainer("auto", 1)
+    own, runner = kind(module(CASE).config), trainer("auto", 1)
     own.trainer = runner
     own.configure_model()
-    with mock.patch.object(pooling, "rank_zero_info") as tell:
-        assert pooling.agreed_pool(mock.Mock(), mesh, given, own, profile) == ()
+    packer = data(CASE, packing=packing).settings.packer
+    with mock.patch.object(setup, "rank_zero_info") as tell:
+        assert setup.agreed_pool(mock.Mock(), mesh, packer, own, profile) == ()
     (line,) = tell.call_args.args
     assert line.startswith('WLBStrategy: dynamic="auto" leaves all steps on the mesh: ')
     assert said in line

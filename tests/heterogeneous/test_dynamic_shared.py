@@ -9,11 +9,10 @@ import numpy as np
 
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.data.batch import make_step_batch
-from lightning_wlb.heterogeneous.layouts import Strategy, rank_in
 from lightning_wlb.heterogeneous.parameters import Linked
 from lightning_wlb.heterogeneous.transfer import Push
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import Piece, Scheme, StepPlan
+from lightning_wlb.plan import Piece, Scheme, Schemes, StepPlan, rank_in
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
@@ -26,7 +25,7 @@ Dealt = dict[tuple[int, ...], tuple[int, ...]]
 """The pipelines that share documents -> these documents; of one pipeline its own."""
 
 ALONE = (Scheme(0, (3,)), Scheme(1, (3,)), Scheme(2, (3,)), Scheme(3, (3,)))
-STEPS: tuple[tuple[Strategy, Dealt], ...] = (
+STEPS: tuple[tuple[Schemes, Dealt], ...] = (
     # One of the two has nothing else to do: it may not push in front of the other's own.
     ((Scheme(0, (1, 2)), *ALONE[2:]), {(1, 2): (4,), (0,): (6, 1), (2,): (8, 5)}),
     # The two are not neighbours.
@@ -39,7 +38,7 @@ STEPS: tuple[tuple[Strategy, Dealt], ...] = (
 )
 
 
-def plan_of(step: int, strategy: Strategy, dealt: Dealt, store) -> StepPlan:
+def plan_of(step: int, strategy: Schemes, dealt: Dealt, store) -> StepPlan:
     """Every document in slices."""
     pieces = {n: Piece(n, 0, LENGTHS[n], step) for own in dealt.values() for n in own}
     packs = {
@@ -58,7 +57,7 @@ def plan_of(step: int, strategy: Strategy, dealt: Dealt, store) -> StepPlan:
     targets = sum(store.targets(n, 0, LENGTHS[n]) for n in pieces)
     return StepPlan(
         step, 0, tuple(replicas), tuple(sorted(pieces.values())), targets, WINDOW, 3, 3 * WINDOW,
-        strategy=strategy,
+        schemes=strategy,
     ).validate()  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def test_a_step_that_runs_out_of_memory_names_its_pipeline_and_what_that_needs()
     shape = TransformerConfig.preset("7b").shape
     half = shape.layers // 2
     strategy = (Scheme(0, (shape.layers,), context=2), Scheme(2, (half, half)))
-    plan = replace(plan_of([[[900]], [[6000], [2000]]]), strategy=strategy)
+    plan = replace(plan_of([[[900]], [[6000], [2000]]]), schemes=strategy)
     batch = StepBatch(plan, 1, plan.replicas, [], {}, 0, False)
     mesh = Mesh(data=4)
     pipeline = Pipeline(
@@ -84,7 +84,7 @@ def test_where_nothing_else_takes_less_the_strategy_is_to_go() -> None:
         for each in plan.replicas
     )
     strategy = tuple(Scheme(rank, (shape.layers,)) for rank in range(2))
-    plan = replace(plan, replicas=full, strategy=strategy, nominal_tokens=10**6)
+    plan = replace(plan, replicas=full, schemes=strategy, nominal_tokens=10**6)
     batch = StepBatch(plan, 1, plan.replicas, [], {}, 0, False)
     mesh = Mesh(data=2)
     given = (range(shape.layers),), "1f1b", {}, 1, torch.bfloat16, torch.device("cpu")
@@ -122,7 +122,7 @@ class Held(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         found = trainer.strategy.executor.activations.held_bytes
         assert found[-1] == 0
-        scheme = batch.plan.strategy[batch.replica]
+        scheme = batch.plan.schemes[batch.replica]
         profile = replace(Profile.load("h100"), dtype="float32", device_type="cpu")
         mesh = Mesh(1, len(scheme.stages), scheme.context, scheme.tensor)
         latency = LatencyModel(profile, pl_module.model_shape, mesh)
@@ -167,7 +167,7 @@ def test_a_step_that_is_not_finite_names_its_pipelines_documents_and_activations
     results = run_ranks(run, 3, timeout=120, process_group=False)
     (said,) = results[0]["said"]
     first, second = map(StepPlan.from_json, results[0]["plans"])
-    assert (first.strategy, second.strategy) == ON_THREE[::-1]
+    assert (first.schemes, second.schemes) == ON_THREE[::-1]
     assert said.startswith("Step 0: the loss is nan on rank 2, and gradients are not finite of ")
     documents = [part.document for part in first.replicas[1].slices]
     named = re.findall(r"document (\d+) of", said.partition("Documents of these ranks: ")[2])

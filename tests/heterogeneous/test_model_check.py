@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_wlb.heterogeneous.model_check import check_buffers, check_rebuilt
+from lightning_wlb.heterogeneous.setup import check_buffers, check_rebuilt
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.training.parallelize import keep_stages
 from tests.strategy.harness import SMALL_TIED, module

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.heterogeneous.links import Link
 from lightning_wlb.heterogeneous.pipelines import OfStrategy, Settings
+from lightning_wlb.heterogeneous.planning.exchanges import Link
 from lightning_wlb.heterogeneous.transfer import weights_of
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer

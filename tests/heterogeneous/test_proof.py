@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.heterogeneous.proof import Travel, threads_elsewhere
 from lightning_wlb.plan import Scheme
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import make_programs
+from tests.heterogeneous.proof import Travel, threads_elsewhere
 from tests.schedule.rendezvous import Post, Thread, Wait, run_to_the_end
 
 LAYERS = 3

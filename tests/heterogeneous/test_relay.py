@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.heterogeneous import transfer as travel
-from lightning_wlb.heterogeneous.layouts import rank_in, slots
-from lightning_wlb.heterogeneous.links import Link
-from lightning_wlb.heterogeneous.posts import Post as Exchanged
-from lightning_wlb.heterogeneous.proof import Travel, threads_elsewhere
-from lightning_wlb.heterogeneous.relay import Relay
-from lightning_wlb.heterogeneous.transfer import Groups, Pull, weights_of
+from lightning_wlb.heterogeneous.planning.exchanges import Link
+from lightning_wlb.heterogeneous.planning.sharded_layouts import slots
+from lightning_wlb.heterogeneous.transfer import Groups, Pull, Relay, weights_of
+from lightning_wlb.heterogeneous.transfer import Post as Exchanged
 from lightning_wlb.models.transformer import Transformer
+from lightning_wlb.plan import rank_in
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.supervision.progress import HERE
+from tests.heterogeneous.proof import Travel, threads_elsewhere
 from tests.heterogeneous.random_strategies import random_run
 from tests.heterogeneous.test_runtime import (
     OF_MESH,
@@ -223,7 +223,7 @@ def test_no_step_of_random_runs_can_deadlock(ranks: int) -> None:
         with torch.device("meta"):
             weights = weights_of(run.model(), (1, 2, 4))
         for plan in run.plans:
-            strategy = plan.strategy or run.of_mesh
+            strategy = plan.schemes or run.of_mesh
             executed = [
                 units(replica, scheme.context, scheme.tensor)
                 for replica, scheme in zip(plan.replicas, strategy, strict=True)

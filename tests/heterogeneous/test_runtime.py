@@ -13,15 +13,14 @@ from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import mesh_groups
-from lightning_wlb.heterogeneous.layouts import Strategy, rank_in, strategy_of
-from lightning_wlb.heterogeneous.links import Links
 from lightning_wlb.heterogeneous.pipelines import Settings
-from lightning_wlb.heterogeneous.runtime import Elsewhere
+from lightning_wlb.heterogeneous.planning.exchanges import Links
+from lightning_wlb.heterogeneous.setup import Elsewhere
 from lightning_wlb.heterogeneous.transfer import travel_groups, weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import Piece, Scheme, StepPlan
+from lightning_wlb.plan import Piece, Scheme, Schemes, StepPlan, rank_in, schemes_of
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
@@ -35,7 +34,7 @@ from tests.strategy.harness import relative_error, whole
 
 VOCABULARY, WINDOW = 32, 24
 LENGTHS = (1, 2, 13, 7, 24, 3, 22, 17, 9, 5)
-STRATEGIES: tuple[tuple[Strategy, tuple[int, ...]], ...] = (  # and the documents of the step
+STRATEGIES: tuple[tuple[Schemes, tuple[int, ...]], ...] = (  # and the documents of the step
     ((Scheme(0, (3,), tensor=2), Scheme(2, (1, 2))), (0, 1, 2, 3, 4, 6)),
     ((Scheme(0, (3,), context=2), Scheme(2, (3,)), Scheme(3, (3,))), (5, 6, 7)),
     ((Scheme(0, (3,), tensor=4),), (2, 8, 9)),  # key and value heads are whole on every rank
@@ -44,7 +43,7 @@ STRATEGIES: tuple[tuple[Strategy, tuple[int, ...]], ...] = (  # and the document
 )
 STAGES = (range(2), range(2, 3))
 MESH, PER_NODE = Mesh(1, 2, 1, 2), 2
-OF_MESH = strategy_of(MESH, STAGES)
+OF_MESH = schemes_of(MESH, STAGES)
 
 
 def config() -> TransformerConfig:
@@ -62,7 +61,7 @@ def documents() -> InMemoryDocuments:
     )
 
 
-def plan_of(step: int, strategy: Strategy, own: Sequence[int], store) -> StepPlan:
+def plan_of(step: int, strategy: Schemes, own: Sequence[int], store) -> StepPlan:
     """Pieces dealt in turn, the longest first; in slices."""
     pieces = sorted((Piece(n, 0, LENGTHS[n], step) for n in own), key=lambda p: -p.tokens)
     replicas = []
@@ -79,7 +78,7 @@ def plan_of(step: int, strategy: Strategy, own: Sequence[int], store) -> StepPla
     targets = sum(store.targets(piece.document, 0, piece.stop) for piece in pieces)
     return StepPlan(
         step, 0, tuple(replicas), tuple(sorted(pieces)), targets, WINDOW, 3, 3 * WINDOW,
-        strategy=strategy,
+        schemes=strategy,
     ).validate()  # fmt: skip
 
 
@@ -117,7 +116,7 @@ def train(number: int) -> dict:
     elsewhere = [p for n, p in model.named_parameters() if n in model.tied]
     losses, gradients, store = [], [], documents()
     for step, (strategy, own) in enumerate(STRATEGIES):
-        plan = replace(plan_of(step, strategy or OF_MESH, own, store), strategy=strategy)
+        plan = replace(plan_of(step, strategy or OF_MESH, own, store), schemes=strategy)
         here = rank_in(strategy, number) if strategy else rank
         batch = make_step_batch(plan, store, here, {}, 0, False)
         losses.append(runner.run(batch, plan.target_tokens).item())
@@ -130,7 +129,7 @@ def train(number: int) -> dict:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
     with pytest.raises(ValueError, match="step 4 has the strategy of the mesh"):
-        runner.elsewhere(replace(plan, strategy=OF_MESH))
+        runner.elsewhere(replace(plan, schemes=OF_MESH))
     handle = next(model.parameters()).register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match=r"has a hook \(register_hook or .* would never run"):
         runner.run(batch, 1)

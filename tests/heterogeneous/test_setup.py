@@ -10,11 +10,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.dealing import arrange
-from lightning_wlb.heterogeneous.pool import Elected, Pool
+from lightning_wlb.heterogeneous.planning.dealing import arrange
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
+from lightning_wlb.planning.step_chooser import ChosenStep
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import (
@@ -34,13 +35,14 @@ PROFILE = replace(Profile.load("cpu"), devices_per_node=4)
 CASE = Case("slim", "adaptive", tied=True, masked=True, layers=2)
 
 
-def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> Elected | None:
+def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> ChosenStep | None:
     """The mesh, and each strategy, whatever is simulated."""
     self.__dict__["asked"] = asked = self.__dict__.get("asked", -1) + 1
     if asked % 3 == 2:
         return None
     strategy = STRATEGIES[asked % 3]
-    return Elected(strategy, arrange(pieces, strategy, self.kinds[strategy], rules, packer))
+    made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
+    return ChosenStep(strategy, *made[1:])
 
 
 def fit(strategy, devices: int, **options) -> dict:
@@ -52,7 +54,7 @@ def fit(strategy, devices: int, **options) -> dict:
 
 
 def run(rank: int) -> dict:
-    Pool.elect = in_turn
+    Pool.choose = in_turn
     built, compiled, build = [], [], LanguageModule.build_model
 
     def built_in(self: LanguageModule) -> Transformer:
@@ -72,7 +74,7 @@ def test_runs_that_change_pipelines_train_as_one_process_does() -> None:
     tied = {"model.head.weight": "model.embed.weight"}
     for found in run_ranks(run, 4, timeout=150, process_group=False):
         plans = [StepPlan.from_json(text) for text in found["plans"]]
-        assert [plan.strategy for plan in plans] == [*STRATEGIES, (), STRATEGIES[0]]
+        assert [plan.schemes for plan in plans] == [*STRATEGIES, (), STRATEGIES[0]]
         members = {m.replicas for plan in plans for r in plan.replicas for m in r.forward}
         assert (1, 2) in members, "the two that are alike share a piece"
         assert found["built"] == {"torch.float64"}  # Hugging Face models ask for it

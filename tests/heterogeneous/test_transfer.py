@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_wlb.distributed.device_mesh import data_context, device_mesh
 from lightning_wlb.heterogeneous import transfer as travelling
-from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
-from lightning_wlb.heterogeneous.links import Link
+from lightning_wlb.heterogeneous.planning.exchanges import Link
 from lightning_wlb.heterogeneous.transfer import Groups, Pull, Push, travel_groups, weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.tensor_parallel import placement_of
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.training.parallelize import parallelize
 from tests.ranks import run_ranks
 
@@ -26,7 +25,7 @@ LAYERS = 3
 STAGES = {1: [range(3)], 2: [range(1), range(1, 3)]}
 BASES = ((Mesh(4), False), (Mesh(1, 2, 1, 2), True))  # tied: without a layer's and some gradients
 FROZEN = ("layers.1.", "layers.2.attention")
-STRATEGIES: tuple[tuple[Strategy, int], ...] = (  # and the ranks of a node
+STRATEGIES: tuple[tuple[Schemes, int], ...] = (  # and the ranks of a node
     ((Scheme(0, (3,), tensor=2), Scheme(2, (2, 1))), 2),
     ((Scheme(0, (3,), tensor=4),), 4),  # key and value heads are whole on every rank
     ((Scheme(0, (3,), context=2), Scheme(2, (3,)), Scheme(3, (3,))), 2),
@@ -45,7 +44,7 @@ def part(model: Transformer, name: str, whole: torch.Tensor, tensor: int, place:
     return whole.chunk(tensor, split.dim)[place] if isinstance(split, Shard) else whole
 
 
-def expected(model: Transformer, strategy: Strategy, values: dict[str, torch.Tensor], rank: int):
+def expected(model: Transformer, strategy: Schemes, values: dict[str, torch.Tensor], rank: int):
     """What a rank holds in the step."""
     scheme = next(each for each in strategy if rank in each.ranks)
     stage, _, place = scheme.place(rank)
@@ -88,7 +87,7 @@ def travel(rank: int) -> int:
         at_rest = {reference.tied.get(n, n): each for n, each in model.named_parameters()}
         shards = {name: each.to_local().detach() for name, each in at_rest.items()}
         for strategy, per_node in STRATEGIES:
-            link = Link(weights, strategy_of(mesh, stages), strategy, rank, per_node)
+            link = Link(weights, schemes_of(mesh, stages), strategy, rank, per_node)
             check_pull(reference, link, groups[per_node], shards, values)
             check_push(reference, link, groups[per_node], at_rest, values)
             count += 1

@@ -322,7 +322,7 @@ def test_stages_carry_the_head_and_contexts_count() -> None:
 def test_what_cannot_be_predicted_is_refused() -> None:
     with pytest.raises(ValueError, match="plan is for 1 replicas, the mesh data 2"):
         predictor(Mesh(data=2)).predict(plan_of([[[10]]]))
-    own = replace(plan_of([[[8]]]), strategy=(Scheme(0, (SHAPE.layers,)),))
+    own = replace(plan_of([[[8]]]), schemes=(Scheme(0, (SHAPE.layers,)),))
     with pytest.raises(ValueError, match="step 0 has a strategy of its own"):
         predictor(Mesh()).predict(own)
     with pytest.raises(ValueError, match=r"3 stages for pipeline=2 ranks .* each: give 2"):

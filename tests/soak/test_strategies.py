@@ -19,8 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.heterogeneous import transfer as travel
-from lightning_wlb.heterogeneous.layouts import Strategy
-from lightning_wlb.plan import Scheme, StepPlan
+from lightning_wlb.plan import Scheme, Schemes, StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.supervision import heartbeat as board
 from lightning_wlb.training import executor
@@ -79,7 +78,7 @@ def test_a_run_gives_the_same_bits_again(dtype: torch.dtype) -> None:
 def fit(
     rank: int,
     mesh: tuple[int, ...],
-    strategies: Sequence[Strategy],
+    strategies: Sequence[Schemes],
     case: Case = CASE,
     ckpt_path: Path | None = None,
     **options: Any,
@@ -117,7 +116,7 @@ def check(of_ranks: Sequence[dict[str, Any]], want: dict[str, Any], steps: slice
                 assert relative_error(value, wanted) <= 1e-10, name
 
 
-def random_case(seed: int, ranks: int) -> tuple[tuple[int, ...], list[Strategy], Case]:
+def random_case(seed: int, ranks: int) -> tuple[tuple[int, ...], list[Schemes], Case]:
     """A mesh, strategies other than its pipelines, and what is trained how."""
     draw = Random(seed)
     case = Case(
@@ -132,7 +131,7 @@ def random_case(seed: int, ranks: int) -> tuple[tuple[int, ...], list[Strategy],
     sizes = config(case.tied, case.sliding_window, case.layers)
     base = random_scheme(draw, sizes, 0, ranks, divides=True)
     mesh = ranks // base.size, len(base.stages), base.context, base.tensor
-    strategies: list[Strategy] = []
+    strategies: list[Schemes] = []
     while len(strategies) < 3:
         made: list[Scheme] = []
         while (first := sum(each.size for each in made)) < ranks:
@@ -148,11 +147,11 @@ def test_random_runs_that_the_planner_arranges(seed: int) -> None:
     mesh, strategies, case = random_case(seed, 4)
     of_ranks = run_ranks(fit, 4, mesh, strategies, case, timeout=300, process_group=False)
     plans = [StepPlan.from_json(text) for text in of_ranks[0]["plans"]]
-    assert [plan.strategy for plan in plans] == [*strategies, ()]
+    assert [plan.schemes for plan in plans] == [*strategies, ()]
     check(of_ranks, alone(case), slice(None))
 
 
-ON_EIGHT: tuple[Strategy, ...] = (
+ON_EIGHT: tuple[Schemes, ...] = (
     (Scheme(0, (2,), tensor=4), Scheme(4, (1, 1), tensor=2)),
     (Scheme(0, (2,), 2, 2), Scheme(4, (1, 1)), Scheme(6, (2,)), Scheme(7, (2,))),
     tuple(Scheme(rank, (2,)) for rank in range(8)),  # more than there are pieces
@@ -167,7 +166,7 @@ def test_eight_ranks(tied: bool, packing: str) -> None:
     case = replace(CASE, tied=tied, packing=packing)
     of_ranks = run_ranks(fit, 8, (2, 2, 1, 2), ON_EIGHT, case, timeout=300, process_group=False)
     plans = [StepPlan.from_json(text) for text in of_ranks[0]["plans"]]
-    assert [plan.strategy for plan in plans] == [*ON_EIGHT, ()]
+    assert [plan.schemes for plan in plans] == [*ON_EIGHT, ()]
     forwards = [replica.forward for replica in plans[2].replicas]
     if packing == "hydraulis":
         assert not all(forwards)
@@ -176,7 +175,7 @@ def test_eight_ranks(tied: bool, packing: str) -> None:
     check(of_ranks, alone(case), slice(None))
 
 
-ON_FOUR: tuple[Strategy, ...] = (
+ON_FOUR: tuple[Schemes, ...] = (
     (Scheme(0, (2,), tensor=2), Scheme(2, (1, 1))),
     (Scheme(0, (2,), context=2), Scheme(2, (2,)), Scheme(3, (2,))),
 )

@@ -22,11 +22,10 @@ from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data import cache as cached
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.heterogeneous.layouts import Strategy
 from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, Schemes
 from lightning_wlb.strategy import choosing
 from lightning_wlb.strategy import profile_choice as automatic
 from lightning_wlb.strategy.profile_choice import (
@@ -236,7 +235,7 @@ def settled(
     base: Profile | None = None,
     outcome: Profile | None = None,
     dynamic: Dynamic = "off",
-    pool: tuple[Strategy, ...] = (),
+    pool: tuple[Schemes, ...] = (),
 ) -> tuple[Profile | None, list[Measurement]]:
     """By what a run is planned, and what was to be measured for it."""
     strategy, own = WLBStrategy(dynamic=dynamic), module(CASE)

@@ -15,10 +15,8 @@ class Batch:
 
     replica = 1
 
-    def __init__(
-        self, step: int, documents: list[int], meanwhile=lambda: None, strategy=()
-    ) -> None:
-        self._step, self._meanwhile, self._strategy = step, meanwhile, strategy
+    def __init__(self, step: int, documents: list[int], meanwhile=lambda: None, schemes=()) -> None:
+        self._step, self._meanwhile, self._schemes = step, meanwhile, schemes
         self.units = SimpleNamespace(
             slices=[SimpleNamespace(document=each) for each in documents],
             forward=[SimpleNamespace(slices=[number]) for number in range(len(documents))],
@@ -27,7 +25,7 @@ class Batch:
     @property
     def plan(self):
         self._meanwhile()
-        return SimpleNamespace(step=self._step, strategy=self._strategy)
+        return SimpleNamespace(step=self._step, schemes=self._schemes)
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ def test_a_step_from_its_beginning_to_its_end():
 
 def test_a_step_that_left_the_mesh_is_on_the_pipeline_of_its_replica():
     here = Whereabouts()
-    here.begin_step(Batch(7, [5, 3], strategy=(Scheme(0, (4,)), Scheme(1, (2, 2)))))
+    here.begin_step(Batch(7, [5, 3], schemes=(Scheme(0, (4,)), Scheme(1, (2, 2)))))
     here.note(RUNNING, Action(1, FORWARD, 0))
     assert str(here) == (
         "step 7 on the pipeline of ranks [1, 3): context 1 × tensor 1, layers 2+2, action 1F0 of"

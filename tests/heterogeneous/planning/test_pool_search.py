@@ -10,13 +10,12 @@ import pytest
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous import pool_search as dynamic
-from lightning_wlb.heterogeneous.dealing import Arranged
-from lightning_wlb.heterogeneous.layouts import Strategy
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.pool_search import PoolChoice, choose_pool, described
+from lightning_wlb.heterogeneous.planning import pool_search as dynamic
+from lightning_wlb.heterogeneous.planning.dealing import Arranged
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool_search import PoolChoice, choose_pool, described
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Piece, Scheme
+from lightning_wlb.plan import Piece, Scheme, Schemes
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Planner, Release, plan_steps
 from tests.mesh_search.requests import request
@@ -32,13 +31,13 @@ def asked(**changes):
     return request(4, MIXED, **given | changes)
 
 
-def of(*sizes: int) -> Strategy:
+def of(*sizes: int) -> Schemes:
     """Pipelines of one stage on so many tensor-parallel ranks."""
     firsts = np.cumsum([0, *sizes]).tolist()
     return tuple(Scheme(first, (4,), tensor=n) for first, n in zip(firsts, sizes, strict=False))
 
 
-def step(on_mesh: int, times: dict[Strategy, int], excess: int = 0) -> dynamic._Step:
+def step(on_mesh: int, times: dict[Schemes, int], excess: int = 0) -> dynamic._Step:
     made = {each: Arranged(excess, time, (), 0) for each, time in times.items()}
     return dynamic._Step(PlanScore(on_mesh, 10), made)
 
@@ -56,7 +55,7 @@ def test_what_is_promised_is_what_the_planner_plans() -> None:
 
     def plans(pool: Pool | None):
         planner = Planner(
-            given.lengths, given.data, Work.of(SHAPE), MESH, scorer=scorer, pool=pool,
+            given.lengths, given.data, Work.of(SHAPE), MESH, scorer=scorer, step_chooser=pool,
             kernel_cost=base.latency.segment_cost,
         )  # fmt: skip
         return plan_steps(planner, 6)[3:], planner
@@ -67,13 +66,13 @@ def test_what_is_promised_is_what_the_planner_plans() -> None:
     total = 0
     for plain, plan in zip(on_mesh, chosen, strict=True):
         arranged = pool.arranged(plan.pieces, planner.rules, given.data.packer)
-        on, off = scorer(plain.replicas).time, arranged.get(plan.strategy)
+        on, off = scorer(plain.replicas).time, arranged.get(plan.schemes)
         total += off.time_ns if off else on
-        assert plan.strategy or plan.digest == plain.digest
+        assert plan.schemes or plan.digest == plain.digest
         assert off is None or off.time_ns < on
     assert (choice.steps, choice.pool_ns) == (3, total)
     assert choice.mesh_ns == sum(scorer(plan.replicas).time for plan in on_mesh)
-    strategies = [plan.strategy for plan in chosen]
+    strategies = [plan.schemes for plan in chosen]
     assert choice.chosen == tuple(map(strategies.count, choice.strategies))
     assert choice == choose_pool(given, MESH)
 

@@ -28,16 +28,85 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.heterogeneous.regions import (
-    Integers,
-    Meetings,
-    Regions,
-    Truths,
-    cells,
-    copies,
-    meet,
-    regions,
-)
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Integers, Regions, Truths, regions
+
+
+class Meetings(NamedTuple):
+    """Where boxes of two regions overlap.
+
+    Attributes:
+        own: int64 [k], index of the first one's box.
+        need: int64 [k], index of the second one's.
+        box: int64 [k, dimensions, 2], what they have in common.
+    """
+
+    own: Integers
+    need: Integers
+    box: Integers
+
+    def where(self, chosen: Truths | Integers) -> Meetings:
+        """Some of them, in the order in which they are here."""
+        return Meetings(self.own[chosen], self.need[chosen], self.box[chosen])
+
+
+def meet(own: Regions, need: Regions) -> Meetings:
+    """Every pair of overlapping boxes of a parameter."""
+    found = []
+    most = 1 + max(own.parameter.max(initial=-1), need.parameter.max(initial=-1))
+    own_ends = own.parameter.searchsorted(np.arange(most + 1))
+    need_ends = need.parameter.searchsorted(np.arange(most + 1))
+    for (a, b), (c, d) in zip(pairwise(own_ends), pairwise(need_ends), strict=True):
+        starts = np.maximum(own.box[a:b, None, :, 0], need.box[None, c:d, :, 0])
+        stops = np.minimum(own.box[a:b, None, :, 1], need.box[None, c:d, :, 1])
+        first, second = np.nonzero((starts < stops).all(axis=-1))
+        box = np.stack([starts[first, second], stops[first, second]], axis=-1)
+        found.append((first + a, second + c, box))
+    if not found:
+        none = np.zeros(0, np.int64)
+        return Meetings(none, none, need.box[:0])
+    return Meetings(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def cells(boxes: Integers) -> Integers:
+    """Boxes without overlap that cover what the given ones cover, cut at every edge of these.
+
+    So each given box is a union of cells.
+
+    Args:
+        boxes: int64 [k, dimensions, 2], of one parameter.
+
+    Returns:
+        int64 [cells, dimensions, 2], in ascending order.
+    """
+    ranges = []
+    for dim in range(boxes.shape[1]):
+        edges = np.unique(boxes[:, dim])
+        ranges.append(np.stack([edges[:-1], edges[1:]], axis=-1))
+    numbers = np.indices([len(each) for each in ranges]).reshape(len(ranges), -1)
+    grid = np.stack([each[of] for each, of in zip(ranges, numbers, strict=True)], axis=1)
+    inside = (boxes[None, :, :, 0] <= grid[:, None, :, 0]) & (
+        grid[:, None, :, 1] <= boxes[None, :, :, 1]
+    )
+    covered: Integers = grid[inside.all(axis=-1).any(axis=-1)]
+    return covered
+
+
+def copies(of: Regions, *, by_rank: bool = False) -> Integers:
+    """A number for each box, the same for those that are equal, or equal and of one rank.
+
+    Returns:
+        int64 [k].
+    """
+    keys = [*of.box.reshape(len(of.box), 2 * of.box.shape[1]).T, of.parameter]
+    if by_rank:
+        keys.append(of.rank)
+    order = np.lexsort(keys)
+    begins = np.zeros(len(order), bool)
+    for key in keys:
+        begins |= np.diff(key[order], prepend=-1) != 0
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = begins.cumsum()
+    return numbers
 
 
 class Pieces(NamedTuple):

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.heterogeneous.regions import Regions, cells, copies, meet, regions
+from lightning_wlb.heterogeneous.planning.hops import cells, copies, meet
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Regions, regions
 
 SIDE = 4
 ends = st.tuples(st.integers(0, SIDE), st.integers(0, SIDE)).map(sorted)

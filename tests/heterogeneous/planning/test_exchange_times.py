@@ -10,11 +10,11 @@ import pytest
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.layouts import Weights, strategy_of
-from lightning_wlb.heterogeneous.link_times import linked_traffic, volume
-from lightning_wlb.heterogeneous.links import Link as Exchanges
+from lightning_wlb.heterogeneous.planning.exchange_times import linked_traffic, volume
+from lightning_wlb.heterogeneous.planning.exchanges import Link as Exchanges
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, schemes_of
 from lightning_wlb.prediction.predictor import Predictor
 
 SHAPE = ModelShape(64, 4, 8, 8, 8, 128, 512)
@@ -62,7 +62,7 @@ WIDE = (Scheme(0, (4,), tensor=4), Scheme(4, (4,), tensor=4))
 def test_the_busiest_ranks_elements_are_those_of_the_links(mesh, strategy, per_node) -> None:
     """But for norms, and for parts that a rank holds anyway or not at all."""
     predictor, of_model = base(mesh, per_node), weights()
-    own = strategy_of(mesh, predictor.stages)
+    own = schemes_of(mesh, predictor.stages)
     found = volume(predictor, strategy, per_node)
     links = [Exchanges(of_model, own, strategy, rank, per_node) for rank in range(8)]
     for hop, given in enumerate((found.between, found.within)[2 - links[0].hops :]):

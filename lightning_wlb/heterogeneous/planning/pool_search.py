@@ -12,8 +12,7 @@
    steps that it was made by. Only above :data:`WORTH` are there to be such steps at all.
 
 All times are simulated, and those of steps that leave the mesh hold what parameters and gradients
-take to travel (:mod:`~lightning_wlb.heterogeneous.link_times`). Ties go by the order of proposal.
-The
+take to travel (:mod:`.exchange_times`). Ties go by the order of proposal. The
 sample is of a run's first steps wherever the run stands, so one that is resumed on the same mesh
 and chooses again has the same pool.
 
@@ -30,15 +29,14 @@ from itertools import groupby
 from typing import NamedTuple
 
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.heterogeneous.dealing import Arranged
-from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
-from lightning_wlb.heterogeneous.mixtures import mixtures
-from lightning_wlb.heterogeneous.pool import Pool, best_of
+from lightning_wlb.heterogeneous.planning.candidates import mixtures
+from lightning_wlb.heterogeneous.planning.dealing import Arranged
+from lightning_wlb.heterogeneous.planning.pool import Pool, best_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Progress
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Planner, Release
 
@@ -76,8 +74,8 @@ class PoolChoice:
         steps: of the second half.
     """
 
-    strategies: tuple[Strategy, ...]
-    tried: tuple[Strategy, ...]
+    strategies: tuple[Schemes, ...]
+    tried: tuple[Schemes, ...]
     proposed: int
     mesh: Mesh
     mesh_ns: int
@@ -146,7 +144,7 @@ class PoolChoice:
         return lines
 
 
-def described(strategy: Strategy) -> str:
+def described(strategy: Schemes) -> str:
     """The pipelines of a strategy in words, as many at once as are alike."""
     found = []
     for (stages, context, tensor), alike in groupby(strategy, key=lambda scheme: scheme.shape):
@@ -159,16 +157,16 @@ class _Step(NamedTuple):
     """A step of the sample: on the mesh, and on each strategy that can hold it."""
 
     on_mesh: PlanScore
-    arranged: Mapping[Strategy, Arranged]
+    arranged: Mapping[Schemes, Arranged]
 
-    def time(self, strategies: Sequence[Strategy], limit: int) -> tuple[int, Strategy | None]:
+    def time(self, strategies: Sequence[Schemes], limit: int) -> tuple[int, Schemes | None]:
         """What it takes with these to choose from, and which it chooses."""
         own = {each: self.arranged[each] for each in strategies if each in self.arranged}
-        elected = best_of(own, self.on_mesh, limit)
-        if elected is None:
+        chosen = best_of(own, self.on_mesh, limit)
+        if chosen is None:
             return self.on_mesh.time, None
         # Where the mesh has no room, the strategy that has may take longer.
-        return min(elected.arranged.time_ns, self.on_mesh.time), elected.strategy
+        return min(chosen.time_ns, self.on_mesh.time), chosen.schemes
 
 
 def choose_pool(
@@ -192,7 +190,7 @@ def choose_pool(
         )
     base = request.predictor(mesh)
     scorer = ProfileScorer(base, request.activation_checkpointing)
-    own = strategy_of(mesh, base.stages)
+    own = schemes_of(mesh, base.stages)
     planner = Planner(
         request.lengths,
         request.data,
@@ -223,7 +221,7 @@ def choose_pool(
 
     pieces = [plans[release.step].pieces for release in given]
     proposed = mixtures(request, pieces, PROPOSED, beside=own)
-    tried: list[Strategy] = []
+    tried: list[Schemes] = []
     if proposed:
         pool = Pool.of(proposed, base, request.activation_checkpointing, request.sharding)
         tried = _best_together(sampled(pool, given), proposed, scorer.limit)
@@ -269,15 +267,15 @@ def _varied(releases: Sequence[Release], count: int) -> list[Release]:
 
 
 def _best_together(
-    steps: Sequence[_Step], proposed: Sequence[Strategy], limit: int
-) -> list[Strategy]:
+    steps: Sequence[_Step], proposed: Sequence[Schemes], limit: int
+) -> list[Schemes]:
     """Strategies that save most in these steps, each beside those before it."""
 
-    def total(strategies: Sequence[Strategy]) -> int:
+    def total(strategies: Sequence[Schemes]) -> int:
         return sum(step.time(strategies, limit)[0] for step in steps)
 
     on_mesh = least = total(())
-    chosen: list[Strategy] = []
+    chosen: list[Schemes] = []
     while len(chosen) < MOST:
         others = [each for each in proposed if each not in chosen]
         times = {each: total([*chosen, each]) for each in others}

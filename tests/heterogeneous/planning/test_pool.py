@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.prediction import predict_elsewhere
+from lightning_wlb.heterogeneous.planning.pool import Pool, predict_elsewhere
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
@@ -38,10 +36,12 @@ def base(mesh: Mesh = MESH, **changes) -> Predictor:
     return Predictor(LatencyModel(profile, SHAPE, mesh), stages)
 
 
-def planner(*strategies: Strategy, data: DataSettings = DATA, **changes) -> Planner:
+def planner(*strategies: Schemes, data: DataSettings = DATA, **changes) -> Planner:
     predictor = base(**changes)
     pool = Pool.of(strategies, predictor) if strategies else None
-    return Planner(LENGTHS, data, Work.of(SHAPE), MESH, scorer=ProfileScorer(predictor), pool=pool)
+    return Planner(
+        LENGTHS, data, Work.of(SHAPE), MESH, scorer=ProfileScorer(predictor), step_chooser=pool
+    )
 
 
 def test_steps_leave_the_mesh_where_another_strategy_is_faster_and_holds_their_pieces() -> None:
@@ -52,8 +52,8 @@ def test_steps_leave_the_mesh_where_another_strategy_is_faster_and_holds_their_p
         plan, on_mesh = chosen.next_step(), plain.next_step()
         assert plan.pieces == on_mesh.pieces  # what enters a step does not depend on it
         long = any(piece.tokens > 15000 for piece in plan.pieces)
-        left.append(bool(plan.strategy))
-        assert plan.strategy == (() if long else ALONE)
+        left.append(bool(plan.schemes))
+        assert plan.schemes == (() if long else ALONE)
         if long:
             assert plan.digest == on_mesh.digest
     assert set(left) == {False, True}
@@ -63,7 +63,7 @@ def test_steps_leave_the_mesh_where_another_strategy_is_faster_and_holds_their_p
 def test_a_run_that_is_resumed_makes_the_same_choices() -> None:
     whole, first = planner(ALONE), planner(ALONE)
     plans = plan_steps(whole, 4)
-    assert {bool(plan.strategy) for plan in plans} == {False, True}
+    assert {bool(plan.schemes) for plan in plans} == {False, True}
     for stopped in range(1, 4):
         first.next_step()
         again = planner(ALONE)
@@ -74,8 +74,8 @@ def test_a_run_that_is_resumed_makes_the_same_choices() -> None:
 
 def test_a_strategy_that_is_not_faster_is_not_taken() -> None:
     other = (Scheme(0, (1, 1, 1, 1)),)
-    assert planner(other).next_step().strategy == ()
-    assert planner(ALONE, SLOW).next_step().strategy == ALONE
+    assert planner(other).next_step().schemes == ()
+    assert planner(ALONE, SLOW).next_step().schemes == ALONE
 
 
 def test_what_parameters_take_to_travel_decides() -> None:
@@ -119,15 +119,17 @@ def test_no_step_is_predicted_to_lose(mesh, strategies, gigabytes, lengths, pack
     """What was elected is simulated again, of the plan alone; by overflow, and then by time."""
     # As of a CPU: without process groups that take memory of the device, others on each mesh.
     predictor = base(mesh, memory_bytes=gigabytes * 10**9, device_type="cpu")
-    own = strategy_of(mesh, predictor.stages)
+    own = schemes_of(mesh, predictor.stages)
     pool = Pool.of([each for each in strategies if each != own] or [OTHERS[3]], predictor)
     scorer, data = ProfileScorer(predictor), replace(DATA, packing=packing)
     given = lengths, data, Work.of(SHAPE), mesh
-    plan, plain = (Planner(*given, scorer=scorer, pool=each).next_step() for each in (pool, None))
-    if not plan.strategy:
+    plan, plain = (
+        Planner(*given, scorer=scorer, step_chooser=each).next_step() for each in (pool, None)
+    )
+    if not plan.schemes:
         assert plan.digest == plain.digest
         return
-    kinds = {shape: each.predictor for shape, each in pool.kinds[plan.strategy].items()}
+    kinds = {shape: each.predictor for shape, each in pool.kinds[plan.schemes].items()}
     found, on_mesh = predict_elsewhere(plan, kinds, predictor.latency), scorer(plain.replicas)
     over, before = (max(peak - scorer.limit, 0) for peak in (found.peak_bytes, on_mesh.peak))
     assert over <= before
@@ -152,6 +154,6 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
     with pytest.raises(ValueError, match="sharding='heads' splits the 16 query and 16 key"):
         Pool.of([(Scheme(0, (4,), 3), Scheme(3, (4,)))], base(), sharding="heads")
     with pytest.raises(ValueError, match="a pool of strategies needs a device profile"):
-        Planner(LENGTHS, DATA, Work.of(SHAPE), pool=Pool.of([ALONE], base()))
+        Planner(LENGTHS, DATA, Work.of(SHAPE), step_chooser=Pool.of([ALONE], base()))
     with pytest.raises(ValueError, match="Use packing='auto', 'slim' or 'hydraulis'"):
         planner(ALONE, data=replace(DATA, packing="best_fit"))  # not in some later step

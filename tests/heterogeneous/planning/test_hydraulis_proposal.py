@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.proposal import (
+from lightning_wlb.heterogeneous.planning.hydraulis_proposal import (
     _whole,
     propose,
     proposed_meshes,

@@ -3,32 +3,40 @@
 The mesh's own pipelines are always among them: a step leaves them only where another strategy is
 simulated to be faster by :data:`WORTH_PER_MILLE`, or fits in memory where they do not. So no step
 is predicted to take longer than it would on the mesh. What the change costs is in the account:
-parameters travel to the strategy's pipelines, and gradients back, as
-:mod:`~lightning_wlb.heterogeneous.link_times` has it, as far as actions do not hide them.
+parameters travel to the strategy's pipelines, and gradients back, as :mod:`.exchange_times` has it,
+as far as actions do not hide them.
 
 Which pieces are in a step does not depend on the strategy, and which strategy it takes depends on
 nothing but these pieces. So a run that is resumed with the same pool, on the same mesh, makes the
 same choices, and its state holds nothing of them.
 
-Cost: for each strategy that of :func:`~lightning_wlb.heterogeneous.dealing.arrange`, in every step.
+Cost: for each strategy that of :func:`.dealing.arrange`, in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
-from lightning_wlb.heterogeneous.dealing import Arranged, Receiver, arrange
-from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
-from lightning_wlb.heterogeneous.link_times import linked_traffic
-from lightning_wlb.heterogeneous.prediction import predict_elsewhere
-from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, Scheme, Shape, StepPlan, alike
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.heterogeneous.planning.dealing import Arranged, Receiver, arrange
+from lightning_wlb.heterogeneous.planning.exchange_times import linked_traffic
+from lightning_wlb.plan import (
+    ActivationCheckpointing,
+    Piece,
+    ReplicaPlan,
+    Schemes,
+    Shape,
+    StepPlan,
+    alike,
+    schemes_of,
+)
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.plan_scoring import PlanScore
+from lightning_wlb.planning.step_chooser import ChosenStep
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import StepPrediction
+from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 
 WORTH_PER_MILLE = 5
@@ -36,13 +44,6 @@ WORTH_PER_MILLE = 5
 
 Kinds = Mapping[Shape, Receiver]
 """What the pipelines of each shape can do."""
-
-
-class Elected(NamedTuple):
-    """The strategy of a step, and its pipelines' plans."""
-
-    strategy: Strategy
-    arranged: Arranged
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ class Pool:
         ValueError: there is no strategy, or a pipeline of a shape that is not among the kinds.
     """
 
-    kinds: Mapping[Strategy, Kinds]
+    kinds: Mapping[Schemes, Kinds]
 
     def __post_init__(self) -> None:
         if not self.kinds or not all(self.kinds):
@@ -68,7 +69,7 @@ class Pool:
 
     @staticmethod
     def of(
-        strategies: Sequence[Strategy],
+        strategies: Sequence[Schemes],
         base: Predictor,
         activation_checkpointing: ActivationCheckpointing = "auto",
         sharding: str = ADAPTIVE,
@@ -86,7 +87,7 @@ class Pool:
                 lies across nodes as no mesh does, or has context ranks over which the sharding
                 cannot spread the model's heads.
         """
-        made: dict[Strategy, Kinds] = {}
+        made: dict[Schemes, Kinds] = {}
         for strategy in strategies:
             _check(strategy, base)
             if sharding == HEADS:
@@ -99,7 +100,10 @@ class Pool:
                     scheme,
                     replace(
                         base,
-                        latency=replace(base.latency, mesh=mesh_like(scheme, base.latency.mesh)),
+                        latency=replace(
+                            base.latency,
+                            mesh=scheme.mesh(max(base.latency.mesh.devices // scheme.size, 1)),
+                        ),
                         stages=scheme.layers,
                         linked=traffic[shape],
                     ),
@@ -112,7 +116,7 @@ class Pool:
             }
         return Pool(made)
 
-    def only(self, strategies: Sequence[Strategy]) -> Pool:
+    def only(self, strategies: Sequence[Schemes]) -> Pool:
         """The pool of some of its strategies."""
         return Pool({each: self.kinds[each] for each in strategies})
 
@@ -121,7 +125,7 @@ class Pool:
         pieces: Sequence[Piece],
         rules: Rules,
         packer: Callable[[Rules], Packer],
-    ) -> dict[Strategy, Arranged]:
+    ) -> dict[Schemes, Arranged]:
         """A step on each strategy that can hold its longest piece."""
         longest, packing = max(piece.tokens for piece in pieces), packer(rules)
         return {
@@ -132,18 +136,18 @@ class Pool:
 
     def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
         """The simulated step of a plan with one of the strategies; ``base`` is of the mesh."""
-        kinds = self.kinds[plan.strategy].items()
+        kinds = self.kinds[plan.schemes].items()
         predictors = {shape: receiver.predictor for shape, receiver in kinds}
         return predict_elsewhere(plan, predictors, base.latency)
 
-    def elect(
+    def choose(
         self,
         pieces: Sequence[Piece],
         rules: Rules,
         packer: Callable[[Rules], Packer],
         on_mesh: PlanScore,
         limit: int,
-    ) -> Elected | None:
+    ) -> ChosenStep | None:
         """The strategy of a step; None for the mesh's own.
 
         Args:
@@ -157,8 +161,8 @@ class Pool:
 
 
 def best_of(
-    arranged: Mapping[Strategy, Arranged], on_mesh: PlanScore, limit: int
-) -> Elected | None:
+    arranged: Mapping[Schemes, Arranged], on_mesh: PlanScore, limit: int
+) -> ChosenStep | None:
     """The first of the fastest strategies, if it is worth leaving the mesh for.
 
     Args:
@@ -166,15 +170,16 @@ def best_of(
         on_mesh: the step on the mesh.
         limit: bytes of a device that may be filled.
     """
-    best: Elected | None = None
+    best: ChosenStep | None = None
     least = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
     for strategy, each in arranged.items():
         if each[:2] < least:
-            least, best = each[:2], Elected(strategy, each)
+            least = each[:2]
+            best = ChosenStep(strategy, each.time_ns, each.replicas, each.cap)
     return best
 
 
-def _check(strategy: Strategy, base: Predictor) -> None:
+def _check(strategy: Schemes, base: Predictor) -> None:
     """Refuse a strategy that cannot be chosen, see :meth:`Pool.of`."""
     mesh, profile = base.latency.mesh, base.latency.profile
     ranks = sum(scheme.size for scheme in strategy)
@@ -183,7 +188,7 @@ def _check(strategy: Strategy, base: Predictor) -> None:
             f"a strategy for {ranks} ranks, the mesh has {mesh.devices}. Give each rank a"
             " place in one of its pipelines."
         )
-    if strategy == strategy_of(mesh, base.stages):
+    if strategy == schemes_of(mesh, base.stages):
         raise ValueError(
             f"a strategy that is the mesh's own, {strategy[0]} and so on, which every step"
             " may take anyway. Leave it out."
@@ -205,13 +210,42 @@ def _check(strategy: Strategy, base: Predictor) -> None:
             )
 
 
-def _check_heads(strategy: Strategy, base: Predictor) -> None:
+def _check_heads(strategy: Schemes, base: Predictor) -> None:
     for scheme in strategy:
         for layer in base.latency.shape.kinds if scheme.context > 1 else ():
             check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)
 
 
-def mesh_like(scheme: Scheme, base: Mesh) -> Mesh:
-    """The mesh of pipelines that are all like this one, as many as there are ranks for."""
-    count = max(base.devices // scheme.size, 1)
-    return Mesh(count, len(scheme.stages), scheme.context, scheme.tensor)
+def predict_elsewhere(
+    plan: StepPlan,
+    predictors: Mapping[Shape, Predictor],
+    latency: LatencyModel,
+) -> StepPrediction:
+    """The simulated step of a plan that has a strategy.
+
+    Args:
+        plan: of the step.
+        predictors: by :attr:`.Scheme.shape`, for every pipeline of the strategy.
+        latency: of the model on the run's mesh.
+    """
+    peak = 0
+    found: dict[int, tuple[Any, ...]] = {}
+    for shape, group in alike(plan.schemes).items():
+        step = predictors[shape].simulate([among(plan.replicas[number], group) for number in group])
+        found |= dict(zip(group, zip(*step[:-1], strict=True), strict=True))
+        peak = max(peak, step.peak_bytes)
+    every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
+    costs, durations, programs, simulations = map(list, every)
+    step = SimulatedReplicas(costs, durations, programs, simulations, peak)
+    return StepPrediction.of(plan, step, latency)
+
+
+def among(replica: ReplicaPlan, group: Sequence[int]) -> ReplicaPlan:
+    """The plan of one of a group of pipelines, in which they are numbered as in the group."""
+    forward, backward = (
+        tuple(
+            replace(each, replicas=tuple(map(group.index, each.replicas))) for each in micro_batches
+        )
+        for _, micro_batches in replica.passes
+    )
+    return ReplicaPlan(replica.slices, forward, backward)

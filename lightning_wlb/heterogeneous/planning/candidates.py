@@ -31,12 +31,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.document_time import documents_ns
-from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
-from lightning_wlb.heterogeneous.proposal import proposed_strategies
+from lightning_wlb.heterogeneous.planning.document_time import documents_ns
+from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_strategies
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
-from lightning_wlb.plan import Piece, Recompute, Scheme, Shape
+from lightning_wlb.plan import Piece, Recompute, Scheme, Schemes, Shape, schemes_of
 from lightning_wlb.prediction.predictor import Predictor
 
 ONE_BY_ONE = 64
@@ -62,8 +61,8 @@ Integers = NDArray[np.int64]
 
 
 def mixtures(
-    request: MeshRequest, steps: Sequence[Sequence[Piece]], most: int, beside: Strategy = ()
-) -> list[Strategy]:
+    request: MeshRequest, steps: Sequence[Sequence[Piece]], most: int, beside: Schemes = ()
+) -> list[Schemes]:
     """The strategies with the least estimated time for steps of these pieces.
 
     The best of each step come first, then their second best, and so on. None has virtual stages.
@@ -81,7 +80,7 @@ def mixtures(
     hydraulis = proposed_strategies(request)
     kinds = _Kinds(request, _all_kinds(request), hydraulis)
     ranked = [kinds.best(pieces) for pieces in steps]
-    found: dict[Strategy, None] = {}
+    found: dict[Schemes, None] = {}
     for place in range(max(map(len, ranked), default=0)):
         for of_step in ranked:
             if place < len(of_step) and (made := kinds.strategy(of_step[place])) != beside:
@@ -159,7 +158,7 @@ def _all_kinds(request: MeshRequest) -> list[_Kind]:
     made = []
     for mesh in legal_meshes(request, Reasons()):
         predictor = request.predictor(mesh)
-        (scheme, *_) = strategy_of(mesh, predictor.stages)
+        (scheme, *_) = schemes_of(mesh, predictor.stages)
         made.append(_Kind(scheme, predictor, request.modes, request.data.context_window))
     return made
 
@@ -176,7 +175,7 @@ class _Kinds:
 
     request: MeshRequest
     legal: Sequence[_Kind]
-    hydraulis: Sequence[Strategy]
+    hydraulis: Sequence[Schemes]
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:
         """Strategies for a step, best first; of those with the same kinds one."""
@@ -204,7 +203,7 @@ class _Kinds:
                 here = best
         return self._ranked(known)
 
-    def strategy(self, counts: Counts) -> Strategy:
+    def strategy(self, counts: Counts) -> Schemes:
         """The pipelines of a strategy, larger ones first, so that none lies across nodes."""
         made: list[Scheme] = []
         for number in sorted(range(len(counts)), key=lambda number: -self._sizes[number]):

@@ -12,9 +12,9 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous import dealing as unequal
-from lightning_wlb.heterogeneous.dealing import Arranged, Receiver, arrange
-from lightning_wlb.heterogeneous.prediction import predict_elsewhere
+from lightning_wlb.heterogeneous.planning import dealing as unequal
+from lightning_wlb.heterogeneous.planning.dealing import Arranged, Receiver, arrange
+from lightning_wlb.heterogeneous.planning.pool import predict_elsewhere
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Scheme, StepPlan, alike
 from lightning_wlb.planning import DataSettings
@@ -48,7 +48,7 @@ def arranged(
     }
     made = arrange(own, strategy, kinds, data.rules(None, Work.of(SHAPE)), data.packer)
     plan = StepPlan(
-        0, 0, made.replicas, tuple(own), 0, made.cap, 4, 4 * WINDOW, strategy=strategy
+        0, 0, made.replicas, tuple(own), 0, made.cap, 4, 4 * WINDOW, schemes=strategy
     ).validate()
     assert StepPlan.from_json(plan.to_json()) == plan
     predictors = {shape: each.predictor for shape, each in kinds.items()}

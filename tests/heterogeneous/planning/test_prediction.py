@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_wlb.callbacks.imbalance import predicted_imbalance
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.prediction import predict_elsewhere
+from lightning_wlb.heterogeneous.planning.pool import Pool, predict_elsewhere
 from lightning_wlb.plan import Scheme
 from tests.heterogeneous.test_pool import ALONE, DATA, base, planner
 from tests.prediction.test_predictor import H100, predictor
@@ -22,7 +21,7 @@ def test_a_step_takes_what_the_pool_has_chosen_it_by() -> None:
     pool = Pool.of([MIXED, ALONE], base())
     pieces = own.next_step().pieces
     for strategy, made in pool.arranged(pieces, own.rules, DATA.packer).items():
-        plan = replace(own.next_step(), strategy=strategy, replicas=made.replicas, pieces=pieces)
+        plan = replace(own.next_step(), schemes=strategy, replicas=made.replicas, pieces=pieces)
         step = pool.predict(plan, base())
         assert step.total_ns == made.time_ns
         assert step.devices == 4
@@ -40,7 +39,7 @@ def test_pipelines_that_share_a_micro_batch_wait_for_each_other_and_no_others() 
     plan = whole_documents([[[500]], [[4000], [9000]], [[30000]], [[4000]]])
     alone = predictor(replace(base().latency.mesh, data=4, tensor=1), profile=H100)
     strategy = tuple(Scheme(rank, (8,)) for rank in range(4))
-    plan = replace(plan, strategy=strategy)
+    plan = replace(plan, schemes=strategy)
     apart = predict_elsewhere(plan, {strategy[0].shape: alone}, alone.latency)
     replicas = list(plan.replicas)
     for number in (1, 3):

@@ -27,9 +27,16 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.arguments import whole
-from lightning_wlb.heterogeneous.hops import Hop, Pieces, one_hop, two_hops
-from lightning_wlb.heterogeneous.layouts import Strategy, Weights, at_rest, in_step, slots
-from lightning_wlb.heterogeneous.regions import Integers, Regions
+from lightning_wlb.heterogeneous.planning.hops import Hop, Pieces, one_hop, two_hops
+from lightning_wlb.heterogeneous.planning.sharded_layouts import (
+    Integers,
+    Regions,
+    Weights,
+    at_rest,
+    in_step,
+    slots,
+)
+from lightning_wlb.plan import Schemes
 
 
 class Parts(NamedTuple):
@@ -85,8 +92,8 @@ class Link:
     """
 
     weights: Weights
-    base: Strategy
-    strategy: Strategy
+    base: Schemes
+    strategy: Schemes
     rank: int
     per_node: int
 
@@ -243,11 +250,11 @@ class Links:
         per_node: ranks of a node.
     """
 
-    def __init__(self, weights: Weights, base: Strategy, rank: int, per_node: int) -> None:
+    def __init__(self, weights: Weights, base: Schemes, rank: int, per_node: int) -> None:
         self._fixed = weights, base, rank, per_node
-        self._made: dict[Strategy, Link] = {}
+        self._made: dict[Schemes, Link] = {}
 
-    def to(self, strategy: Strategy) -> Link | None:
+    def to(self, strategy: Schemes) -> Link | None:
         """The link to a strategy; None where it is that of the mesh.
 
         Raises:

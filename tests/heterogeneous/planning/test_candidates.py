@@ -9,10 +9,9 @@ import pytest
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.layouts import strategy_of
-from lightning_wlb.heterogeneous.mixtures import _all_kinds, _Kinds, estimated, mixtures
+from lightning_wlb.heterogeneous.planning.candidates import _all_kinds, _Kinds, estimated, mixtures
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Piece
+from lightning_wlb.plan import Piece, schemes_of
 from tests.mesh_search.requests import request
 
 SHAPE = ModelShape(2048, 8, 16, 16, 128, 5504, 32_000)
@@ -75,7 +74,7 @@ def test_short_and_long_steps_want_different_pipelines() -> None:
         assert sizes == sorted(sizes, reverse=True)
         assert {sum(each.stages) for each in strategy} == {8}
     # The best of each step comes first.
-    single = strategy_of(Mesh(8), ASKED.predictor(Mesh(8)).stages)
+    single = schemes_of(Mesh(8), ASKED.predictor(Mesh(8)).stages)
     assert found[0] == single
     assert found[1][0].size > 1
     assert any(len({scheme.shape for scheme in strategy}) > 1 for strategy in found)

@@ -31,12 +31,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.document_time import document_ns
-from lightning_wlb.heterogeneous.layouts import Strategy, strategy_of
+from lightning_wlb.heterogeneous.planning.document_time import document_ns
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
-from lightning_wlb.plan import Scheme, piece_counts
+from lightning_wlb.plan import Scheme, Schemes, piece_counts, schemes_of
 
 DEVICE_STEPS = 64
 SHORTEST = 512
@@ -114,7 +113,7 @@ def proposed_meshes(request: MeshRequest) -> list[Mesh]:
     return [mesh for mesh in legal if mesh.shape in chosen]
 
 
-def proposed_strategies(request: MeshRequest) -> list[Strategy]:
+def proposed_strategies(request: MeshRequest) -> list[Schemes]:
     """The proposed strategies with whole pipelines, and those of the meshes of their schemes.
 
     Larger pipelines come first, so that none lies across nodes as no mesh does, and none has
@@ -125,19 +124,19 @@ def proposed_strategies(request: MeshRequest) -> list[Strategy]:
     request = replace(request, fixed=fixed, virtual_stages=1)
     meshes, strategies = _proposed(request, legal_meshes(request, Reasons()))
     steps = min(request.devices, DEVICE_STEPS)
-    found: dict[Strategy, None] = {}
+    found: dict[Schemes, None] = {}
     for parts in filter(None, strategies):  # there is none for what no scheme can hold
         counts = _whole({part.scheme: part.devices / steps for part in parts}, meshes)
         schemes: list[Scheme] = []
         for number, count in counts.items():
-            like = strategy_of(meshes[number], request.predictor(meshes[number]).stages)[0]
+            like = schemes_of(meshes[number], request.predictor(meshes[number]).stages)[0]
             for _ in range(count):
                 first = schemes[-1].ranks.stop if schemes else 0
                 schemes.append(replace(like, first=first))
         found[tuple(schemes)] = None
     for number in sorted({part.scheme for parts in strategies for part in parts}):
         mesh = meshes[number]
-        found[strategy_of(mesh, request.predictor(mesh).stages)] = None
+        found[schemes_of(mesh, request.predictor(mesh).stages)] = None
     return list(found)
 
 

@@ -23,59 +23,39 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.regions import Integers, Regions, Truths, regions
-from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.plan import Scheme
+from lightning_wlb.distributed.sharded_dim import sharded_dim
+from lightning_wlb.plan import Schemes
 
-Strategy = tuple[Scheme, ...]
+Integers = NDArray[np.int64]
+Truths = NDArray[np.bool_]
 
 
-def strategy_of(mesh: Mesh, stages: Sequence[range]) -> Strategy:
-    """The strategy whose pipelines are the replicas of a mesh.
+class Regions(NamedTuple):
+    """Boxes, sorted by parameter; none is empty, and those of a rank do not overlap.
 
-    Args:
-        mesh: has one stage on each pipeline rank.
-        stages: layers of each.
-
-    Raises:
-        ValueError: virtual stages, which a scheme has not.
+    Attributes:
+        rank: int64 [k], who holds each box.
+        parameter: int64 [k], its number in the unit.
+        box: int64 [k, dimensions, 2].
     """
-    if mesh.virtual_stages > 1:
-        raise ValueError(
-            f"virtual_stages={mesh.virtual_stages}, but pipelines that differ have one stage on"
-            " each rank. Use schedule='1f1b'."
-        )
-    layers = tuple(map(len, stages))
-    size = mesh.pipeline * mesh.context * mesh.tensor
-    firsts = range(0, mesh.devices, size)
-    return tuple(Scheme(first, layers, mesh.context, mesh.tensor) for first in firsts)
+
+    rank: Integers
+    parameter: Integers
+    box: Integers
+
+    def where(self, chosen: Truths | Integers) -> Regions:
+        """Some of the boxes, in the order in which they are here."""
+        return Regions(self.rank[chosen], self.parameter[chosen], self.box[chosen])
 
 
-def rank_in(strategy: Strategy, number: int) -> Rank:
-    """Where a global rank stands in its pipeline: on a mesh of as many replicas as pipelines.
-
-    Only ``Rank.data`` and the places in the pipeline mean anything, since the pipelines of a
-    mesh would all be alike. It is what the data of a step are made for.
-    """
-    at, scheme = next((at, each) for at, each in enumerate(strategy) if number in each.ranks)
-    mesh = Mesh(len(strategy), len(scheme.stages), scheme.context, scheme.tensor)
-    return Rank(mesh, at, *scheme.place(number))
-
-
-def shared_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dimension of a parameter over which ranks share it at rest.
-
-    The first, unless it is too short and another one divides: with two rows, as of a packed
-    projection or a low-rank adapter, two ranks would hold all of it.
-
-    Args:
-        shape: of the parameter, or of the tensor-parallel part of it that these ranks have.
-        ranks: that share it.
-    """
-    if not shape or shape[0] >= ranks:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if size and size % ranks == 0), 0)
+def regions(rank: Integers, parameter: Integers, box: Integers) -> Regions:
+    """The regions of boxes in any order, of which empty ones are left out."""
+    filled = (box[..., 0] < box[..., 1]).all(axis=-1)
+    order = np.flatnonzero(filled)
+    order = order[parameter[order].argsort(kind="stable")]
+    return Regions(rank[order], parameter[order], box[order])
 
 
 class Unit(NamedTuple):
@@ -156,7 +136,7 @@ class Weights:
         ]
         return tuple(unit for unit in every if unit.names)
 
-    def template(self, unit: Unit, base: Strategy, strategy: Strategy) -> tuple[object, ...]:
+    def template(self, unit: Unit, base: Schemes, strategy: Schemes) -> tuple[object, ...]:
         """Equal for units that rest and travel alike."""
         stages = [_Places.of(each).stages_of(unit.layers) for each in (base, strategy)]
         sizes = sorted({scheme.tensor for scheme in (*base[:1], *strategy)})
@@ -180,7 +160,7 @@ class Weights:
         return self.split[size].get(name)
 
 
-def at_rest(weights: Weights, unit: Unit, base: Strategy) -> Regions:
+def at_rest(weights: Weights, unit: Unit, base: Schemes) -> Regions:
     """Where a unit rests on the run's mesh.
 
     Raises:
@@ -199,7 +179,7 @@ def at_rest(weights: Weights, unit: Unit, base: Strategy) -> Regions:
     for parameter, name in enumerate(unit.names):
         own = np.flatnonzero(found.parameter == parameter)
         part = (box[own[0], :, 1] - box[own[0], :, 0]).tolist()[: len(weights.shapes[name])]
-        dim = shared_dim(part, ranks)
+        dim = sharded_dim(part, ranks)
         start, stop = box[own, dim].T
         rows = -(-(stop - start) // ranks)
         box[own, dim, 0] = np.minimum(start + number[own] * rows, stop)
@@ -207,7 +187,7 @@ def at_rest(weights: Weights, unit: Unit, base: Strategy) -> Regions:
     return regions(found.rank, found.parameter, box)
 
 
-def in_step(weights: Weights, unit: Unit, strategy: Strategy) -> Regions:
+def in_step(weights: Weights, unit: Unit, strategy: Schemes) -> Regions:
     """Which part of a unit each rank computes with.
 
     Raises:
@@ -216,7 +196,7 @@ def in_step(weights: Weights, unit: Unit, strategy: Strategy) -> Regions:
     return _held(weights, unit, strategy)
 
 
-def _held(weights: Weights, unit: Unit, strategy: Strategy) -> Regions:
+def _held(weights: Weights, unit: Unit, strategy: Schemes) -> Regions:
     """Each rank's part by stage and tensor place."""
     places = _Places.of(strategy)
     rank = np.flatnonzero(places.holds(unit.layers))
@@ -257,7 +237,7 @@ class _Places:
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(strategy: Strategy) -> _Places:
+    def of(strategy: Schemes) -> _Places:
         """The places of a strategy."""
         numbers: dict[object, int] = {}
         kinds = [numbers.setdefault(each.shape, len(numbers)) for each in strategy]
@@ -289,7 +269,7 @@ class _Places:
         return held
 
 
-def slots(weights: Weights, strategy: Strategy) -> Integers:
+def slots(weights: Weights, strategy: Schemes) -> Integers:
     """When each rank uses each unit first: int64 [ranks, units], -1 where it does not.
 
     A rank's units count from 0 on. What is tied comes before the last layer where a stage has no

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_wlb.callbacks.imbalance import Timings, micro_batch_seconds
 from lightning_wlb.callbacks.run_summary import Records
-from lightning_wlb.heterogeneous.layouts import Strategy
+from lightning_wlb.plan import Schemes
 from lightning_wlb.prediction.step import StepPrediction
 
 
@@ -27,12 +27,12 @@ class ByStrategy:
         strategies: the mesh's own pipelines, and those of every other strategy.
     """
 
-    def __init__(self, strategies: Sequence[Strategy]) -> None:
+    def __init__(self, strategies: Sequence[Schemes]) -> None:
         self.strategies = tuple(strategies)
         # Seconds, predicted seconds and micro-batches of each pipeline, summed over steps.
         self._sums = [np.zeros((3, len(each))) for each in strategies]
 
-    def number(self, strategy: Strategy) -> int:
+    def number(self, strategy: Schemes) -> int:
         """Of a plan's strategy."""
         return self.strategies.index(strategy, 1) if strategy else 0
 

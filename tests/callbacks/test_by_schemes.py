@@ -2,8 +2,8 @@
 
 import math
 
+from lightning_wlb.callbacks.by_schemes import ByStrategy
 from lightning_wlb.callbacks.run_summary import Records
-from lightning_wlb.heterogeneous.monitoring import ByStrategy
 from lightning_wlb.plan import Scheme
 from tests.callbacks.test_run_summary import record
 

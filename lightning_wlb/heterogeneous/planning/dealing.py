@@ -14,7 +14,7 @@ of the dealings the one stays whose latest kind ends first, and what each kind t
 predicted costs corrects these for another dealing, while that helps.
 
 When parameters are there, and gradients where they rest, the receivers' predictors say
-(:mod:`~lightning_wlb.heterogeneous.link_times`).
+(:mod:`~lightning_wlb.heterogeneous.planning.exchange_times`).
 
 Cost: two to four times that of a packing's plan of each kind, and of Algorithm 1; a kind that gets
 the same pieces again is planned once. Not without a device profile: exact work does not know which
@@ -31,13 +31,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.document_time import document_ns
-from lightning_wlb.mesh import Mesh
+from lightning_wlb.heterogeneous.planning.document_time import document_ns
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, Shape, alike
 from lightning_wlb.planning.dealing import TRIALS, Costs, deal_greedily, longest_first
 from lightning_wlb.planning.packing.base import Packer, Placement, Rules
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.replica_plans import laid_out, to_be_laid_out
+from lightning_wlb.planning.step_chooser import check_packing
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -48,11 +48,6 @@ UNEVEN_PERCENT = 110
 
 DEALT_AGAIN = 2
 """Times at most that pieces are dealt again, knowing what pipelines took."""
-
-
-def mesh_of(scheme: Scheme) -> Mesh:
-    """The mesh of a pipeline alone."""
-    return Mesh(1, len(scheme.stages), scheme.context, scheme.tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +74,7 @@ class Receiver:
 
     def __post_init__(self) -> None:
         mesh, stages = self.predictor.latency.mesh, self.predictor.stages
-        if replace(mesh, data=1) != mesh_of(self.scheme) or stages != self.scheme.layers:
+        if replace(mesh, data=1) != self.scheme.mesh() or stages != self.scheme.layers:
             raise ValueError(
                 f"the predictor is of the mesh {mesh} with stages of {[*map(len, stages)]} layers,"
                 f" not of the pipeline on {self.scheme}."
@@ -93,7 +88,7 @@ class Receiver:
     @cached_property
     def place(self) -> Placement:
         """What the pipelines' pieces are arranged for."""
-        mesh, layout = replace(mesh_of(self.scheme), data=self.count), to_be_laid_out(self.sharding)
+        mesh, layout = self.scheme.mesh(self.count), to_be_laid_out(self.sharding)
         return Placement(mesh, layout, self.scorer, SCHEDULES[self.predictor.schedule].slices)
 
     @cached_property
@@ -158,19 +153,6 @@ class Arranged(NamedTuple):
     time_ns: int
     replicas: tuple[ReplicaPlan, ...]
     cap: int
-
-
-def check_packing(packer: Packer | type[Packer]) -> None:
-    """Refuse a packing that cannot be used with pipelines that differ.
-
-    Raises:
-        ValueError: it makes micro-batches for all pipelines at once.
-    """
-    if not packer.arranges:
-        raise ValueError(
-            "pipelines that differ cannot share the micro-batches of this packing, which are made"
-            " before they are dealt. Use packing='auto', 'slim' or 'hydraulis'."
-        )
 
 
 def arrange(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from lightning_wlb.heterogeneous.links import Link, Links
+from lightning_wlb.heterogeneous.planning.exchanges import Link, Links
 from lightning_wlb.plan import Scheme
 from tests.heterogeneous.layouts import Memory, held, links, run, uniform, weights
 

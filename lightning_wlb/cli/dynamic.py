@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_wlb.cli.request import Request
-from lightning_wlb.heterogeneous.pool import Pool
-from lightning_wlb.heterogeneous.pool_search import (
+from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.planning.pool_search import (
     SAMPLE,
     WORTH,
     PoolChoice,
@@ -90,14 +90,14 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simula
     left = [
         (base.predict(one), pool.predict(other, base))
         for one, other in zip(on_mesh, chosen, strict=True)
-        if other.strategy
+        if other.schemes
     ]
     if not left:
         return {}
     one, other = max(left, key=lambda pair: pair[0].total_ns / pair[1].total_ns)
     said = f"step {one.plan.step}, which gains most by leaving the mesh"
     found: dict[str, Sequence[Simulation]] = {f"{said}: on the mesh": one.simulations}
-    strategy = other.plan.strategy
+    strategy = other.plan.schemes
     for numbers in alike(strategy).values():
         latest = f", the latest of {len(numbers)} alike" if len(numbers) > 1 else ""
         simulations = [other.simulations[number] for number in numbers]

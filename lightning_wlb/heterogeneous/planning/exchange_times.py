@@ -31,9 +31,8 @@ from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.layouts import strategy_of
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Scheme
+from lightning_wlb.plan import Scheme, schemes_of
 from lightning_wlb.prediction.parameter_traffic import Traffic
 from lightning_wlb.prediction.predictor import Predictor
 
@@ -227,7 +226,7 @@ def _sizes(shape: ModelShape, tensor: int) -> Floats:
 def _shares(base: Predictor, cuts: int) -> Floats:
     """How much of each cut of each unit rests on each rank, [ranks, units, cuts]."""
     share: Floats = np.zeros((base.latency.mesh.devices, base.latency.shape.layers + 2, cuts))
-    strategy = strategy_of(base.latency.mesh, base.stages)
+    strategy = schemes_of(base.latency.mesh, base.stages)
     each, over = cuts // strategy[0].tensor, len(strategy) * strategy[0].context
     for scheme in strategy:
         units = _units(scheme)
