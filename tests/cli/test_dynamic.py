@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from lightning_wlb.cli.main import main
-from tests.heterogeneous.test_pool_search import MIXED
+from tests.heterogeneous.planning.test_pool_search import MIXED
 
 MODEL = "dim=2048,layers=4,heads=16,kv_heads=16,ffn_dim=5504,vocab_size=32000"
 

@@ -19,7 +19,7 @@ from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.parameter_traffic import Traffic
 from lightning_wlb.prediction.predictor import Predictor
-from tests.heterogeneous.test_dealing import SHAPE
+from tests.heterogeneous.planning.test_dealing import SHAPE
 
 DATA = DataSettings(16384, 2, {"method": "slim", "micro_packs": 2}, shuffle=False)
 LENGTHS = [1000] * 40 + [16000] * 2 + [500] * 60
@@ -153,7 +153,7 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
     Pool.of([across], base())
     with pytest.raises(ValueError, match="sharding='heads' splits the 16 query and 16 key"):
         Pool.of([(Scheme(0, (4,), 3), Scheme(3, (4,)))], base(), sharding="heads")
-    with pytest.raises(ValueError, match="a pool of strategies needs a device profile"):
+    with pytest.raises(ValueError, match="a step chooser needs a device profile"):
         Planner(LENGTHS, DATA, Work.of(SHAPE), step_chooser=Pool.of([ALONE], base()))
     with pytest.raises(ValueError, match="Use packing='auto', 'slim' or 'hydraulis'"):
         planner(ALONE, data=replace(DATA, packing="best_fit"))  # not in some later step

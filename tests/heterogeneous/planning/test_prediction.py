@@ -9,7 +9,7 @@ import pytest
 from lightning_wlb.callbacks.imbalance import predicted_imbalance
 from lightning_wlb.heterogeneous.planning.pool import Pool, predict_elsewhere
 from lightning_wlb.plan import Scheme
-from tests.heterogeneous.test_pool import ALONE, DATA, base, planner
+from tests.heterogeneous.planning.test_pool import ALONE, DATA, base, planner
 from tests.prediction.test_predictor import H100, predictor
 from tests.prediction.test_predictor import plan_of as whole_documents
 
