@@ -43,7 +43,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training import parameter_buckets as gathering
-from lightning_wlb.training.parameter_buckets import Gathering
+from lightning_wlb.training.parameter_buckets import ParameterBuckets
 
 all_gather = gathering.all_gather_into
 
@@ -52,7 +52,7 @@ WARM_UP = 2
 """Steps that are not counted, of each kind."""
 
 
-class AtOnce(Gathering):
+class AtOnce(ParameterBuckets):
     """Leaves nothing to hide where it is told so."""
 
     at_once = False
@@ -101,7 +101,7 @@ class Turns(L.Callback):
         self.steps: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.gathering = trainer.strategy.executor.gathering
+        self.gathering = trainer.strategy.executor.parameters
         self.gathering.__class__ = AtOnce
         gathering.all_gather_into = self.gathering.gathers
 
@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(json.loads(lines.splitlines()[-1]))
     headings = [heading.replace("_", " ") for heading in rows[0]]
     cells = [[str(value) for value in row.values()] for row in rows]
-    Console(width=120).print(report.table("Gathering, two ranks", headings, cells))
+    Console(width=120).print(report.table("ParameterBuckets, two ranks", headings, cells))
     report.finish({"benchmark": "gathering", **arguments, "rows": rows}, output)
 
 

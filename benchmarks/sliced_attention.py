@@ -31,7 +31,7 @@ from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, 
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.messages import Messages, Pipeline
+from lightning_wlb.training.messages import Messages, PipelineRank
 
 VOCABULARY = 256
 
@@ -67,7 +67,7 @@ def batch_of(documents: int, tokens: int, slices: int) -> StepBatch:
 
 def seconds(model: Transformer, batch: StepBatch) -> float:
     """Processor time of one step."""
-    pipeline = Pipeline(
+    pipeline = PipelineRank(
         rank=Rank(),
         stages=(range(len(model.layers)),),
         schedule="1f1b",

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed import Backend
 
-from lightning_wlb.attention import varlen
+from lightning_wlb.attention import backends as varlen
 
 MOST_RANKS = 8
 """Of a test."""

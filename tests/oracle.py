@@ -1,7 +1,7 @@
 """The definition of a right loss and gradient: one process, dense masked attention, no packing.
 
 Labels, positions and masks are built here from the raw documents; nothing of the project is used
-but the model and ``attention/reference.py``. Each piece runs alone.
+but the model and ``attention/kernels_exact.py``. Each piece runs alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.reference import dense_attention
+from lightning_wlb.attention.kernels_exact import dense_attention
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.models.transformer import Transformer
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.profile import dtype_of
-from lightning_wlb.attention.kernel import PLAIN
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import PLAIN
 from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.attention.kernels_gpu import flash_library
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.profiling.call_timer import make_timer
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.page import page
-from lightning_wlb.attention.varlen import VarlenAttention, available_backends
+from lightning_wlb.attention.backends import VarlenAttention, available_backends
 
 Row = tuple[str, Callable[[], dict[str, Any]]]
 """Its name, and what makes its figures, in plain types."""

@@ -34,10 +34,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.refetch import attend_with_refetch
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.distributed.collectives import (
     all_gather_into,
     padded,

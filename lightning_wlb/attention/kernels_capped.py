@@ -26,9 +26,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_wlb.attention.kernel import AttentionOptions
-from lightning_wlb.attention.segments import Segment, blocks_of
-from lightning_wlb.attention.sinks import gradient_of_sinks
+from lightning_wlb.attention.kernel_interface import (
+    AttentionOptions,
+    Segment,
+    blocks_of,
+    gradient_of_sinks,
+)
 from lightning_wlb.distributed.collectives import sum_dtype
 
 BLOCK = 128

@@ -34,11 +34,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.kernel_interface import (
+    AttentionOptions,
+    Segment,
+    gradient_of_sinks,
+    segments_of,
+    with_sinks,
+)
 from lightning_wlb.attention.kernels_capped import capped_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.segments import Segment, segments_of
-from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
 from lightning_wlb.distributed.collectives import sum_dtype
 
 BLOCK = 256

@@ -32,9 +32,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_wlb.attention.kernel import AttentionOptions, Kernel
+from lightning_wlb.attention.kernel_interface import (
+    AttentionOptions,
+    Kernel,
+    gradient_of_sinks,
+    with_sinks,
+)
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.sinks import gradient_of_sinks, with_sinks
 
 PACKAGES = {3: "flash_attn_interface", 2: "flash_attn", 4: "flash_attn.cute"}
 """FlashAttention's generations and the module that each is in."""

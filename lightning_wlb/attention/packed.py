@@ -19,12 +19,12 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.sliced import sliced_attention
 from lightning_wlb.attention.ulysses import head_parallel_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.distributed.process_groups import ProcessGroups
 
 Queries = Tensor | Callable[[], Tensor]

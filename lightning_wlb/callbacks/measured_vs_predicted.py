@@ -18,7 +18,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.messages import PipelineRank
 
 TOLERANCE = 0.2
 """Fraction by which a measured figure may differ from its prediction without a warning."""
@@ -28,7 +28,11 @@ STEPS = 10
 
 
 def run_predictor(
-    profile: Profile, module: LanguageModule, mesh: Mesh, pipeline: Pipeline, reduced: torch.dtype
+    profile: Profile,
+    module: LanguageModule,
+    mesh: Mesh,
+    pipeline: PipelineRank,
+    reduced: torch.dtype,
 ) -> Predictor:
     """The predictor of a run's steps.
 

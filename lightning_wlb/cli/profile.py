@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lightning_wlb.attention.varlen import BACKENDS
+from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.cli.arguments import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.profiling.device_profile import measure

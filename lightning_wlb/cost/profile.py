@@ -168,7 +168,7 @@ class Profile:
         shape: sizes of the layers that were measured; others are extrapolated from them.
         errors: relative errors of the fitted rates on work that the fit did not use.
         kernel: the attention kernel whose rates ``attention`` has, by the names of
-            ``lightning_wlb.attention.varlen.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ...;
+            ``lightning_wlb.attention.backends.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ...;
             empty in files of older versions, which did not say.
 
     Raises:

@@ -80,13 +80,13 @@ class MeshGroups:
         mesh: has those of the axes ``data``, ``pipeline``, ``context`` and ``tensor``.
         channels: that of each channel of pipeline messages; empty without a pipeline.
         merged: those over several replicas, made when a plan first needs them.
-        gathering: the ranks that share the parameters; a step gathers them over it, nothing else.
+        parameters: the ranks that share the parameters, which a step gathers over it, nothing else.
     """
 
     mesh: DeviceMesh
     channels: Mapping[Channel, dist.ProcessGroup]
     merged: MergedGroups
-    gathering: dist.ProcessGroup
+    parameters: dist.ProcessGroup
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None:
@@ -105,7 +105,7 @@ class MeshGroups:
     def set_timeout(self, timeout: timedelta) -> None:
         """Let any operation of the mesh wait so long, and those on the group of all ranks."""
         flat = data_context(self.mesh).get_group()
-        groups = [*self.mesh.get_all_groups(), *self.channels.values(), flat, self.gathering]
+        groups = [*self.mesh.get_all_groups(), *self.channels.values(), flat, self.parameters]
         set_timeout(timeout, *groups, dist.group.WORLD)
         self.merged.set_timeout(timeout)
 
@@ -158,14 +158,14 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
         _connect(rank, device, mesh, channels)
         ranks = np.arange(rank.mesh.devices).reshape(rank.mesh.shape)
         merged = MergedGroups([ranks], rank.index, timeout)
-        return MeshGroups(mesh, channels, merged, _gathering_group(rank, mesh, timeout))
+        return MeshGroups(mesh, channels, merged, _parameter_group(rank, mesh, timeout))
 
     # Virtual stages need the ring's groups, however many they are.
     mesh = replace(rank.mesh, virtual_stages=min(rank.mesh.virtual_stages, 2))
     return kept((mesh, device.type), make, timeout)
 
 
-def _gathering_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> dist.ProcessGroup:
+def _parameter_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> dist.ProcessGroup:
     """The ranks that share this rank's parameters, in a group of their own.
 
     torch gives every axis that has all ranks the default group. Keys of context-parallel attention

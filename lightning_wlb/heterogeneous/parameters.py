@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,17 @@ from lightning_wlb.heterogeneous.pipelines import OfStrategy, Settings
 from lightning_wlb.heterogeneous.transfer import Groups, Pull, Push
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.schedule.actions import BACKWARD, Action
-from lightning_wlb.training.buckets import refuse_hooks
-from lightning_wlb.training.parameter_buckets import cast_floats, set_gradient
+from lightning_wlb.training.parameter_hooks import (
+    before_forward,
+    gradient_too_late,
+    module_not_called,
+    take_gradients,
+)
+from lightning_wlb.training.sharded_parameters import refuse_hooks, set_gradient
 
 
 class Linked:
-    """The steps of one strategy's parameters: the counterpart of a ``Gathering``."""
+    """The steps of one strategy's parameters: the counterpart of a ``ParameterBuckets``."""
 
     def __init__(self, own: OfStrategy, model: Decoder, groups: Groups, settings: Settings) -> None:
         self._own, self._groups, self._settings = own, groups, settings
@@ -139,10 +144,7 @@ class _Live:
         self._push: Push | None = None
         self._training = torch.is_grad_enabled()
         self._hooks = [
-            # Before a module's own hooks, which may read its parameters.
-            module.register_forward_pre_hook(
-                partial(self._before_forward, slots), prepend=True, with_kwargs=True
-            )
+            before_forward(module, partial(self._wait_for, slots), settings.dtype)
             for module, slots in here.parts.items()
         ]
 
@@ -151,15 +153,9 @@ class _Live:
         for slot in range(len(self._here.link.units)):
             self._arrive(slot)
 
-    def _before_forward(
-        self, slots: Collection[int], module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _wait_for(self, slots: Collection[int]) -> None:
         for slot in sorted(slots):
             self._arrive(slot)
-        dtype = self._settings.dtype
-        if dtype == torch.bfloat16:
-            return cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        return None
 
     def _arrive(self, slot: int) -> None:
         if slot in self._names:
@@ -174,16 +170,11 @@ class _Live:
                     module._parameters[attribute] = live
                 if trained and self._training:
                     self._names[slot].add(name)
-                    live.register_post_accumulate_grad_hook(partial(self._add, slot, name))
+                    take_gradients(live, partial(self._add, slot, name))
 
-    def _add(self, slot: int, name: str, live: Tensor) -> None:
-        gradient, live.grad = live.grad, None
-        assert gradient is not None
+    def _add(self, slot: int, name: str, gradient: Tensor) -> None:
         if self._push is not None and slot > self._push.next:
-            raise RuntimeError(
-                f"{name} gets a gradient after its gradients of the step were complete. A"
-                " checkpoint of your model's own with use_reentrant=True does that: use False."
-            )
+            raise gradient_too_late(name)
         self._make_sum(name)
         if name in self._added:
             self._sums[name] += gradient
@@ -212,11 +203,7 @@ class _Live:
         missing = set(range(len(self._here.link.units))) - set(self._names)
         if missing:
             units = [self._here.link.weights.units[self._here.link.units[n]] for n in missing]
-            raise ValueError(
-                "A stage ran without calling a module that it holds, so parameters were not waited"
-                f" for and would not be trained: {', '.join(n for u in units for n in u.names)}."
-                " Call embed, head and every layer in the model's forward, as modules."
-            )
+            raise module_not_called(name for unit in units for name in unit.names)
         if not held:
             self._begin_push()
 

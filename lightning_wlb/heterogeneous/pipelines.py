@@ -36,7 +36,7 @@ from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import Scheme, Schemes, StepPlan, alike, rank_in
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
-from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.parallelize import convert_tensors, keep_stages
 
 _KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
@@ -66,7 +66,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Pipeline(Pipeline):
+class _Pipeline(PipelineRank):
     """A pipeline on the ranks of its scheme."""
 
     scheme: Scheme

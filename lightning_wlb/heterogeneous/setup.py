@@ -39,7 +39,7 @@ from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.step_chooser import check_packing
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.training.executor import Executor, Surroundings
+from lightning_wlb.training.executor import Executor, StepRuntime
 from lightning_wlb.training.parallelize import refuse_empty_buffers
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
@@ -169,7 +169,7 @@ def run_elsewhere(
             f" {described(strategy)}."
         )
     groups = travel_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
-    executor.elsewhere = Elsewhere(model, links, groups, settings)
+    executor.heterogeneous = Elsewhere(model, links, groups, settings)
 
 
 def _weights(
@@ -196,7 +196,7 @@ class Elsewhere:
         self._model = model
         self._made: dict[Schemes, tuple[OfStrategy, Linked]] = {}
 
-    def __call__(self, plan: StepPlan) -> Surroundings:
+    def __call__(self, plan: StepPlan) -> StepRuntime:
         """What this plan's steps run on; collective over all ranks where its strategy is new, or
         where as many pipelines as never before share a micro-batch.
 
@@ -213,7 +213,7 @@ class Elsewhere:
             linked = Linked(own, self._model, self._groups, self._settings)
             self._made[plan.schemes] = own, linked
         own, linked = self._made[plan.schemes]
-        return Surroundings(own.model, own.pipeline, own.groups_of(plan), linked)
+        return StepRuntime(own.model, own.pipeline, own.groups_of(plan), linked)
 
 
 def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:

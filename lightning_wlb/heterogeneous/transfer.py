@@ -46,7 +46,7 @@ from lightning_wlb.heterogeneous.planning.exchanges import Exchange, Link, Parts
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import placement_of
-from lightning_wlb.supervision.progress import HERE
+from lightning_wlb.supervision.progress import PROGRESS
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ def _work(jobs: _Jobs) -> None:
                 future.set_result(job())
         except BaseException as error:
             if failed is None:
-                HERE.failed = f"{type(error).__name__}: {error}"
+                PROGRESS.failed = f"{type(error).__name__}: {error}"
             failed = error
             future.set_exception(error)
         del given, future, job  # or what they hold would live until the next call

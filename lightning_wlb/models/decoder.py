@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.models.tensor_parallel import assign

@@ -29,8 +29,8 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from lightning_wlb.arguments import choice, flag, number, whole
+from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.attention.kv_cache import KeyValueCache
-from lightning_wlb.attention.varlen import BACKENDS
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import refuse_prediction
@@ -70,7 +70,7 @@ class LanguageModule(L.LightningModule):
             ``"selective"`` (feed-forward halves) or ``"full"`` (layers) of all micro-batches; or
             ``"auto"``: where a device profile says what fits in memory, each plan says it for each
             micro-batch, with as little as fits; else ``"none"``.
-        attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
+        attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
         compile: compile the model's blocks (norms, rotary embedding, feed-forward networks, the
             loss's softmax) by ``torch.compile``, once for all lengths, in the first step. Where
             that fails there is a warning, and they run as without.

@@ -31,10 +31,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.packed import Project, Queries, packed_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import (
     NO_GROUPS,
@@ -61,7 +61,7 @@ class Transformer(Decoder):
         layers: global numbers of the layers to build; all if None.
         embed: whether to build the embedding.
         head: whether to build the final norm and the output projection.
-        attention_backend: see :class:`~lightning_wlb.attention.varlen.VarlenAttention`.
+        attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
 
     Attributes:
         attention_kernel: the kernel that ``attend`` calls; its ``timer`` hook measures it.

@@ -31,7 +31,7 @@ from math import inf
 
 import torch
 
-from lightning_wlb.attention.varlen import kernel_name
+from lightning_wlb.attention.backends import kernel_name
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.models.config import TransformerConfig

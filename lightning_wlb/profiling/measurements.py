@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs, head_flops, layer_linear_flops
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts

@@ -54,7 +54,7 @@ from lightning_wlb.strategy.checks import local_path
 from lightning_wlb.strategy.launch import MeshStrategy
 from lightning_wlb.supervision.signals import NOTICES, SAVE_FAILED
 from lightning_wlb.supervision.watchdog import say
-from lightning_wlb.training.gradient_norm import Tie
+from lightning_wlb.training.tied_weights import Tie
 
 END_SECONDS = 30.0
 """How long a run that ends by an exception waits for a save in the background."""

@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.arguments import choice, whole
-from lightning_wlb.attention.varlen import kernel_name
+from lightning_wlb.attention.backends import kernel_name
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext, shape_of
@@ -56,7 +56,7 @@ from lightning_wlb.strategy.profile_choice import (
     decoder_like,
     profile_of,
 )
-from lightning_wlb.supervision.progress import BETWEEN, HERE
+from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.precision import WLBPrecision, name_of
 
@@ -161,9 +161,9 @@ class ChoosingStrategy(CheckpointStrategy):
             )
             return super()._chosen(mesh)
         asked = self._searched_for(*self._asked_schedule)
-        HERE.note(BETWEEN, "the choice of a mesh")
+        PROGRESS.note(BETWEEN, "the choice of a mesh")
         mesh, self.schedule = searching.agreed_mesh(asked, trainer, data, module, self.profile)
-        HERE.begin()
+        PROGRESS.begin()
         return mesh
 
     def _profile(self, given: Profile | None, settled: bool) -> Profile | None:
@@ -220,7 +220,7 @@ class ChoosingStrategy(CheckpointStrategy):
         self._measure(data)
         module: Any = self.lightning_module
         if self._chooses_pool and module.trainer.state.fn == TrainerFn.FITTING:
-            HERE.note(BETWEEN, "the choice of strategies")
+            PROGRESS.note(BETWEEN, "the choice of strategies")
             self.dynamic = self._chosen_strategies(data, module)
             self._prepare_strategies()
             if not (self.dynamic or self._depends_on_times(data)):
@@ -292,7 +292,7 @@ class ChoosingStrategy(CheckpointStrategy):
                 f"WLBStrategy: the run was planned by {kept.provenance}. Here it goes on with"
                 f" {', '.join(own)}, which is measured anew."
             )
-        HERE.note(BETWEEN, "the measurement of the device")
+        PROGRESS.note(BETWEEN, "the measurement of the device")
         profile = agreed_profile(asked)
         data.keep_measurement(profile)
         self.profile = profile or self.profile

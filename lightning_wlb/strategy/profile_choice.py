@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_wlb.attention.varlen import kernel_name
+from lightning_wlb.attention.backends import kernel_name
 from lightning_wlb.cost.profile import Link, Profile, shipped_profiles
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data.cache import built_before, built_once, fingerprint

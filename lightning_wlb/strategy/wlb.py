@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.cost.memory_model import MemoryModel
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -50,9 +50,9 @@ from lightning_wlb.strategy.checks import (
 from lightning_wlb.strategy.choosing import ChoosingStrategy
 from lightning_wlb.strategy.model_summary import Display
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.gradient_norm import add_tied_gradients
-from lightning_wlb.training.messages import Pipeline
-from lightning_wlb.training.non_finite import OnNonfinite, StepGuard
+from lightning_wlb.training.tied_weights import add_tied_gradients
+from lightning_wlb.training.messages import PipelineRank
+from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.training.out_of_memory import explained
 from lightning_wlb.training.parallelize import parallelize
 from lightning_wlb.training.precision import WLBPrecision, name_of
@@ -247,11 +247,11 @@ class WLBStrategy(ChoosingStrategy):
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         stages = model_stages(shape, mesh.stages, attended)
         precision = self.precision_plugin
-        self._ties, gathering = parallelize(
+        self._ties, parameters = parallelize(
             model,
             self.mesh_groups.mesh,
             stages,
-            self.mesh_groups.gathering,
+            self.mesh_groups.parameters,
             initialise=module.init_weights,
             device=self.root_device,
             dtype=precision.parameter_dtype,
@@ -260,7 +260,7 @@ class WLBStrategy(ChoosingStrategy):
         )
         self.executor = Executor(
             model,
-            Pipeline(
+            PipelineRank(
                 rank=self.rank,
                 stages=tuple(stages),
                 schedule=self.schedule,
@@ -270,7 +270,7 @@ class WLBStrategy(ChoosingStrategy):
                 device=self.root_device,
             ),
             self.mesh_groups,
-            gathering,
+            parameters,
         )
         self._runs = None
         model.parallelized_by = self  # type: ignore[assignment]
@@ -359,7 +359,7 @@ class WLBStrategy(ChoosingStrategy):
         batch, loss = ran
         self.precision_plugin.pre_backward(closure_loss, module)
         self.executor.finish()
-        if not self.executor.was_elsewhere:
+        if not self.executor.left_mesh:
             add_tied_gradients(
                 self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
             )

@@ -37,8 +37,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_wlb.data.loader_workers import live_on_without_parent
 from lightning_wlb.distributed.process_groups import gather_from_all_ranks
-from lightning_wlb.supervision.heartbeat import Board, Connection, beat
-from lightning_wlb.supervision.progress import AFTER, CALLBACKS, HERE, OPTIMISING, REDUCING
+from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer, beat
+from lightning_wlb.supervision.progress import AFTER, CALLBACKS, OPTIMISING, PROGRESS, REDUCING
 from lightning_wlb.supervision.signals import NOTICES
 from lightning_wlb.supervision.watchdog import Watchdog, say
 
@@ -63,7 +63,7 @@ class Faults(pl.Callback):
     def __init__(self) -> None:
         self.alone: str | None = None
         self._rank = 0
-        self._board: Board | None = None
+        self._server: HeartbeatServer | None = None
         self._watchdog: Watchdog | None = None
         self._held_back: list[ModelCheckpoint] = []  # that would save on an exception
 
@@ -79,9 +79,11 @@ class Faults(pl.Callback):
         if rank == 0:
             token = secrets.token_hex(16)
             with suppress(OSError):
-                self._board = Board(world_size, token, still, seconds, lambda text: say(0, text))
-                self._board.start()
-                address = [self._board.port, token]
+                self._server = HeartbeatServer(
+                    world_size, token, still, seconds, lambda text: say(0, text)
+                )
+                self._server.start()
+                address = [self._server.port, token]
         dist.broadcast_object_list(address, 0)
         link = None
         host = os.environ.get("MASTER_ADDR", "localhost")  # unset where the user has connected them
@@ -105,19 +107,19 @@ class Faults(pl.Callback):
         """The run of this rank is over."""
         if self._watchdog is not None:
             self._watchdog.stop()
-        if self._board is not None:
+        if self._server is not None:
             if self.alone is None:
-                self._board.wait_for_ends()
-            self._board.stop()
-        self._watchdog = self._board = None
+                self._server.wait_for_ends()
+            self._server.stop()
+        self._watchdog = self._server = None
         for callback in self._held_back:
             callback.save_on_exception = True
         self._held_back.clear()
-        HERE.begin()
+        PROGRESS.begin()
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         """Note that callbacks are next: the Trainer has counted the optimizer's step."""
-        HERE.note(CALLBACKS, "its callbacks")
+        PROGRESS.note(CALLBACKS, "its callbacks")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Let this rank be slower to end than its launcher, whose end would kill it before."""
@@ -125,27 +127,27 @@ class Faults(pl.Callback):
 
     def on_save_checkpoint(self, *_: Any, **__: Any) -> None:
         """Note that a checkpoint is next."""
-        HERE.note(CALLBACKS, "the saving of a checkpoint")
+        PROGRESS.note(CALLBACKS, "the saving of a checkpoint")
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Say what has happened, and whether the ranks can go on together."""
         live_on_without_parent()
-        lost = isinstance(exception, StateLost) or HERE.part == OPTIMISING
+        lost = isinstance(exception, StateLost) or PROGRESS.part == OPTIMISING
         if not dist.is_initialized() or (dist.get_world_size() == 1 and not lost):
             return
         error = f"{type(exception).__name__}: {exception}".strip()
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if not asked:
-            say(self._rank, f"failed, {HERE}: {error}")
+            say(self._rank, f"failed, {PROGRESS}: {error}")
         # By all ranks at the end of a step or of an evaluated batch (signals.py).
-        agreed = asked and not NOTICES.mine and HERE.part in (REDUCING, AFTER)
+        agreed = asked and not NOTICES.mine and PROGRESS.part in (REDUCING, AFTER)
         together, cause = agreed, "the run is not watched"
         if self._watchdog is not None:
             place = f"{type(exception).__name__} {trainer.global_step} {trainer.state.stage}"
-            place += f" {HERE.progress()} {HERE.action} {self._rank if lost else ''}"
-            together, cause = self._watchdog.agree(place, f"{HERE}: {_in_short(error)}", agreed)
+            place += f" {PROGRESS.progress()} {PROGRESS.action} {self._rank if lost else ''}"
+            together, cause = self._watchdog.agree(place, f"{PROGRESS}: {_in_short(error)}", agreed)
         if together:
             return
         if lost:

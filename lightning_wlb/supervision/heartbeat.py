@@ -88,7 +88,7 @@ class Connection:
 
 
 @dataclass(eq=False)
-class Peer:
+class _RankStatus:
     """What rank 0 knows of a rank."""
 
     link: Connection
@@ -102,7 +102,7 @@ class Peer:
     since: float = field(default_factory=time.monotonic)  # when it began what it is doing
 
 
-class Board(threading.Thread):
+class HeartbeatServer(threading.Thread):
     """Rank 0's end of all connections.
 
     Args:
@@ -129,8 +129,8 @@ class Board(threading.Thread):
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._peers: dict[int, Peer] = {}
-        self._first: Peer | None = None
+        self._peers: dict[int, _RankStatus] = {}
+        self._first: _RankStatus | None = None
         self._all_by = 0.0
         self._verdict = ""
         self._told: object = None
@@ -186,9 +186,11 @@ class Board(threading.Thread):
         except OSError:
             time.sleep(0.1)  # too many files are open, for now
             return
-        self._selector.register(connection, selectors.EVENT_READ, Peer(Connection(connection)))
+        self._selector.register(
+            connection, selectors.EVENT_READ, _RankStatus(Connection(connection))
+        )
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: _RankStatus) -> None:
         messages = peer.link.receive()
         for message in messages or ():
             if peer.rank < 0 and not self._admit(peer, message):
@@ -201,7 +203,7 @@ class Board(threading.Thread):
             if self._peers.pop(peer.rank, None) is not None and not peer.ended:
                 self._gone(peer)
 
-    def _admit(self, peer: Peer, message: dict[str, Any]) -> bool:
+    def _admit(self, peer: _RankStatus, message: dict[str, Any]) -> bool:
         """Whether it is a rank; the last one closes the door, since none ever comes again."""
         if not hmac.compare_digest(ascii(message.get("token")), ascii(self._token)):
             return False
@@ -212,7 +214,7 @@ class Board(threading.Thread):
             self._listener.close()
         return True
 
-    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _take(self, peer: _RankStatus, message: dict[str, Any]) -> None:
         peer.heard = time.monotonic()
         if "doing" in message:
             peer.progress, peer.doing = tuple(message["progress"]), message["doing"]
@@ -224,7 +226,7 @@ class Board(threading.Thread):
                 self._first, self._all_by = peer, peer.heard + patience
         peer.ended = peer.ended or "ended" in message
 
-    def _gone(self, peer: Peer) -> None:
+    def _gone(self, peer: _RankStatus) -> None:
         """A rank's process has ended before its run was over."""
         if peer.place is None or self._verdict == "together":
             cause = f"rank {peer.rank} has died without a word; it was at {peer.doing}"
@@ -299,6 +301,6 @@ def _allow_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _shown(peers: Iterable[Peer], now: float) -> str:
+def _shown(peers: Iterable[_RankStatus], now: float) -> str:
     each = [f"rank {p.rank}, at {p.doing} (heard {now - p.heard:.0f} s ago)" for p in peers]
     return "; ".join(each[:4]) + (f"; and {len(each) - 4} more" if len(each) > 4 else "")

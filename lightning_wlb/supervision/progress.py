@@ -20,7 +20,7 @@ BETWEEN, RUNNING, EXCHANGING, REDUCING, OPTIMISING, CALLBACKS, AFTER, LOADING = 
 """Parts of a step in the order in which every rank passes them."""
 
 
-class Position(NamedTuple):
+class _Moment(NamedTuple):
     """What the main thread does, and since when.
 
     Attributes:
@@ -38,7 +38,7 @@ class Position(NamedTuple):
     since: float
 
 
-class Whereabouts:
+class Progress:
     """What the main thread does, and how far it is.
 
     Attributes:
@@ -49,22 +49,22 @@ class Whereabouts:
     def __init__(self) -> None:
         # Replaced as a whole: another thread must not see the batch of one step and the action of
         # another.
-        self._now: Position
+        self._now: _Moment
         self.begin()
 
     def begin_step(self, batch: StepBatch) -> None:
         """A step or an evaluation's batch is about to run on all ranks."""
         runs = self._now.runs + 1
-        self._now = Position(runs, batch, RUNNING, "its beginning", time.monotonic())
+        self._now = _Moment(runs, batch, RUNNING, "its beginning", time.monotonic())
 
     def note(self, part: int, doing: str | Action) -> None:
         """The main thread goes on to ``doing``, in this part of its step."""
-        self._now = Position(self._now.runs, self._now.batch, part, doing, time.monotonic())
+        self._now = _Moment(self._now.runs, self._now.batch, part, doing, time.monotonic())
 
     def begin(self) -> None:
         """A run begins or has ended; its batch may be freed."""
         self.failed = ""
-        self._now = Position(0, None, BETWEEN, "setting up", time.monotonic())
+        self._now = _Moment(0, None, BETWEEN, "setting up", time.monotonic())
 
     @property
     def action(self) -> Action | None:
@@ -111,5 +111,5 @@ class Whereabouts:
         return f"{step}, action {doing} of documents {shown}"
 
 
-HERE = Whereabouts()
+PROGRESS = Progress()
 """That of this process."""

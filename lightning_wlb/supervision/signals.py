@@ -43,7 +43,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.data.loader_workers import WAIT, WaitEnded
-from lightning_wlb.supervision.progress import AFTER, HERE
+from lightning_wlb.supervision.progress import AFTER, PROGRESS
 
 REQUEUE, STOP, INTERRUPT, SAVE_FAILED = 1, 2, 4, 8
 """Bits of a notice: signals, and what saving.py tells."""
@@ -177,7 +177,7 @@ class EndOnSignal(pl.Callback):
             SIGTERMException: on every rank, when it has saved.
             KeyboardInterrupt: on every rank.
         """
-        HERE.note(AFTER, "what follows on it")
+        PROGRESS.note(AFTER, "what follows on it")
         if NOTICES.seen & REQUEUE:
             # This comes before any validation that is due: there is not much time.
             rank_zero_info("WLBStrategy: the requeue signal has come. Saving, requeueing, ending.")

@@ -30,7 +30,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from lightning_wlb.supervision.heartbeat import AGREED_PATIENCE, PATIENCE, Connection, beat
-from lightning_wlb.supervision.progress import HERE
+from lightning_wlb.supervision.progress import PROGRESS
 from lightning_wlb.supervision.signals import NOTICES, heeds_interrupts
 
 GRACE = 20.0
@@ -128,18 +128,20 @@ class Watchdog(threading.Thread):
             if now >= due:
                 due = now + self._beat
                 self._link.send(
-                    progress=HERE.progress(), doing=str(HERE), seconds=round(HERE.seconds(), 1)
+                    progress=PROGRESS.progress(),
+                    doing=str(PROGRESS),
+                    seconds=round(PROGRESS.seconds(), 1),
                 )
-            if HERE.failed and not (told or self._came_out):
+            if PROGRESS.failed and not (told or self._came_out):
                 told = True
                 self._link.send(
-                    place=f"a thread of rank {self._rank}", text=f"{HERE}: {HERE.failed}"
+                    place=f"a thread of rank {self._rank}", text=f"{PROGRESS}: {PROGRESS.failed}"
                 )
             if now >= self._end_at:
                 self._end()
             if self._connected and not self._ended and now - self._heard > self._still:
                 self._heard = float("inf")  # said once; until it is heard again
-                said = f"no sign of life from rank 0 for {self._still:.0f} s. I am at {HERE}."
+                said = f"no sign of life from rank 0 for {self._still:.0f} s. I am at {PROGRESS}."
                 say(self._rank, said)
         selector.close()
 
@@ -194,7 +196,7 @@ class Watchdog(threading.Thread):
         self._end_at = float("inf")
 
     def _end(self) -> NoReturn:
-        say(self._rank, f"this process ends, since {self._cause}. It was at {HERE}.")
+        say(self._rank, f"this process ends, since {self._cause}. It was at {PROGRESS}.")
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(1)
@@ -209,4 +211,4 @@ def say(rank: int, text: str) -> None:
 def _print_stack(rank: int) -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-    say(rank, f"is behind, at {HERE}:\n{stack}")
+    say(rank, f"is behind, at {PROGRESS}:\n{stack}")

@@ -1,15 +1,15 @@
-"""What an action of a run takes beside its model: the executor, its hooks, the sums of gradients.
+"""Measures what an action of a run costs beside its model: executor, hooks, sums of gradients.
 
 A profile of the bare model leaves that out, and micro-batches chosen by it are too small. So the
 reference decoder, with one layer and with three, runs micro-batches as a rank of a run does
-(:class:`.Step` inside of a :class:`.Gathering`) and bare, in turn. What the former takes more is
-the overhead: of each action, and per parameter of each backward, as three layers need it and one
-does not. Bare backwards add to ``.grad`` in the dtype of the model, so that what is found per
-parameter is what sums in float32 and hooks take more than that.
+(:class:`.Step` with :class:`.ParameterBuckets`) and bare, in turn. The difference is the overhead:
+so much for each action, and so much per parameter of each backward, which is what three layers take
+more than one. Bare backwards add to ``.grad`` in the dtype of the model, so the part per parameter
+is what the sums in float32 and the hooks cost beyond that.
 
-Cost: a second on a CPU for layers of width 256. Memory of three layers twice, with gradients. It
-says nothing of messages between ranks, which the profile's links are for. The CUDA branch has not
-run on a device.
+Cost: a second on a CPU for layers of width 256. Memory of three layers twice, with gradients.
+Messages between ranks are not in it; a profile's links are. The CUDA branch has not run on a
+device.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.training import fsdp
-from lightning_wlb.training.buckets import unit
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.messages import Messages, Pipeline
-from lightning_wlb.training.parameter_buckets import Gathering
+from lightning_wlb.training.messages import Messages, PipelineRank
+from lightning_wlb.training.parameter_buckets import ParameterBuckets
+from lightning_wlb.training.sharded_parameters import Bucket, shard_over
 
 VOCABULARY = 256
 """Words of the models that run: the ends are measured elsewhere."""
@@ -92,10 +91,10 @@ def measure_overhead(
 class _Pair:
     """The same model as a rank of a run has it, and bare."""
 
-    pipeline: Pipeline
+    pipeline: PipelineRank
     batch: StepBatch
     run: Transformer
-    gathering: Gathering
+    buckets: ParameterBuckets
     bare: Transformer
 
     @staticmethod
@@ -114,18 +113,18 @@ class _Pair:
             return made
 
         bare, run = model(), model()
-        fsdp.shard(run, mesh)
+        shard_over(run, mesh)
         parts = [each for each in (run.embed, *run.layers.values(), run.head) if each is not None]
-        units = [unit([part], [0], list(part.modules())) for part in parts]
+        buckets = [Bucket.of([part], [0], list(part.modules())) for part in parts]
         wide = torch.promote_types(dtype, torch.float32)
         layers, rows = range(config.layers), ROWS[device.type]
         documents = InMemoryDocuments([np.zeros(rows, np.int64)] * MICRO_BATCHES)
         data = DataSettings(rows, MICRO_BATCHES, packing="best_fit")
         return _Pair(
-            Pipeline(Rank(), (layers,), "1f1b", {}, config.dim, dtype, device),
+            PipelineRank(Rank(), (layers,), "1f1b", {}, config.dim, dtype, device),
             next(iter(StepDataset.for_model(documents, data, config.shape))).to(device),
             run,
-            Gathering(units, mesh.get_group(), None, dtype, wide),
+            ParameterBuckets(buckets, mesh.get_group(), None, dtype, wide),
             bare,
         )
 
@@ -161,9 +160,9 @@ class _Pair:
         pipeline, messages = self.pipeline, Messages(self.pipeline, {})
         program = pipeline.programs(self.batch.executed, 0)[0]
         step = Step(self.run, pipeline, NO_GROUPS, self.batch, messages, 1, None, None)
-        with self.gathering.step(program):
+        with self.buckets.step(program):
             for action in program:
-                with stopwatch.action(action), self.gathering.action(action):
+                with stopwatch.action(action), self.buckets.action(action):
                     step.run(action)
 
     def _run_bare(self, stopwatch: Stopwatch) -> None:

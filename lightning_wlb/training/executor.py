@@ -34,21 +34,21 @@ from lightning_wlb.models.compiled_functions import uncompiled
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action, Timing, receipts
-from lightning_wlb.supervision.progress import EXCHANGING, HERE, REDUCING, RUNNING
+from lightning_wlb.supervision.progress import EXCHANGING, PROGRESS, REDUCING, RUNNING
 from lightning_wlb.supervision.signals import NOTICES
 from lightning_wlb.training.activation_count import ActivationCount
-from lightning_wlb.training.messages import Messages, Pipeline
-from lightning_wlb.training.parameter_buckets import Gathering, Travelling
+from lightning_wlb.training.messages import Messages, PipelineRank
+from lightning_wlb.training.parameter_hooks import StepParameters
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StepRuntime:
     """What a step of one rank runs on; the fields are those of :class:`Executor`, of this step."""
 
     model: nn.Module
-    pipeline: Pipeline
+    pipeline: PipelineRank
     groups: ProcessGroups
-    gathering: Travelling
+    parameters: StepParameters
 
 
 class Executor:
@@ -58,22 +58,27 @@ class Executor:
         model: the rank's stages.
         pipeline: the pipeline that the rank is in.
         groups: the rank's process groups; each step passes its own to the model's forward.
-        gathering: of the model's parameters and gradients.
+        parameters: of the model's parameters and gradients.
 
     Attributes:
-        elsewhere: what steps run on whose plan has a strategy of its own; None: they are refused.
-        reduce_dtype: in which what tensor- and context-parallel ranks add up travels.
+        heterogeneous: gives what a step runs on whose plan has pipelines of its own; None: such
+            a plan is refused.
+        reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
     """
 
     def __init__(
-        self, model: nn.Module, pipeline: Pipeline, groups: MeshGroups, gathering: Gathering
+        self,
+        model: nn.Module,
+        pipeline: PipelineRank,
+        groups: MeshGroups,
+        parameters: StepParameters,
     ) -> None:
         self.model = model
         self.pipeline = pipeline
         self.groups = groups
-        self.gathering = gathering
-        self.elsewhere: Callable[[StepPlan], Surroundings] | None = None
-        self._travelling: Travelling = gathering
+        self.parameters = parameters
+        self.heterogeneous: Callable[[StepPlan], StepRuntime] | None = None
+        self._step_parameters: StepParameters = parameters
         self.reduce_dtype = torch.float32
         self.stopwatch: Stopwatch | None = None
         self.activations: ActivationCount | None = None
@@ -114,8 +119,8 @@ class Executor:
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients travel from here on; :meth:`.Gathering.finish` waits for them. What the ranks have
-        told each other is not read yet where gradients are enabled: that would wait for the device,
+        Gradients are reduced from here on; :meth:`finish` waits for them. What the ranks have told
+        each other is not read yet where gradients are enabled: that would wait for the device,
         and leave it nothing to do meanwhile. :meth:`read` does it. Collective over all ranks.
 
         Args:
@@ -131,10 +136,10 @@ class Executor:
             ValueError: the plan has a strategy of its own that cannot be run.
         """
         training = torch.is_grad_enabled()
-        HERE.begin_step(batch)
+        PROGRESS.begin_step(batch)
         self._check_agreement(batch)
         here = self._surroundings(batch.plan)
-        pipeline, gathering = here.pipeline, here.gathering
+        pipeline, parameters = here.pipeline, here.parameters
         programs = pipeline.programs(batch.executed, batch.replica)
         if not training:
             programs = {
@@ -162,47 +167,47 @@ class Executor:
             self.activations.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        self._travelling = gathering
+        self._step_parameters = parameters
         # What is counted in forward must be what a recomputation in backward saves again.
         eager = uncompiled() if self.activations else nullcontext()
-        gathered = gathering.step(programs[place], shared)
+        gathered = parameters.step(programs[place], shared)
         with eager, reducing_in(self.reduce_dtype), gathered:
             if self.activations is not None:
-                gathering.wait()  # parameters are no activations
+                parameters.wait()  # parameters are no activations
             for action in programs[place]:
-                HERE.note(RUNNING, action)
-                with gathering.action(action):
+                PROGRESS.note(RUNNING, action)
+                with parameters.action(action):
                     step.run(action)
             messages.finish()
         if self.activations is not None:
             self.activations.sample()
-        HERE.note(EXCHANGING, "the exchange that ends it")
+        PROGRESS.note(EXCHANGING, "the exchange that ends it")
         loss = self._total_loss(step.loss, pipeline.rank, batch, denominator)
-        HERE.note(REDUCING, "its reduction" if training else "its end")
+        PROGRESS.note(REDUCING, "its reduction" if training else "its end")
         if not training:
             self.read()
         return loss
 
     def finish(self) -> None:
         """Wait for the gradients of the last step and set ``.grad`` of the parameters at rest."""
-        self._travelling.finish()
+        self._step_parameters.finish()
 
     @property
-    def was_elsewhere(self) -> bool:
+    def left_mesh(self) -> bool:
         """Whether the last step did not run on the mesh: tied copies then have whole gradients."""
-        return self._travelling is not self.gathering
+        return self._step_parameters is not self.parameters
 
-    def _surroundings(self, plan: StepPlan) -> Surroundings:
+    def _surroundings(self, plan: StepPlan) -> StepRuntime:
         if not plan.schemes:
             groups = self.groups.of_step(plan)
-            return Surroundings(self.model, self.pipeline, groups, self.gathering)
-        if self.elsewhere is None:
+            return StepRuntime(self.model, self.pipeline, groups, self.parameters)
+        if self.heterogeneous is None:
             raise ValueError(
                 f"step {plan.step} is planned for pipelines of its own"
                 f" ({'; '.join(map(str, plan.schemes))}), but the run has the mesh"
                 f" {self.pipeline.rank.mesh} in every step. Plan without a strategy."
             )
-        return self.elsewhere(plan)
+        return self.heterogeneous(plan)
 
     def read(self) -> None:
         """Take note of what the ranks have told each other in the last step: wait for the device.
@@ -255,7 +260,7 @@ class Step:
     """
 
     model: nn.Module
-    pipeline: Pipeline
+    pipeline: PipelineRank
     groups: ProcessGroups
     batch: StepBatch
     messages: Messages

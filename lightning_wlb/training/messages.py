@@ -29,7 +29,7 @@ from lightning_wlb.schedule.programs import program_of
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineRank:
     """The pipeline that a rank is in: its stages, its schedule, and how its messages travel.
 
     Stage s runs on place ``s % P`` of the pipeline's P ranks, so that with V·P stages each rank has
@@ -78,7 +78,7 @@ class Messages:
         receipts: for an action that receives, the actions whose sends have then been received.
     """
 
-    def __init__(self, pipeline: Pipeline, receipts: Mapping[Action, Sequence[Action]]) -> None:
+    def __init__(self, pipeline: PipelineRank, receipts: Mapping[Action, Sequence[Action]]) -> None:
         self._pipeline = pipeline
         self._receipts = receipts
         self._sends: dict[Action, tuple[dist.Work, Tensor]] = {}

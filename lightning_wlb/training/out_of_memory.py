@@ -22,10 +22,10 @@ from lightning_wlb.plan import MicroBatch, Recompute
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.profiling.device import is_out_of_memory
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.supervision.progress import HERE
+from lightning_wlb.supervision.progress import PROGRESS
 from lightning_wlb.training.cuda_settings import ALLOCATOR, EXPANDABLE, has_expandable_segments
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.messages import PipelineRank
 
 _SHOWN = 8
 """Slices that a note names."""
@@ -42,7 +42,7 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
     try:
         yield
     except Exception as error:
-        batch = HERE.batch
+        batch = PROGRESS.batch
         if is_out_of_memory(error) and batch is not None:
             pipeline, model = executor.pipeline, memory()
             if batch.plan.schemes:
@@ -51,11 +51,13 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
                 rank = batch.plan.place(pipeline.rank)
                 pipeline = replace(pipeline, rank=rank, stages=own.layers)
                 model = replace(model, mesh=own.mesh(max(model.mesh.devices // own.size, 1)))
-            error.add_note(note(HERE.action, batch, pipeline, model))
+            error.add_note(note(PROGRESS.action, batch, pipeline, model))
         raise
 
 
-def note(action: Action | None, batch: StepBatch, pipeline: Pipeline, model: MemoryModel) -> str:
+def note(
+    action: Action | None, batch: StepBatch, pipeline: PipelineRank, model: MemoryModel
+) -> str:
     """One paragraph about a step in training that ran out of memory.
 
     Args:

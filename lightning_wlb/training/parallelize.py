@@ -22,10 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_wlb.distributed.device_mesh import data_context
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters
-from lightning_wlb.training import fsdp
-from lightning_wlb.training.buckets import Unit, refuse_hooks, unit
-from lightning_wlb.training.gradient_norm import Tie, find_ties
-from lightning_wlb.training.parameter_buckets import Gathering
+from lightning_wlb.training.parameter_buckets import ParameterBuckets
+from lightning_wlb.training.sharded_parameters import Bucket, refuse_hooks, shard_over
+from lightning_wlb.training.tied_weights import Tie, find_ties
 
 
 def parallelize(
@@ -39,14 +38,14 @@ def parallelize(
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
     sum_dtype: torch.dtype,
-) -> tuple[list[Tie], Gathering]:
+) -> tuple[list[Tie], ParameterBuckets]:
     """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
     Args:
         model: whole.
         mesh: from :func:`~lightning_wlb.distributed.device_mesh.device_mesh`.
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
-        group: the ranks that share the parameters, as :class:`.Gathering` wants it.
+        group: the ranks that share the parameters, as :class:`.ParameterBuckets` wants it.
         initialise: fills every parameter of the module with its first value. Parameters are
             DTensors then, of any placement (:func:`.initialise.assign`).
         device: where the parameters live.
@@ -81,17 +80,17 @@ def parallelize(
             dtype if isinstance(tensor, nn.Parameter) else None,
         ),
     )
-    fsdp.shard(model, data_context(mesh))
+    shard_over(model, data_context(mesh))
     if deferred:
         convert_tensors(
             model,
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor,
         )
         initialise()
-    units = _units(model, ties, dict(list(enumerate(stages))[place::places]))
+    buckets = _buckets(model, ties, dict(list(enumerate(stages))[place::places]))
     tensor_group = tensor_mesh.get_group() if tensor_mesh.size() > 1 else None
-    gathering = Gathering(units, group, tensor_group, compute_dtype, sum_dtype)
-    return ties, gathering
+    in_steps = ParameterBuckets(buckets, group, tensor_group, compute_dtype, sum_dtype)
+    return ties, in_steps
 
 
 def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> None:
@@ -106,7 +105,7 @@ def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> N
         model.head = None
 
 
-def _units(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Unit]:
+def _buckets(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Bucket]:
     """What gathers and reduces as a whole, in the order of first use.
 
     That is every layer, the two ends, which are one where they are tied on one rank, and what the
@@ -126,9 +125,11 @@ def _units(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Un
     inside = [[each for whole in modules for each in whole.modules()] for modules, _ in parts]
     known = {id(each) for modules in inside for each in modules}
     others = [each for each in model.modules() if id(each) not in known]
-    units = [unit([model], list(stages), others)]
-    units += [unit(modules, own, all_) for (modules, own), all_ in zip(parts, inside, strict=True)]
-    return [each for each in units if each.shares]
+    buckets = [Bucket.of([model], list(stages), others)]
+    buckets += [
+        Bucket.of(modules, own, all_) for (modules, own), all_ in zip(parts, inside, strict=True)
+    ]
+    return [each for each in buckets if each.parameters]
 
 
 def check_parameters(model: Decoder, pipeline: int) -> None:

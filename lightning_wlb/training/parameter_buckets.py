@@ -1,16 +1,16 @@
 """A step's parameters and gradients: gathered ahead of use, reduced behind the last backward.
 
-At rest a rank holds a shard of each parameter of its stages (:mod:`.fsdp`). A *unit*
-(:mod:`.units`) travels as a whole: a layer, an end, or what else the model has. In a step
+Between steps a rank holds a shard of each parameter of its stages (:mod:`.sharded_parameters`),
+grouped into buckets: a layer, an end, or what else the model has. In a step
 
-* all units are posted to be gathered, in the order in which the stages use them first; a forward
-  waits for the unit that it enters, and for no other;
-* each backward adds its gradients to the sums of the unit, in the dtype of reduction;
-* when the last backward of the step has passed through a unit, its parameters are freed and its
-  sums are posted to be reduced, so that they travel while the backward goes on.
+* every bucket's gather is posted, in the order in which the stages use them first; a forward waits
+  for the bucket of the module that it enters, and for no other;
+* each backward adds its gradients to the sums of the bucket, in the dtype of reduction;
+* when the last backward of the step has passed through a bucket, its parameters are freed and its
+  reduce-scatter is posted, so that it runs while the backward goes on.
 
 Every rank that shares a stage posts the same operations in the same order, whatever micro-batches
-it has: gathers by first use, reductions from the last unit to the first, each as soon as those
+it has: gathers by first use, reductions from the last bucket to the first, each as soon as those
 before it have been posted. A rank without micro-batches posts zeros. So no two ranks can wait for
 each other here, and the sums do not depend on who is first: a step gives the same bits again.
 Replicas that share a micro-batch wait for each other in it too. So a rank reduces nothing before
@@ -20,109 +20,98 @@ on a device that runs one after the other.
 Reduction is a plain sum: the loss is divided by the *global* number of target tokens. A parameter
 that tensor-parallel ranks hold alike is summed over them at the end.
 
-Cost: within a step this is ZeRO-1. From its first forward to its last backward a unit is held
+Cost: within a step this is ZeRO-1. From its first forward to its last backward a bucket is held
 whole, 6 bytes per parameter in bf16. Not for models whose stages do not fit that way; use more
-pipeline or tensor parallelism. One more copy of a unit is made when it is gathered, and of its
+pipeline or tensor parallelism. One more copy of a bucket is made when it is gathered, and of its
 gradients where a backend reduces in place. On one rank with one dtype nothing is copied or sent.
 
-The group belongs to this traffic alone: NCCL runs it on a stream of its own, gloo in threads.
+The process group is used for nothing else: NCCL runs it on a stream of its own, gloo in threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any, Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_wlb.distributed.collectives import all_gather_into, reduce_scatter_into
 from lightning_wlb.schedule.actions import BACKWARD, Action
-from lightning_wlb.training.buckets import Share, Unit, parts_of, refuse_hooks
+from lightning_wlb.training.parameter_hooks import (
+    before_forward,
+    gradient_too_late,
+    module_not_called,
+    take_gradients,
+)
+from lightning_wlb.training.sharded_parameters import (
+    Bucket,
+    ShardedParameter,
+    chunks_of,
+    refuse_hooks,
+    set_gradient,
+)
 
 
-class Travelling(Protocol):
-    """What brings a step its parameters and takes its gradients away: as :class:`.Gathering`."""
-
-    def step(
-        self, program: Sequence[Action], shared: Collection[int] = ()
-    ) -> AbstractContextManager[None]:
-        """Run a step inside."""
-
-    def action(self, action: Action) -> AbstractContextManager[None]:
-        """Run one of its actions inside."""
-
-    def wait(self) -> None:
-        """Wait for all parameters."""
-
-    def finish(self) -> None:
-        """Wait for the gradients, and set ``.grad`` of the parameters at rest."""
-
-
-class Gathering:
-    """The steps of one rank's parameters.
+class ParameterBuckets:
+    """The :class:`.StepParameters` of a rank on the mesh.
 
     Args:
-        units: all parameters, in the order of first use, at rest.
+        buckets: all parameters of the rank's stages, in the order of first use.
         group: ranks that share the parameters; used for nothing else.
         tensor_group: the tensor-parallel ranks; None for one.
         dtype: that the model computes in.
-        wide: that gradients are summed in.
+        sum_dtype: that gradients are summed in.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
         group: dist.ProcessGroup,
         tensor_group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        wide: torch.dtype,
+        sum_dtype: torch.dtype,
     ) -> None:
         self.group, self.tensor_group = group, tensor_group
-        self.dtype, self.wide = dtype, wide
-        self._units = units
-        self._open: list[_InStep] = []
-        self._queue: list[_InStep] = []  # to be reduced, the next one last
-        self._closing: dict[Action, list[_InStep]] = {}
+        self.dtype, self.sum_dtype = dtype, sum_dtype
+        self._buckets = buckets
+        self._in_step: list[_BucketInStep] = []
+        self._to_reduce: list[_BucketInStep] = []  # the next one last
+        self._closed_by: dict[Action, list[_BucketInStep]] = {}
         self._held_by: Action | None = None  # behind which reductions may be posted
         self._zeros: Tensor | None = None
-        for number, unit in enumerate(units):
-            for module in unit.modules:
-                hook = partial(self._before_forward, number)
-                # Before a module's own hooks, which may read its parameters.
-                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        for number, bucket in enumerate(buckets):
+            for module in bucket.modules:
+                before_forward(module, partial(self._wait_for, number), dtype)
 
     @contextmanager
     def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
         """Post the gathers of a step, and at its end what is left to reduce.
 
-        Args:
-            program: the actions of this rank; without backward where gradients are disabled.
-            shared: numbers of the micro-batches that other replicas share.
+        Arguments are those of :meth:`.StepParameters.step`.
         """
         training = torch.is_grad_enabled()
         self._forget()  # what a step has left whose gradients nobody wanted
         try:
             with torch.no_grad():
-                for unit in self._units:
-                    self._open.append(_InStep(unit, self, training))
+                for bucket in self._buckets:
+                    self._in_step.append(_BucketInStep(bucket, self, training))
             if training:
-                self._queue = list(self._open)
-                self._closing = self._last_backwards(program)
+                self._to_reduce = list(self._in_step)
+                self._closed_by = self._last_backwards(program)
                 merged = [a for a in program if a.kind == BACKWARD and a.micro_batch in shared]
                 self._held_by = merged[-1] if merged else None
             yield
-            for each in self._open:
+            for each in self._in_step:
                 each.close()
             self.advance()
         except BaseException:
-            # An exception may be followed by a save, which reads what is at rest.
-            for each in self._open:
+            # An exception may be followed by a save, which reads the shards.
+            for each in self._in_step:
                 each.free()
             self._forget()
             raise
@@ -131,10 +120,10 @@ class Gathering:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Run one action inside; units of which it is the last backward are reduced."""
-        closing = self._closing.get(action, [])
+        """Run one action inside; buckets of which it is the last backward are reduced."""
+        closing = self._closed_by.get(action, [])
         for each in closing:
-            each.awaits_last()
+            each.expect_last_gradients()
         yield
         for each in closing:
             each.close()
@@ -144,53 +133,50 @@ class Gathering:
 
     def wait(self) -> None:
         """Wait for everything that is being gathered."""
-        for each in self._open:
-            each.arrive()
+        for each in self._in_step:
+            each.wait()
 
     def finish(self) -> None:
-        """Wait for the reductions of the step and set ``.grad`` of the parameters at rest."""
+        """Wait for the reductions of the step and set ``.grad`` of the sharded parameters."""
         with torch.no_grad():
-            sums = [entry for each in self._open for entry in each.reduced()]
-            self._add_parts([value for share, value in sums if share.is_part])
-            for share, value in sums:
-                set_gradient(share.at_rest, value)
+            sums = [entry for each in self._in_step for entry in each.reduced()]
+            self._add_over_tensor_ranks([value for each, value in sums if each.is_part])
+            for each, value in sums:
+                set_gradient(each.shard, value)
         self._forget()
 
     def advance(self) -> None:
         """Post the reductions whose turn has come."""
-        while self._held_by is None and self._queue and self._queue[-1].closed:
-            self._queue.pop().reduce()
+        while self._held_by is None and self._to_reduce and self._to_reduce[-1].closed:
+            self._to_reduce.pop().reduce()
 
     def zeros(self, count: int) -> Tensor:
-        """As many zeros, in memory that all units share."""
+        """``count`` zeros, in memory that all buckets share."""
         if self._zeros is None or len(self._zeros) < count:
-            device = self._units[0].shares[0].at_rest.device
-            self._zeros = torch.zeros(count, dtype=self.wide, device=device)
+            device = self._buckets[0].parameters[0].shard.device
+            self._zeros = torch.zeros(count, dtype=self.sum_dtype, device=device)
         return self._zeros[:count]
 
-    def _before_forward(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._open:
+    def _wait_for(self, number: int) -> None:
+        if not self._in_step:
             raise RuntimeError(
                 "The model was called outside of a step, where a rank has only its shards of the"
                 " parameters. Call self.step(batch), in validation and prediction too."
             )
-        self._open[number].refuse_if_closed()
-        self._open[number].arrive()
-        if self.dtype == torch.bfloat16:
-            return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
-        return None
+        self._in_step[number].refuse_if_closed()
+        self._in_step[number].wait()
 
-    def _last_backwards(self, program: Sequence[Action]) -> dict[Action, list[_InStep]]:
-        """The last backward that reaches each unit -> these units."""
+    def _last_backwards(self, program: Sequence[Action]) -> dict[Action, list[_BucketInStep]]:
+        """The last backward that reaches each bucket -> these buckets."""
         last = {each.stage: at for at, each in enumerate(program) if each.kind == BACKWARD}
-        closing: dict[Action, list[_InStep]] = {}
-        for each in self._open:
-            places = [last[stage] for stage in each.unit.stages if stage in last]
+        closed_by: dict[Action, list[_BucketInStep]] = {}
+        for each in self._in_step:
+            places = [last[stage] for stage in each.bucket.stages if stage in last]
             if places:
-                closing.setdefault(program[max(places)], []).append(each)
-        return closing
+                closed_by.setdefault(program[max(places)], []).append(each)
+        return closed_by
 
-    def _add_parts(self, parts: list[Tensor]) -> None:
+    def _add_over_tensor_ranks(self, parts: list[Tensor]) -> None:
         if self.tensor_group is None or not parts:
             return
         flat = torch.cat([each.reshape(-1) for each in parts])
@@ -199,85 +185,83 @@ class Gathering:
             each.copy_(total.view(each.shape))
 
     def _forget(self) -> None:
-        self._open, self._queue, self._closing = [], [], {}
+        self._in_step, self._to_reduce, self._closed_by = [], [], {}
         self._held_by = self._zeros = None
 
 
-class _InStep:
-    """One unit in one step.
+class _BucketInStep:
+    """One bucket in one step.
 
     Attributes:
         closed: whether no backward of the step adds to its gradients any more.
     """
 
-    def __init__(self, unit: Unit, run: Gathering, training: bool) -> None:
-        self.unit, self._run = unit, run
+    def __init__(self, bucket: Bucket, run: ParameterBuckets, training: bool) -> None:
+        self.bucket, self._run = bucket, run
         self._ranks = run.group.size()
-        self._rest = [share.at_rest for share in unit.shares]
+        self._shards = [each.shard for each in bucket.parameters]
         self._trained = [
-            number for number, rest in enumerate(self._rest) if training and rest.requires_grad
+            number for number, shard in enumerate(self._shards) if training and shard.requires_grad
         ]
         for number in self._trained:
-            refuse_hooks(unit.shares[number].places[0][1], self._rest[number])
+            refuse_hooks(bucket.parameters[number].places[0][1], self._shards[number])
         self._live: list[nn.Parameter] = []
-        self._work: dist.Work | None = None
-        self._everyone: Tensor | None = None
+        self._gather: dist.Work | None = None
+        self._gathered: Tensor | None = None
         self._sums: Tensor | None = None
-        self._places: dict[int, Tensor] = {}  # of gradients in the sums, [ranks, *chunk]
+        self._chunks: dict[int, Tensor] = {}  # of the sums, by parameter: [ranks, *chunk]
         self._added: set[int] = set()
         self._awaited: set[int] | None = None
-        self._shard: Tensor | None = None  # of the sums of all ranks
+        self._own_sums: Tensor | None = None  # this rank's, over all ranks
         self._reduction: dist.Work | None = None
         self.closed = False
         if self._ranks > 1:
-            self._gather()
+            self._post_gather()
 
-    def _gather(self) -> None:
-        sizes = [prod(share.chunk) for share in self.unit.shares]
-        mine = self._rest[0].to_local().new_empty(sum(sizes), dtype=self._run.dtype)
-        for rest, place in zip(self._rest, mine.split(sizes), strict=True):
-            shard = rest.to_local()
-            place[: shard.numel()].copy_(shard.reshape(-1))
-        self._everyone = mine.new_empty(self._ranks * len(mine))
-        self._work = all_gather_into(self._everyone, mine, group=self._run.group, async_op=True)
+    def _post_gather(self) -> None:
+        sizes = [prod(each.chunk) for each in self.bucket.parameters]
+        mine = self._shards[0].to_local().new_empty(sum(sizes), dtype=self._run.dtype)
+        for shard, place in zip(self._shards, mine.split(sizes), strict=True):
+            local = shard.to_local()
+            place[: local.numel()].copy_(local.reshape(-1))
+        self._gathered = mine.new_empty(self._ranks * len(mine))
+        self._gather = all_gather_into(self._gathered, mine, group=self._run.group, async_op=True)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the parameters, and let the modules read them."""
         if self._live or self.closed:
             return
         with torch.no_grad():
-            for share, rest, value in zip(
-                self.unit.shares, self._rest, self._values(), strict=True
+            for each, shard, value in zip(
+                self.bucket.parameters, self._shards, self._values(), strict=True
             ):
-                live = nn.Parameter(value, rest.requires_grad)
+                live = nn.Parameter(value, shard.requires_grad)
                 self._live.append(live)
-                share.put(live)
+                each.put(live)
         for number in self._trained:
-            self._live[number].register_post_accumulate_grad_hook(partial(self._add, number))
+            take_gradients(self._live[number], partial(self._add, number))
 
     def _values(self) -> list[Tensor]:
-        if self._work is None:
-            return [rest.to_local().detach().to(self._run.dtype) for rest in self._rest]
-        self._work.wait()
-        assert self._everyone is not None
-        rows, self._everyone, self._work = self._everyone.view(self._ranks, -1), None, None
-        sizes = [prod(share.chunk) for share in self.unit.shares]
+        if self._gather is None:
+            return [shard.to_local().detach().to(self._run.dtype) for shard in self._shards]
+        self._gather.wait()
+        assert self._gathered is not None
+        rows, self._gathered, self._gather = self._gathered.view(self._ranks, -1), None, None
+        sizes = [prod(each.chunk) for each in self.bucket.parameters]
         values = []
-        for share, part in zip(self.unit.shares, rows.split(sizes, 1), strict=True):
-            dim = share.dim
-            whole = part.unflatten(1, share.chunk).movedim(0, dim).flatten(dim, dim + 1)
-            values.append(whole.narrow(dim, 0, share.shape[dim]).contiguous())
+        for each, part in zip(self.bucket.parameters, rows.split(sizes, 1), strict=True):
+            dim = each.dim
+            whole = part.unflatten(1, each.chunk).movedim(0, dim).flatten(dim, dim + 1)
+            values.append(whole.narrow(dim, 0, each.shape[dim]).contiguous())
         return values
 
-    def _add(self, number: int, live: Tensor) -> None:
-        """Take a gradient that a backward has just made."""
-        gradient, live.grad = live.grad, None
-        assert gradient is not None
+    def _add(self, number: int, gradient: Tensor) -> None:
+        """Add a gradient that a backward has just made."""
         self.refuse_if_closed()
         if self._sums is None:
             self._make_sums(gradient.device)
-        share = self.unit.shares[number]
-        for part, place in parts_of(gradient, self._places[number], share.dim):
+        dim = self.bucket.parameters[number].dim
+        for part, place in chunks_of(gradient, self._chunks[number], dim):
             if number in self._added:
                 place.add_(part)
             else:
@@ -290,105 +274,75 @@ class _InStep:
                 self._run.advance()
 
     def _make_sums(self, device: torch.device) -> None:
-        shares = [self.unit.shares[number] for number in self._trained]
-        sizes = [prod(share.chunk) for share in shares]
-        self._sums = torch.empty(self._ranks, sum(sizes), dtype=self._run.wide, device=device)
+        trained = [self.bucket.parameters[number] for number in self._trained]
+        sizes = [prod(each.chunk) for each in trained]
+        self._sums = torch.empty(self._ranks, sum(sizes), dtype=self._run.sum_dtype, device=device)
         # What pads a parameter stays as it is: nobody reads the sums of it.
-        for number, share, part in zip(
-            self._trained, shares, self._sums.split(sizes, 1), strict=True
+        for number, each, part in zip(
+            self._trained, trained, self._sums.split(sizes, 1), strict=True
         ):
-            self._places[number] = part.unflatten(1, share.chunk)
+            self._chunks[number] = part.unflatten(1, each.chunk)
 
-    def awaits_last(self) -> None:
+    def expect_last_gradients(self) -> None:
         """The last backward of the step is next: each parameter's gradient is added once more.
 
         Raises:
             ValueError: if no forward has waited for the parameters.
         """
         if not self._live:
-            names = ", ".join(type(module).__name__ for module in self.unit.modules)
-            raise ValueError(
-                f"A stage ran without calling a module that it holds ({names}), so parameters were"
-                " not waited for and would not be trained. Call embed, head and every layer in the"
-                " model's forward, as modules: self.layers[number](hidden, ...)."
-            )
+            raise module_not_called(self._module_names())
         # Frozen parameters say nothing, and a recomputation may read them to the action's end.
-        self._awaited = set(range(len(self._rest)))
+        self._awaited = set(range(len(self._shards)))
 
     def refuse_if_closed(self) -> None:
-        """Raise RuntimeError where the unit's last gradient of the step has been taken."""
+        """Raise RuntimeError where the bucket's last gradient of the step has been taken."""
         if self.closed:
-            names = ", ".join(type(module).__name__ for module in self.unit.modules)
-            raise RuntimeError(
-                f"{names} runs, or gets a gradient, after its gradients of the step were complete."
-                " A checkpoint of your model's own with use_reentrant=True does that: use False."
-                " Between a step and its optimizer the model cannot be called."
-            )
+            raise gradient_too_late(", ".join(self._module_names()))
 
     def close(self) -> None:
         """Nothing of the step uses the parameters any more; a second call does nothing."""
         if self.closed:
             return
-        if self._work is not None:
-            self._work.wait()
+        if self._gather is not None:
+            self._gather.wait()
         self.free()
         self.closed = True
 
     def free(self) -> None:
-        """Let the modules read the parameters at rest."""
-        for share, rest in zip(self.unit.shares, self._rest, strict=True):
-            share.put(cast(nn.Parameter, rest))
-        self._live, self._everyone, self._work = [], None, None
+        """Let the modules read the sharded parameters."""
+        for each, shard in zip(self.bucket.parameters, self._shards, strict=True):
+            each.put(cast(nn.Parameter, shard))
+        self._live, self._gathered, self._gather = [], None, None
 
     def reduce(self) -> None:
         """Post the reduction, of zeros where no backward came through."""
         if not self._trained:
             return
-        count = self._ranks * sum(prod(self.unit.shares[each].chunk) for each in self._trained)
+        count = self._ranks * sum(prod(self.bucket.parameters[n].chunk) for n in self._trained)
         for number in set(self._trained) - self._added if self._added else ():
-            self._places[number].zero_()
+            self._chunks[number].zero_()
         sums = self._run.zeros(count) if self._sums is None else self._sums.view(-1)
-        self._places, self._sums = {}, None
+        self._chunks, self._sums = {}, None
         if self._ranks == 1:
-            self._shard = sums if self._added else sums.clone()
+            self._own_sums = sums if self._added else sums.clone()
             return
-        self._shard = sums.new_empty(count // self._ranks)
+        self._own_sums = sums.new_empty(count // self._ranks)
         self._reduction = reduce_scatter_into(
-            self._shard, sums, group=self._run.group, async_op=True
+            self._own_sums, sums, group=self._run.group, async_op=True
         )
 
-    def reduced(self) -> Iterator[tuple[Share, Tensor]]:
+    def reduced(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Wait for the sums: this rank's shard of every trained parameter's gradient."""
         if not self._trained:
             return
         if self._reduction is not None:
             self._reduction.wait()
-        assert self._shard is not None, "a step has ended"
-        shares = [self.unit.shares[number] for number in self._trained]
-        parts = self._shard.split([prod(share.chunk) for share in shares])
-        for number, share, part in zip(self._trained, shares, parts, strict=True):
-            rows = self._rest[number].to_local().shape[share.dim]
-            yield share, part.view(share.chunk).narrow(share.dim, 0, rows)
+        assert self._own_sums is not None, "a step has ended"
+        trained = [self.bucket.parameters[number] for number in self._trained]
+        parts = self._own_sums.split([prod(each.chunk) for each in trained])
+        for number, each, part in zip(self._trained, trained, parts, strict=True):
+            rows = self._shards[number].to_local().shape[each.dim]
+            yield each, part.view(each.chunk).narrow(each.dim, 0, rows)
 
-
-def set_gradient(rest: DTensor, value: Tensor) -> None:
-    """Set ``.grad`` of a parameter at rest; ``value``: that of this rank's shard, of any dtype."""
-    rest.grad = DTensor.from_local(
-        value.to(rest.dtype),
-        rest.device_mesh,
-        rest.placements,
-        run_check=False,
-        shape=rest.shape,
-        stride=rest.stride(),
-    )
-
-
-def cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    """Arguments of a forward with floating-point tensors in the dtype of computation."""
-    if isinstance(values, Tensor):
-        return values.to(dtype) if values.is_floating_point() else values
-    if isinstance(values, dict):
-        return {key: cast_floats(value, dtype) for key, value in values.items()}
-    if type(values) in (tuple, list):
-        return type(values)(cast_floats(value, dtype) for value in values)
-    return values
+    def _module_names(self) -> list[str]:
+        return [type(module).__name__ for module in self.bucket.modules]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_wlb.attention import varlen
+from lightning_wlb.attention import backends as varlen
 from tests.attention.flash import on_device_of
 from tests.device import BACKENDS
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions, Kernel
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions, Kernel
+from lightning_wlb.attention.kernels_exact import dense_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.reference import dense_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 from tests.device import DEVICE
 

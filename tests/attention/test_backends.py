@@ -15,11 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_wlb.attention import kernels_gpu, varlen
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention import backends as varlen
+from lightning_wlb.attention import kernels_gpu
+from lightning_wlb.attention.backends import VarlenAttention, available_backends, kernel_name
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.kernels_gpu import load_torch
-from lightning_wlb.attention.varlen import VarlenAttention, available_backends, kernel_name
 from tests.attention.flash import fake_flash, on_device_of
 from tests.attention.support import (
     SEGMENTS,

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.distributed.collectives import sum_dtype
 from lightning_wlb.sharding import SHARDINGS, layout, rank_indices
 from tests.attention.support import HALF, errors_by_keys, everything, tokens_of

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.attention import context_parallel
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.context_parallel import context_parallel_attention
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import as_it_is

@@ -1,4 +1,4 @@
-"""What the exact kernel promises beyond its numbers, which tests/attention/test_varlen.py holds."""
+"""What the exact kernel promises beyond its numbers (those: tests/attention/test_backends.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_wlb.attention import kernels_exact
-from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.kernel_interface import AttentionOptions
 from lightning_wlb.attention.kernels_exact import exact_attention
 from tests.attention.support import (
     SEGMENTS,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_wlb.attention import kernels_gpu
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
-from lightning_wlb.attention.varlen import VarlenAttention, kernel_name
+from lightning_wlb.attention.backends import VarlenAttention, kernel_name
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from tests.attention.flash import fake_flash, on_device_of
 from tests.attention.support import metadata_of, random_inputs
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.packed import packed_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.plan import Slice
 from lightning_wlb.sharding import HEADS, head_indices, layout, rank_indices

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_wlb.attention.reference import dense_attention
+from lightning_wlb.attention.kernels_exact import dense_attention
 
 
 def test_by_hand() -> None:

@@ -12,10 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.sliced import sliced_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.plan import Slice
 from lightning_wlb.sharding import layout
 from lightning_wlb.sharding.sliced_indices import Run, SlicedReplica

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.attention.ulysses import head_parallel_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import HEADS, check_heads, head_indices, layout, rank_indices
 from tests.attention.support import HALF, errors_by_keys, rank_errors
 from tests.ranks import run_ranks

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_wlb.attention import varlen
-from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention import backends as varlen
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import (
     SEGMENTS,

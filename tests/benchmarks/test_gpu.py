@@ -21,9 +21,9 @@ from benchmarks.gpu.papers import SMALL as SMALL_SIZES
 from benchmarks.gpu.recording import Run, machine, record
 from benchmarks.gpu.trace import kind_of, shares
 from benchmarks.workloads import LLAMA2_7B_LAYER
-from lightning_wlb.attention.kernel import PLAIN
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import PLAIN
 from lightning_wlb.attention.kernels_cpu import cpu_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh

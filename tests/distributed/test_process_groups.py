@@ -47,7 +47,7 @@ def several_trainers_elsewhere(rank: int) -> None:
     assert len(set(counts)) == 1, counts
     assert strategy.executor is not None
     for plan_strategy in map(tuple, ELSEWHERE):
-        own, linked = strategy.executor.elsewhere._made[plan_strategy]
+        own, linked = strategy.executor.heterogeneous._made[plan_strategy]
         groups = [*linked._groups.made.values(), own._groups.of_pipeline.context]
         for group in filter(None, groups):
             assert group._get_backend(torch.device("cpu")).options._timeout == seconds
@@ -84,8 +84,8 @@ def several_trainers(rank: int) -> dict[str, int]:
     wide = run("another mesh", "fit", module(CASE), (1, 1, 2, 1)).mesh_groups
     # torch gives the axes the default group there.
     assert wide.mesh.get_group("context") is dist.group.WORLD
-    assert wide.gathering is not dist.group.WORLD
-    assert wide.gathering.size() == 2
+    assert wide.parameters is not dist.group.WORLD
+    assert wide.parameters.size() == 2
     run("the first mesh", "fit", module(CASE))
     return counts
 

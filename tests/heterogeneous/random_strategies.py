@@ -44,10 +44,11 @@ from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS, NAMES, layout
+from lightning_wlb.training.clipping_and_nonfinite import gradient_norm
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.gradient_norm import Tie, add_tied_gradients, gradient_norm
-from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.parallelize import parallelize
+from lightning_wlb.training.tied_weights import Tie, add_tied_gradients
 from tests.oracle import oracle
 from tests.strategy.harness import relative_error, whole
 from tests.strategy.random_plans import random_replica
@@ -243,19 +244,19 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, li
         model,
         groups.mesh,
         list(run.stages),
-        groups.gathering,
+        groups.parameters,
         initialise=lambda: model.initialise(7),
         device=CPU,
         dtype=wide,
         compute_dtype=dtype,
         sum_dtype=wide,
     )
-    pipeline = Pipeline(rank, run.stages, "1f1b", groups.channels, run.config.dim, dtype, CPU)
+    pipeline = PipelineRank(rank, run.stages, "1f1b", groups.channels, run.config.dim, dtype, CPU)
     made = Executor(model, pipeline, groups, gathering)
     links = Links(weights, run.of_mesh, number, run.per_node)
     travelling = travel_groups(number, run.mesh.devices, run.per_node, None)
     settings = Settings(build, run.config.dim, "1f1b", dtype, wide, CPU)
-    made.elsewhere = Elsewhere(model, links, travelling, settings)
+    made.heterogeneous = Elsewhere(model, links, travelling, settings)
     return made, ties
 
 
@@ -272,7 +273,7 @@ def train(number: int, run: Run, dtype: torch.dtype = torch.float64) -> dict[str
         batch = make_step_batch(plan, store, here, {}, 0, False, run.config.sliding_window)
         losses.append(runner.run(batch, plan.target_tokens).item())
         runner.finish()
-        if not runner.was_elsewhere and ties and rank.first_stage != rank.last_stage:
+        if not runner.left_mesh and ties and rank.first_stage != rank.last_stage:
             ends = rank.group("pipeline")
             peer = ends[-1] if rank.first_stage else ends[0] if rank.last_stage else None
             add_tied_gradients(model, ties, peer, runner.groups.pipeline)

@@ -25,8 +25,8 @@ from lightning_wlb.plan import ReplicaPlan, Scheme, StepPlan
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.supervision.progress import HERE, RUNNING
-from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.supervision.progress import PROGRESS, RUNNING
+from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import explained, note
 from tests.device import BACKEND
 from tests.heterogeneous.elsewhere import ON_THREE, PROFILE, take_in_turn
@@ -43,13 +43,13 @@ def test_a_step_that_runs_out_of_memory_names_its_pipeline_and_what_that_needs()
     plan = replace(plan_of([[[900]], [[6000], [2000]]]), schemes=strategy)
     batch = StepBatch(plan, 1, plan.replicas, [], {}, 0, False)
     mesh = Mesh(data=4)
-    pipeline = Pipeline(
+    pipeline = PipelineRank(
         mesh.coordinate(3), (range(shape.layers),), "1f1b", {}, 1, torch.bfloat16,
         torch.device("cpu"),
     )  # fmt: skip
     executor: Any = SimpleNamespace(pipeline=pipeline)
-    HERE.begin_step(batch)
-    HERE.note(RUNNING, Action.parse("1F1"))
+    PROGRESS.begin_step(batch)
+    PROGRESS.note(RUNNING, Action.parse("1F1"))
     try:
         with (
             pytest.raises(torch.OutOfMemoryError) as error,
@@ -57,7 +57,7 @@ def test_a_step_that_runs_out_of_memory_names_its_pipeline_and_what_that_needs()
         ):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
     finally:
-        HERE.begin()
+        PROGRESS.begin()
     (said,) = error.value.__notes__
     assert said.startswith(
         f"WLBStrategy: out of memory in step 0, which left the mesh, in the pipeline on ranks"
@@ -88,7 +88,7 @@ def test_where_nothing_else_takes_less_the_strategy_is_to_go() -> None:
     batch = StepBatch(plan, 1, plan.replicas, [], {}, 0, False)
     mesh = Mesh(data=2)
     given = (range(shape.layers),), "1f1b", {}, 1, torch.bfloat16, torch.device("cpu")
-    pipeline = Pipeline(mesh.coordinate(1), *given)
+    pipeline = PipelineRank(mesh.coordinate(1), *given)
     said = note(None, batch, pipeline, MemoryModel(shape, mesh))
     assert said.endswith(
         "What takes less: WLBStrategy(dynamic=...) without this strategy, or 'off'."
@@ -100,7 +100,7 @@ class Bad(Transformer):
 
     def forward(self, micro_batch, hidden, *args, **kwargs):
         result = super().forward(micro_batch, hidden, *args, **kwargs)
-        batch = HERE.batch
+        batch = PROGRESS.batch
         last = torch.distributed.get_rank() == 2
         return result * math.nan if last and batch and batch.plan.step == 0 else result
 

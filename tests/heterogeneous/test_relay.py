@@ -21,7 +21,7 @@ from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import rank_in
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.programs import meetings_of, program_of
-from lightning_wlb.supervision.progress import HERE
+from lightning_wlb.supervision.progress import PROGRESS
 from tests.heterogeneous.proof import Travel, threads_elsewhere
 from tests.heterogeneous.random_strategies import random_run
 from tests.heterogeneous.test_runtime import (
@@ -97,9 +97,9 @@ def test_no_call_is_made_after_one_that_failed() -> None:
     with pytest.raises(ZeroDivisionError):
         relay.settle()
     assert made == []
-    assert HERE.failed == "ZeroDivisionError: integer division or modulo by zero"
-    HERE.begin()
-    assert HERE.failed == ""
+    assert PROGRESS.failed == "ZeroDivisionError: integer division or modulo by zero"
+    PROGRESS.begin()
+    assert PROGRESS.failed == ""
 
 
 def recorded(rank: int) -> tuple[dict[bool, list], dict]:
@@ -107,7 +107,7 @@ def recorded(rank: int) -> tuple[dict[bool, list], dict]:
     runner, _ = executor(rank, FROZEN)
     plan = plan_of(0, STRATEGY, OWN, store := documents())
     batch = make_step_batch(plan, store, rank_in(STRATEGY, rank), {}, 0, False)
-    channels = runner.elsewhere(plan).pipeline.groups.items()
+    channels = runner.heterogeneous(plan).pipeline.groups.items()
     kinds = {id(group): channel.kind for channel, group in channels}
     posts: dict[bool, list] = {False: [], True: []}
     asked = threading.local()
@@ -154,7 +154,7 @@ def recorded(rank: int) -> tuple[dict[bool, list], dict]:
 
 def check_late(rank: int, runner) -> None:
     """The last rank begins when the others have posted what they pull, or none ever would."""
-    here, at_rest = runner.elsewhere, dict(runner.model.named_parameters())
+    here, at_rest = runner.heterogeneous, dict(runner.model.named_parameters())
     link, kind = here._links.to(STRATEGY), (torch.float64, torch.device("cpu"))
     tied = runner.model.tied
     shards = {tied.get(name, name): each.to_local().detach() for name, each in at_rest.items()}
@@ -271,8 +271,8 @@ def test_what_fails_beside_a_step_fails_where_it_is_waited_for(monkeypatch) -> N
     assert posted == [range(1, 4, 2)] * link.slots + [range(2)] * 2, "and nothing is posted later"
     with pytest.raises(MemoryError):
         groups.settle()
-    assert HERE.failed == "MemoryError: no room for the second slot"
-    HERE.begin()
+    assert PROGRESS.failed == "MemoryError: no room for the second slot"
+    PROGRESS.begin()
 
 
 def sizes(box, link: Link, unit: int, number: int) -> list[int]:

@@ -24,10 +24,11 @@ from lightning_wlb.plan import Piece, Scheme, Schemes, StepPlan, rank_in, scheme
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.sharding import layout
+from lightning_wlb.training.clipping_and_nonfinite import gradient_norm
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.gradient_norm import Tie, add_tied_gradients, gradient_norm
-from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.parallelize import parallelize
+from lightning_wlb.training.tied_weights import Tie, add_tied_gradients
 from tests.oracle import oracle
 from tests.ranks import run_ranks
 from tests.strategy.harness import relative_error, whole
@@ -95,16 +96,16 @@ def executor(number: int, frozen: tuple[str, ...] = ()) -> tuple[Executor, list[
     weights = weights_of(model, (1, 2, 4))
     groups = mesh_groups(rank, device, None)
     ties, gathering = parallelize(
-        model, groups.mesh, list(STAGES), groups.gathering,
+        model, groups.mesh, list(STAGES), groups.parameters,
         initialise=lambda: model.initialise(7), device=device,
         dtype=torch.float64, compute_dtype=torch.float64, sum_dtype=torch.float64,
     )  # fmt: skip
     sizes = config().dim, torch.float64, device
-    pipeline = Pipeline(rank, STAGES, "1f1b", groups.channels, *sizes)
+    pipeline = PipelineRank(rank, STAGES, "1f1b", groups.channels, *sizes)
     made = Executor(model, pipeline, groups, gathering)
     links = Links(weights, OF_MESH, number, PER_NODE)
     settings = Settings(build, sizes[0], "1f1b", torch.float64, torch.float64, device)
-    made.elsewhere = Elsewhere(model, links, travel_groups(number, 4, PER_NODE, None), settings)
+    made.heterogeneous = Elsewhere(model, links, travel_groups(number, 4, PER_NODE, None), settings)
     return made, ties
 
 
@@ -129,12 +130,12 @@ def train(number: int) -> dict:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
     with pytest.raises(ValueError, match="step 4 has the strategy of the mesh"):
-        runner.elsewhere(replace(plan, schemes=OF_MESH))
+        runner.heterogeneous(replace(plan, schemes=OF_MESH))
     handle = next(model.parameters()).register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match=r"has a hook \(register_hook or .* would never run"):
         runner.run(batch, 1)
     handle.remove()
-    runner.elsewhere = None
+    runner.heterogeneous = None
     with pytest.raises(ValueError, match="step 4 is planned for pipelines of its own"):
         runner.run(batch, 1)
     return {

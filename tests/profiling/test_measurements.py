@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import measurements as bench

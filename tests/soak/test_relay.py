@@ -13,8 +13,7 @@ import pytest
 from lightning_wlb.heterogeneous import transfer as travel
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy import choosing
-from lightning_wlb.supervision import heartbeat as board
-from lightning_wlb.supervision import watchdog
+from lightning_wlb.supervision import heartbeat, watchdog
 from tests.soak.test_strategies import fit
 from tests.strategy.test_failures import SAID, outcomes
 
@@ -25,7 +24,7 @@ STRATEGY = (Scheme(0, (1, 1)), Scheme(2, (2,), tensor=2))
 def fail(rank: int, victim: int, after: int, folder: Path) -> None:
     """Two nodes of two ranks; the victim's relay fails when it has posted so often."""
     sys.stderr = open(folder / f"{rank}.err", "w", buffering=1)  # noqa: SIM115
-    board.PATIENCE, watchdog.GRACE = 1.0, 3.0
+    heartbeat.PATIENCE, watchdog.GRACE = 1.0, 3.0
     run_elsewhere, posts = choosing.run_elsewhere, 0
 
     def of_two_nodes(executor, strategies, module, per_node, *given) -> None:

@@ -21,7 +21,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.heterogeneous import transfer as travel
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.supervision import heartbeat as board
+from lightning_wlb.supervision import heartbeat
 from lightning_wlb.training import executor
 from tests.heterogeneous.elsewhere import take_in_turn
 from tests.heterogeneous.random_strategies import (
@@ -221,7 +221,7 @@ ALONE = ((Scheme(0, (2,)), Scheme(1, (2,))),)
 
 def fail(rank: int, victim: int, place: str, dies: bool) -> None:
     """A rank fails in its second step elsewhere; the mesh is a pipeline of both ranks."""
-    board.PATIENCE = 1.0
+    heartbeat.PATIENCE = 1.0
     owner, name = PLACES[place]
     works, steps = getattr(owner, name), 0
 

@@ -23,7 +23,7 @@ from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.messages import Messages, Pipeline
+from lightning_wlb.training.messages import Messages, PipelineRank
 from tests.device import DEVICE
 from tests.models.steps import config, documents
 
@@ -125,7 +125,7 @@ def run_step(
     """
     layers = len(model.layers)
     bounds = [layers * stage // stages for stage in range(stages + 1)]
-    pipeline = Pipeline(
+    pipeline = PipelineRank(
         rank=Rank(Mesh(virtual_stages=stages)),
         stages=tuple(range(a, b) for a, b in pairwise(bounds)),
         schedule="interleaved" if stages > 1 else "1f1b",

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from benchmarks.ranks import start_ranks
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.supervision import heartbeat as board
+from lightning_wlb.supervision import heartbeat
 from tests.strategy.harness import SMALL, data, module, trainer
 
 LIMIT = 60.0  # seconds
@@ -52,7 +52,7 @@ def raises(*_: object) -> None:
 
 
 def fit(rank: int, mesh: tuple[int, ...], victims: set[int], hook: str, folder: Path | None) -> int:
-    board.PATIENCE = 1.0
+    heartbeat.PATIENCE = 1.0
     sys.stderr = open(f"{folder}/{rank}.err", "w") if folder else sys.stderr  # noqa: SIM115
     callbacks: list[L.Callback] = [Fails(hook)] if rank in victims else []
     if folder is not None:

@@ -134,7 +134,7 @@ def test_nothing_that_was_measured_stays_in_memory(
 
     def measure(*args: Any, **options: Any) -> Any:
         layer = nn.Identity()
-        layer.register_forward_hook(lambda *_: layer)  # as those of Gathering, in a circle
+        layer.register_forward_hook(lambda *_: layer)  # as those of ParameterBuckets, in a circle
         layers.append(weakref.ref(layer))
         if fails:
             raise torch.OutOfMemoryError("no memory")

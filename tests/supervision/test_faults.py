@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.supervision import faults
-from lightning_wlb.supervision.progress import AFTER, CALLBACKS, HERE, OPTIMISING, RUNNING
+from lightning_wlb.supervision.progress import AFTER, CALLBACKS, OPTIMISING, PROGRESS, RUNNING
 from lightning_wlb.supervision.signals import INTERRUPT, STOP
 
 
@@ -43,13 +43,13 @@ def runner(monkeypatch):
         state=SimpleNamespace(stage="train"),
         checkpoint_callbacks=[ModelCheckpoint(save_on_exception=True)],
     )
-    HERE.begin()
+    PROGRESS.begin()
 
 
 def place(runner, rank: int, error: BaseException, part: int, doing: str | Action) -> str:
     each = faults.Faults()
     each._rank, each._watchdog = rank, Asked()
-    HERE.note(part, doing)
+    PROGRESS.note(part, doing)
     each.on_exception(runner, None, error)
     (callback,) = runner.checkpoint_callbacks
     assert not callback.save_on_exception, "what it would say is not true"
@@ -84,7 +84,7 @@ def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
 def test_others_are_told_the_ends_of_a_long_error(runner):
     each = faults.Faults()
     each._watchdog = Asked()
-    HERE.note(AFTER, "what follows")
+    PROGRESS.note(AFTER, "what follows")
     traceback = "\n".join(f"  File {number}" for number in range(50))
     each.on_exception(runner, None, RuntimeError(f"Caught KeyError.\n{traceback}\nKeyError: 3\n"))
     each.on_exception(runner, None, ValueError("x" * 100_000))
@@ -126,6 +126,6 @@ def test_without_a_watch_ranks_are_together_in_what_they_have_agreed_on(
 ):
     monkeypatch.setattr(faults.NOTICES, "mine", noted)
     each = faults.Faults()
-    HERE.note(part, "whatever")
+    PROGRESS.note(part, "whatever")
     each.on_exception(runner, None, error)
     assert (each.alone is None) == together

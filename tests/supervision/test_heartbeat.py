@@ -7,17 +7,17 @@ import time
 
 import pytest
 
-from lightning_wlb.supervision import heartbeat as board
-from lightning_wlb.supervision.heartbeat import Board, Connection
+from lightning_wlb.supervision import heartbeat
+from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer
 
 
 class Job:
-    """A board and connections of ranks to it."""
+    """A heartbeat server and connections of ranks to it."""
 
     def __init__(self, world_size: int, still: float = 60.0, stranger: bytes = b"") -> None:
         self.said: list[str] = []
-        self.board = Board(world_size, "secret", still, 600.0, self.said.append)
-        self.board.start()
+        self.server = HeartbeatServer(world_size, "secret", still, 600.0, self.said.append)
+        self.server.start()
         self.stranger = self.connect()
         self.stranger.connection.send(stranger)
         self.links = [self.connect() for _ in range(world_size)]
@@ -28,7 +28,7 @@ class Job:
             assert "tick" in self.hear(rank)
 
     def connect(self) -> Connection:
-        return Connection(socket.create_connection(("127.0.0.1", self.board.port)))
+        return Connection(socket.create_connection(("127.0.0.1", self.server.port)))
 
     def hear(self, rank: int) -> dict:
         """The next message but signs of life, which count only where nothing else comes."""
@@ -54,8 +54,8 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(board, "PATIENCE", 0.5)
-    monkeypatch.setattr(board, "beat", lambda world_size: 0.2)
+    monkeypatch.setattr(heartbeat, "PATIENCE", 0.5)
+    monkeypatch.setattr(heartbeat, "beat", lambda world_size: 0.2)
 
 
 def test_ranks_that_fail_at_the_same_place_are_together():
@@ -63,27 +63,27 @@ def test_ranks_that_fail_at_the_same_place_are_together():
     for link in job.links:
         link.send(place="step 2", text="it rained")
     assert [job.answer(rank) for rank in range(3)] == [{"together": True}] * 3
-    job.board.stop()
+    job.server.stop()
 
 
 def test_ranks_that_end_later_are_waited_for(monkeypatch):
-    monkeypatch.setattr(board, "AGREED_PATIENCE", 5.0)
+    monkeypatch.setattr(heartbeat, "AGREED_PATIENCE", 5.0)
     job = Job(2)
     job.links[0].send(ended=True)
     begin = time.monotonic()
     threading.Timer(0.5, job.links[1].send, kwargs={"ended": True}).start()
-    job.board.wait_for_ends()
+    job.server.wait_for_ends()
     assert 0.4 < time.monotonic() - begin < 3
     job.links[1].connection.close()
-    job.board.wait_for_ends()
-    job.board.stop()
+    job.server.wait_for_ends()
+    job.server.stop()
     # One that never says so is given up.
-    monkeypatch.setattr(board, "AGREED_PATIENCE", 0.3)
+    monkeypatch.setattr(heartbeat, "AGREED_PATIENCE", 0.3)
     job = Job(2)
     begin = time.monotonic()
-    job.board.wait_for_ends()
+    job.server.wait_for_ends()
     assert time.monotonic() - begin > 0.25
-    job.board.stop()
+    job.server.stop()
 
 
 def test_a_rank_that_fails_alone_is_named_after_a_while():
@@ -92,18 +92,18 @@ def test_a_rank_that_fails_alone_is_named_after_a_while():
     begin = time.monotonic()
     assert job.answer(0) == {"alone": "rank 1 failed, it rained"}
     assert time.monotonic() - begin > 0.3
-    job.board.stop()
+    job.server.stop()
 
 
 def test_a_rank_that_has_agreed_to_come_may_be_late():
     job = Job(2)
     job.links[1].send(place="step 2", text="SIGTERM", agreed=True)
-    end = time.monotonic() + 2 * board.PATIENCE
+    end = time.monotonic() + 2 * heartbeat.PATIENCE
     while time.monotonic() < end:
         assert "tick" in job.hear(1)
     job.links[0].send(place="step 2", text="SIGTERM", agreed=True)
     assert [job.answer(rank) for rank in range(2)] == [{"together": True}] * 2
-    job.board.stop()
+    job.server.stop()
 
 
 def test_failing_at_two_places_is_not_together():
@@ -112,7 +112,7 @@ def test_failing_at_two_places_is_not_together():
     assert "tick" in job.hear(0)
     job.links[0].send(place="step 3", text="it snowed")
     assert job.answer(0) == {"alone": "rank 1 failed, it rained"}
-    job.board.stop()
+    job.server.stop()
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["in a step", "in a common save"])
@@ -126,7 +126,7 @@ def test_a_rank_that_dies_is_named_at_once(together):
     job.links[1].connection.close()
     died = "rank 1 has died without a word; it was at step 3, action 0F0"
     assert job.answer(0) == {"alone": died}
-    job.board.stop()
+    job.server.stop()
 
 
 def test_a_rank_whose_run_is_over_may_leave():
@@ -137,7 +137,7 @@ def test_a_rank_whose_run_is_over_may_leave():
     assert "tick" in job.hear(0)
     job.links[0].send(place="step 2", text="it rained")
     assert job.answer(0) == {"alone": "rank 0 failed, it rained"}
-    job.board.stop()
+    job.server.stop()
     assert job.answer(0) == {"ended": True}
 
 
@@ -156,7 +156,7 @@ def test_the_rank_that_is_behind_is_named_and_asked_for_its_stack():
     assert "Furthest behind: rank 1, at the loader" in job.said[0]
     assert "The others wait: rank 0, at step 3, action 0F0 of documents 5" in job.said[0]
     assert job.answer(1) == {"stack": True}
-    job.board.stop()
+    job.server.stop()
     assert job.answer(0) == {"ended": True}, "those that wait are not asked"
 
 
@@ -167,7 +167,7 @@ def test_a_rank_without_a_sign_of_life_is_named_first():
         job.links[0].send(progress=(1, 0), doing="waiting", seconds=9.0)
         time.sleep(0.02)
     assert "No sign of life from rank 1, at setting up" in job.said[0]
-    job.board.stop()
+    job.server.stop()
 
 
 def test_nothing_is_said_where_all_do_the_same_between_steps():
@@ -178,7 +178,7 @@ def test_nothing_is_said_where_all_do_the_same_between_steps():
             link.send(progress=(3, 4), doing="step 2, the saving of a checkpoint", seconds=9.0)
         time.sleep(0.02)
     assert not job.said
-    job.board.stop()
+    job.server.stop()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_stranger_is_turned_away(says):
     assert "tick" in job.hear(0)
     with pytest.raises(ConnectionRefusedError):
         job.connect()  # all ranks are there
-    job.board.stop()
+    job.server.stop()
 
 
 def test_what_was_sent_in_part_is_continued_when_the_other_end_reads_again():
@@ -228,7 +228,7 @@ def test_rank_0_may_open_a_file_for_every_rank():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-        large = Board(2000, "secret", 60.0, 600.0, print)
+        large = HeartbeatServer(2000, "secret", 60.0, 600.0, print)
         large.start()
         large.stop()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3024, before[1])

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_wlb.plan import Scheme
 from lightning_wlb.schedule.actions import FORWARD, Action
-from lightning_wlb.supervision import progress as whereabouts
-from lightning_wlb.supervision.progress import AFTER, LOADING, REDUCING, RUNNING, Whereabouts
+from lightning_wlb.supervision import progress
+from lightning_wlb.supervision.progress import AFTER, LOADING, REDUCING, RUNNING, Progress
 
 
 class Batch:
@@ -40,12 +40,12 @@ def waits(monkeypatch):
             self.looks += 1
             return 1.0 if self.looks == 1 else None
 
-    monkeypatch.setattr(whereabouts, "WAIT", wait := Wait())
+    monkeypatch.setattr(progress, "WAIT", wait := Wait())
     return wait
 
 
 def test_a_step_from_its_beginning_to_its_end():
-    here = Whereabouts()
+    here = Progress()
     assert (here.progress(), str(here)) == ((0, 0), "before the first step, setting up")
     here.begin_step(Batch(7, [5, 3]))
     here.note(RUNNING, Action(0, FORWARD, 1))
@@ -60,7 +60,7 @@ def test_a_step_from_its_beginning_to_its_end():
 
 
 def test_a_step_that_left_the_mesh_is_on_the_pipeline_of_its_replica():
-    here = Whereabouts()
+    here = Progress()
     here.begin_step(Batch(7, [5, 3], schemes=(Scheme(0, (4,)), Scheme(1, (2, 2)))))
     here.note(RUNNING, Action(1, FORWARD, 0))
     assert str(here) == (
@@ -70,7 +70,7 @@ def test_a_step_that_left_the_mesh_is_on_the_pipeline_of_its_replica():
 
 
 def test_a_step_that_ends_while_it_is_read_is_told_as_it_was():
-    here = Whereabouts()
+    here = Progress()
 
     def next_step():
         here.begin_step(Batch(8, [5, 3, 2]))
@@ -83,7 +83,7 @@ def test_a_step_that_ends_while_it_is_read_is_told_as_it_was():
 
 
 def test_a_wait_that_ends_while_it_is_read(waits):
-    here = Whereabouts()
+    here = Progress()
     here.note(AFTER, "what follows on it")
     waits.looks = 0
     assert here.seconds() >= 0

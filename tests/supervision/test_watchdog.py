@@ -16,9 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.supervision import heartbeat as board
-from lightning_wlb.supervision import progress as whereabouts
-from lightning_wlb.supervision import signals, watchdog
+from lightning_wlb.supervision import heartbeat, progress, signals, watchdog
 from lightning_wlb.supervision.faults import Faults
 from tests.ranks import run_ranks
 from tests.strategy.test_failures import outcomes
@@ -35,7 +33,7 @@ def failing(rank: int, folder: Path, interrupts: bool) -> None:
 
     Rank 1 does not end before rank 0, so that no connection closes.
     """
-    watchdog.GRACE = board.PATIENCE = 1.0
+    watchdog.GRACE = heartbeat.PATIENCE = 1.0
     os.environ.update(RANK=str(rank))
     dist.init_process_group("gloo")
     faults = Faults()
@@ -72,11 +70,11 @@ def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause,
 def test_what_another_thread_fails_with_is_told_to_all() -> None:
     """The main thread may wait for ever for a rank that waits for that thread."""
     ours, theirs = socket.socketpair()
-    watched = watchdog.Watchdog(1, 2, board.Connection(ours), "token", 60.0)
-    whereabouts.HERE.begin()  # another test of this process may have left it in a step
+    watched = watchdog.Watchdog(1, 2, heartbeat.Connection(ours), "token", 60.0)
+    progress.PROGRESS.begin()  # another test of this process may have left it in a step
     watched.start()
-    whereabouts.HERE.failed = "MemoryError: no room"
-    messages, told = board.Connection(theirs), []
+    progress.PROGRESS.failed = "MemoryError: no room"
+    messages, told = heartbeat.Connection(theirs), []
     try:
         for _ in range(100):
             time.sleep(0.05)
@@ -84,7 +82,7 @@ def test_what_another_thread_fails_with_is_told_to_all() -> None:
             if told:
                 break
     finally:
-        whereabouts.HERE.begin()
+        progress.PROGRESS.begin()
         watched.stop()
         theirs.close()
     assert told == [
@@ -141,7 +139,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
     """It inherits the descriptor through which signals are told, and a terminal signals both."""
     monkeypatch.setattr(watchdog, "heeds_interrupts", lambda: True)
     one, other = socket.socketpair()
-    thread = watchdog.Watchdog(0, 2, board.Connection(one), "secret", 60.0)
+    thread = watchdog.Watchdog(0, 2, heartbeat.Connection(one), "secret", 60.0)
     signal.set_wakeup_fd(-1)
     for pause in (0.0, 0.0, 0.3):
         assert thread._end_at == float("inf")

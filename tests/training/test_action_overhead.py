@@ -49,7 +49,9 @@ def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.Mo
     monkeypatch.setattr(overhead, "STEPS", 3)
     with (
         mock.patch.object(Step, "run", slower(Step.run, 2e-3)),
-        mock.patch.object(gathering._InStep, "_add", slower(gathering._InStep._add, 0.5e-3)),
+        mock.patch.object(
+            gathering._BucketInStep, "_add", slower(gathering._BucketInStep._add, 0.5e-3)
+        ),
     ):
         found = measure_overhead(CONFIG, torch.device("cpu"), torch.float32)
     # Nine gradients of a layer, half a millisecond each; three more of the ends.

@@ -20,10 +20,10 @@ from lightning_wlb.distributed.process_groups import message_device, pipeline_gr
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.strategy.launch import _bound_device
-from lightning_wlb.training import gradient_norm as gradients
 from lightning_wlb.training import messages
-from lightning_wlb.training.gradient_norm import Tie, add_tied_gradients
-from lightning_wlb.training.messages import Messages, Pipeline
+from lightning_wlb.training import tied_weights as gradients
+from lightning_wlb.training.messages import Messages, PipelineRank
+from lightning_wlb.training.tied_weights import Tie, add_tied_gradients
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -52,7 +52,7 @@ def crossing(rank: int) -> tuple[list[float], list[float], list[type]]:
 
     place = Mesh(pipeline=2).coordinate(rank)
     channels = pipeline_groups(place, None)
-    pipeline = Pipeline(place, (range(1), range(1, 2)), "1f1b", channels, 2, torch.float32, CPU)
+    pipeline = PipelineRank(place, (range(1), range(1, 2)), "1f1b", channels, 2, torch.float32, CPU)
     travelling = Messages(pipeline, {})
     weight = nn.Parameter(torch.zeros(2))
     with (

@@ -18,7 +18,7 @@ from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.training.messages import Pipeline
+from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import note
 from lightning_wlb.training.precision import WLBPrecision
 from tests.ranks import run_ranks
@@ -48,7 +48,7 @@ def told(
     half = SHAPE.layers // 2
     stages = range(half), range(half, SHAPE.layers)
     rank, on = MESH.coordinate(number), torch.device(device)
-    pipeline = Pipeline(rank, stages, "1f1b", {}, SHAPE.dim, torch.bfloat16, on)
+    pipeline = PipelineRank(rank, stages, "1f1b", {}, SHAPE.dim, torch.bfloat16, on)
     return note(action, batch, pipeline, model), batch
 
 

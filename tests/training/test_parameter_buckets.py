@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.training import fsdp
 from lightning_wlb.training import parameter_buckets as gathering
-from lightning_wlb.training.buckets import unit
-from lightning_wlb.training.parameter_buckets import Gathering
+from lightning_wlb.training.parameter_buckets import ParameterBuckets
+from lightning_wlb.training.sharded_parameters import Bucket, shard_over
 from tests.ranks import run_ranks
 from tests.strategy.harness import relative_error, whole
 
@@ -23,7 +22,7 @@ WIDTH = 6
 
 
 class Toy(nn.Module):
-    """Two units and parameters of the root itself."""
+    """Two buckets and parameters of the root itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,17 +39,17 @@ def toy(dtype: torch.dtype) -> Toy:
     return Toy().to(dtype)
 
 
-def gathered(model: nn.Module, dtype: torch.dtype) -> Gathering:
-    """Shard a model whose children are its units."""
+def gathered(model: nn.Module, dtype: torch.dtype) -> ParameterBuckets:
+    """Shard a model whose children are its buckets."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fsdp.shard(model, mesh)
-    units = [unit([each], [0], [each]) for each in (model, *model.children())]
-    units = [each for each in units if each.shares]
+    shard_over(model, mesh)
+    buckets = [Bucket.of([each], [0], [each]) for each in (model, *model.children())]
+    buckets = [each for each in buckets if each.parameters]
     wide = torch.promote_types(dtype, torch.float32)
-    return Gathering(units, mesh.get_group(), None, dtype, wide)
+    return ParameterBuckets(buckets, mesh.get_group(), None, dtype, wide)
 
 
-def sharded(dtype: torch.dtype) -> tuple[Toy, Gathering]:
+def sharded(dtype: torch.dtype) -> tuple[Toy, ParameterBuckets]:
     model = toy(dtype)
     return model, gathered(model, dtype)
 
@@ -63,7 +62,9 @@ def inputs(seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
-def run(model: nn.Module, gathering: Gathering, batches: list[torch.Tensor], shared=()) -> None:
+def run(
+    model: nn.Module, gathering: ParameterBuckets, batches: list[torch.Tensor], shared=()
+) -> None:
     """All forwards and backwards of a step."""
     actions = [Action(0, kind, at) for at in range(len(batches)) for kind in (FORWARD, BACKWARD)]
     with gathering.step(actions, shared):
@@ -74,7 +75,7 @@ def run(model: nn.Module, gathering: Gathering, batches: list[torch.Tensor], sha
                 loss.backward()
 
 
-def step(model: nn.Module, gathering: Gathering, batches: list[torch.Tensor]) -> None:
+def step(model: nn.Module, gathering: ParameterBuckets, batches: list[torch.Tensor]) -> None:
     run(model, gathering, batches)
     gathering.finish()
 
@@ -215,7 +216,7 @@ def accumulation(rank: int, count: int) -> list[dict[str, np.ndarray]]:
 
 
 def posted(rank: int) -> list[list[str]]:
-    """What is posted, and when each unit's forward and backward run, in a step each."""
+    """What is posted, and when each bucket's forward and backward run, in a step each."""
     model, gathering_ = sharded(torch.float64)
     log: list[str] = []
 
@@ -291,7 +292,7 @@ def not_called(rank: int) -> str:
 
 
 def freed(rank: int) -> list[bool]:
-    """Whether a unit's parameters are gone when its last backward is over, by no collector."""
+    """Whether a bucket's parameters are gone when its last backward is over, by no collector."""
     model, gathering = sharded(torch.float64)
     actions = [Action(0, FORWARD, 0), Action(0, BACKWARD, 0)]
     gc.disable()
@@ -363,7 +364,7 @@ def test_many_bfloat16_micro_batches_accumulate_in_float32(results):
 
 
 def test_ranks_post_the_same_whatever_they_run_and_while_they_compute(results):
-    # The root's own parameters, then the two units: 6, 42 and 36 values.
+    # The root's own parameters, then the two buckets: 6, 42 and 36 values.
     traffic = ["gather 6", "gather 42", "gather 36", "reduce 36", "reduce 42", "reduce 6"]
     for rank in results:
         for log in rank["posted"]:
@@ -386,7 +387,7 @@ def test_frozen_parameters_are_not_reduced(results):
         assert rank["frozen"] == [["scale", "first.weight"], [], every]
 
 
-def test_a_failed_step_leaves_parameters_at_rest(results):
+def test_a_failed_step_leaves_parameters_sharded(results):
     assert max(rank["failed"] for rank in results) < 1e-13
 
 

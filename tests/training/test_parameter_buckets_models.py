@@ -102,7 +102,7 @@ def test_a_hook_on_a_parameter_is_refused(results):
 
 
 def test_nothing_is_reduced_before_a_shared_micro_batch_is_over(results):
-    reduced = ["reduce"] * 3  # the two units, and the model's own parameter
+    reduced = ["reduce"] * 3  # the two buckets, and the model's own parameter
     for rank in results:
         assert rank["shared"] == [
             ["backward", "backward", *reduced],

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from lightning_wlb.attention.kernel import AttentionOptions
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.attention.kernel_interface import AttentionOptions
 from lightning_wlb.attention.packed import packed_attention
-from lightning_wlb.attention.varlen import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.plan import Recompute

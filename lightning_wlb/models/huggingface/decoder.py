@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_wlb.attention.varlen import VarlenAttention
+from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.models.decoder import Decoder

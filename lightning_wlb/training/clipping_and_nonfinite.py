@@ -16,7 +16,8 @@ device before the optimizer's step; where gradients are clipped by their norm, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal, get_args
 
 import torch
@@ -29,9 +30,8 @@ from lightning_wlb.arguments import choice
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.supervision.faults import StateLost
-from lightning_wlb.supervision.progress import HERE, OPTIMISING
+from lightning_wlb.supervision.progress import OPTIMISING, PROGRESS
 from lightning_wlb.training.executor import names_of_ranks
-from lightning_wlb.training.gradient_norm import gradient_norm
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 
@@ -113,7 +113,7 @@ class StepGuard:
         ranks = [rank for rank, loss in enumerate(self._losses) if not math.isfinite(loss)]
         if ignores or (self._finite and not ranks):
             self._in_a_row = 0
-            HERE.note(OPTIMISING, "its optimiser")
+            PROGRESS.note(OPTIMISING, "its optimiser")
             return True
         report = self._report(ranks)
         if lost := self._anywhere(self._model.named_parameters()):
@@ -185,3 +185,45 @@ def _some(names: list[str]) -> str:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    counted_elsewhere: Collection[nn.Parameter] = (),
+) -> Tensor:
+    """The 2-norm of the gradients of all parameters of all stages; collective over all ranks.
+
+    Each rank adds up the squares of its own shards, and of a part that several tensor-parallel
+    ranks hold as many parts of the square. The sums are added over all ranks.
+
+    Args:
+        parameters: this stage's parameters, gradients already reduced.
+        device: of this rank.
+        counted_elsewhere: parameters whose gradient another stage counts.
+
+    Returns:
+        0-dim float64, the same on every rank; not finite where a gradient of any rank is not.
+    """
+    elsewhere = {id(parameter) for parameter in counted_elsewhere}
+    # By how many ranks hold the same part: each of them adds its share of the square.
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or id(parameter) in elsewhere:
+            continue
+        copies = 1
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            copies = math.prod(
+                mesh.size(dim)
+                for dim, each in enumerate(gradient.placements)
+                if each.is_replicate()
+            )
+            gradient = gradient.to_local()
+        by_copies[copies].append(gradient)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, gradients in by_copies.items():
+        squares += torch.nn.utils.get_total_norm(gradients).double() ** 2 / copies
+    dist.all_reduce(squares)
+    return squares.sqrt()

@@ -34,12 +34,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.backward_calls import call_in_backward
-from lightning_wlb.attention.kernel import PLAIN, AttentionOptions, Kernel
+from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions, Kernel
 from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.kernels_gpu import load_flash, load_torch
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.refetch import call_in_backward
 
 
 class Timer(Protocol):

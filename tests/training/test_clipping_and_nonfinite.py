@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_wlb import InMemoryDocuments, Transformer, WLBDataModule, WLBStrategy
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.training.non_finite import MOST_SKIPPED, StepGuard
+from lightning_wlb.training.clipping_and_nonfinite import MOST_SKIPPED, StepGuard
 from tests.ranks import run_ranks
 from tests.strategy.harness import LENGTHS, VOCABULARY, WINDOW, Recorder, config, trainer, whole
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.schedule.actions import FORWARD, Action
-from lightning_wlb.training.buckets import parts_of
+from lightning_wlb.training.sharded_parameters import chunks_of
 from tests.ranks import run_ranks
 from tests.training.test_parameter_buckets import gathered, inputs, run, toy
 
@@ -16,7 +16,7 @@ def test_a_gradient_is_cut_as_torch_cuts_a_tensor(shape, ranks, data):
     gradient = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1
     chunks = gradient.chunk(ranks, dim)
     place = torch.zeros(ranks, *chunks[0].shape, dtype=torch.float64)
-    for part, at in parts_of(gradient, place, dim):
+    for part, at in chunks_of(gradient, place, dim):
         at.copy_(part)
     for rank in range(ranks):
         rows = chunks[rank].shape[dim] if rank < len(chunks) else 0
@@ -30,11 +30,11 @@ def alone(rank: int) -> list[bool]:
     for dtype in (torch.float64, torch.bfloat16):
         model = toy(torch.float64)
         gathering = gathered(model, dtype)
-        at_rest = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
+        sharded = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
         with torch.no_grad(), gathering.step([Action(0, FORWARD, 0)]):
             gathering.wait()
             live = {name: p.data_ptr() for name, p in model.named_parameters()}
-        found.append(live == at_rest)
+        found.append(live == sharded)
     run(model, gathering, inputs(0, 1, torch.bfloat16))
     gathering.finish()
     found.append(all(p.grad.dtype == torch.float64 for p in model.parameters()))

@@ -1,0 +1,169 @@
+"""How the ranks that share a stage hold its parameters: as FSDP2's shards, grouped into buckets.
+
+``fully_shard`` cuts every parameter over data × context and records in a DTensor which part of
+which global parameter a rank holds, on the tensor-parallel axis too. Checkpoints, the optimizer and
+the norm of the gradients read that. FSDP2's own run time is left out: it reduces inside of a
+backward, which a rank without micro-batches does not have, and on backends without streams it waits
+there. :mod:`.parameter_buckets` gathers and reduces instead.
+
+A *bucket* holds the parameters of a layer, or of an end of the model, which are gathered and whose
+gradients are reduced in one collective. Its flat buffer is [ranks, elements]: of each parameter in
+turn one chunk per rank, padded to equal size where the sharded dim does not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_wlb.distributed.sharded_dim import sharded_dim
+
+
+def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace every parameter by this rank's shard of it; one that two modules share stays shared.
+
+    Args:
+        model: its parameters are plain, or DTensors on the tensor axis, on any device.
+        mesh: has one axis.
+    """
+    # FSDP2 changes the module that it is given, and lets it gather by itself: so not the model.
+    holder = nn.Module()
+    whole = list(model.parameters())
+    for number, parameter in enumerate(whole):
+        holder.register_parameter(str(number), parameter)
+    fully_shard(
+        holder,
+        mesh=mesh,
+        # FSDP wants equal shares of any dim but the first.
+        shard_placement_fn=lambda each: Shard(sharded_dim(_local_shape(each), mesh.size())),
+    )
+    shards = dict(zip(whole, holder.parameters(), strict=True))
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None:
+                module._parameters[name] = shards[own]
+
+
+def _local_shape(parameter: nn.Parameter) -> torch.Size:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """How the ranks share one parameter.
+
+    Attributes:
+        places: the modules that have it, and its name in each.
+        shape: of the whole parameter, or of this rank's tensor-parallel part of it.
+        dim: the dim that is cut.
+        rows: of that dim on each rank but the last ones, which may have fewer.
+        is_part: whether the gradient is a part of a sum over the tensor-parallel ranks.
+    """
+
+    places: tuple[tuple[nn.Module, str], ...]
+    shape: tuple[int, ...]
+    dim: int
+    rows: int
+    is_part: bool
+
+    @staticmethod
+    def of(parameter: DTensor, places: Sequence[tuple[nn.Module, str]]) -> ShardedParameter:
+        """Read the layout from a parameter's placements."""
+        over_ranks, *over_tensor = parameter.placements
+        shape = list(parameter.shape)
+        for place in over_tensor:
+            if isinstance(place, Shard):
+                shape[place.dim] //= parameter.device_mesh.size(1)
+        dim, ranks = cast(Shard, over_ranks).dim, parameter.device_mesh.size(0)
+        is_part = any(place.is_replicate() for place in over_tensor)
+        return ShardedParameter(tuple(places), tuple(shape), dim, -(-shape[dim] // ranks), is_part)
+
+    @property
+    def shard(self) -> DTensor:
+        """The shard of this rank; in a step the modules hold the whole parameter instead."""
+        module, name = self.places[0]
+        return cast(DTensor, module._parameters[name])
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """The shape of a rank's shard, padded to ``rows``."""
+        return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let the modules read ``parameter``."""
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are gathered together, and whose gradients are reduced together.
+
+    Args:
+        modules: their forwards wait for the parameters.
+        stages: the pipeline stages whose actions use them.
+        parameters: what is in the bucket, in the order of its flat buffer.
+    """
+
+    modules: tuple[nn.Module, ...]
+    stages: frozenset[int]
+    parameters: tuple[ShardedParameter, ...]
+
+    @staticmethod
+    def of(
+        modules: Sequence[nn.Module], stages: Sequence[int], inside: Sequence[nn.Module]
+    ) -> Bucket:
+        """Put the sharded parameters of the modules ``inside``, but not of their children, in one.
+
+        ``modules`` and ``stages`` are those of the bucket.
+        """
+        places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
+        for module in inside:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(cast(DTensor, parameter), []).append((module, name))
+        held = tuple(ShardedParameter.of(parameter, at) for parameter, at in places.items())
+        return Bucket(tuple(modules), frozenset(stages), held)
+
+
+def chunks_of(gradient: Tensor, buffer: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of a whole gradient, and where each goes in ``buffer``, [ranks, *chunk]."""
+    rows = buffer.shape[1 + dim]
+    full, rest = divmod(gradient.shape[dim], rows)
+    even = gradient.narrow(dim, 0, full * rows)
+    yield even.unflatten(dim, (full, rows)).movedim(dim, 0), buffer[:full]
+    if rest:
+        yield gradient.narrow(dim, full * rows, rest), buffer[full].narrow(dim, 0, rest)
+
+
+def set_gradient(shard: DTensor, value: Tensor) -> None:
+    """Set ``.grad`` of a sharded parameter to ``value``, this rank's shard of it in any dtype."""
+    shard.grad = DTensor.from_local(
+        value.to(shard.dtype),
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=shard.shape,
+        stride=shard.stride(),
+    )
+
+
+def refuse_hooks(name: str, parameter: Tensor) -> None:
+    """Refuse hooks on a sharded parameter, which no backward passes through.
+
+    Raises:
+        ValueError: naming it, with the remedy.
+    """
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{name} has a hook (register_hook or register_post_accumulate_grad_hook) that would"
+            " never run: a step sums gradients over micro-batches and ranks beside the parameter."
+            " Change parameter.grad in a callback's on_before_optimizer_step."
+        )
