@@ -48,21 +48,14 @@ from lightning_wlb.strategy.checks import (
     same_loss,
 )
 from lightning_wlb.strategy.choosing import ChoosingStrategy
-<<<<<<< HEAD
 from lightning_wlb.strategy.model_summary import Display
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.tied_weights import add_tied_gradients
 from lightning_wlb.training.messages import PipelineRank
-=======
-from lightning_wlb.strategy.display import Display
->>>>>>> f3a0bfa (Format)
 from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
-from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import explained
 from lightning_wlb.training.parallelize import parallelize
 from lightning_wlb.training.precision import WLBPrecision, name_of
-from lightning_wlb.training.tied_weights import add_tied_gradients
 
 
 class WLBStrategy(ChoosingStrategy):
