@@ -49,13 +49,13 @@ from lightning_wlb.strategy.checks import (
 )
 from lightning_wlb.strategy.choosing import ChoosingStrategy
 from lightning_wlb.strategy.model_summary import Display
-from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.tied_weights import add_tied_gradients
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
+from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import explained
 from lightning_wlb.training.parallelize import parallelize
 from lightning_wlb.training.precision import WLBPrecision, name_of
+from lightning_wlb.training.tied_weights import add_tied_gradients
 
 
 class WLBStrategy(ChoosingStrategy):
