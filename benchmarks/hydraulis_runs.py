@@ -54,8 +54,8 @@ from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement,
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import Planner
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS
 
 

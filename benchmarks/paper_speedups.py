@@ -174,7 +174,7 @@ def paper_work(latency: LatencyModel, window: int) -> Work:
         others = (
             latency.linear_ns(rows, backward=backward)
             + latency.tensor_parallel_ns(rows)
-            + latency.context_parallel_ns((ranks - 1) * rows, rows, backward=backward)
+            + latency.exchange_keys_ns((ranks - 1) * rows, rows, backward=backward)
         )
         return PassWork((others << 24) // window, (attention << 24) // causal_pairs(window))
 

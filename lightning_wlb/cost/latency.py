@@ -254,23 +254,23 @@ class LatencyModel:
         ns = self.communication.collective_ns
         return 2 * sum(ns("tensor", ranks, elements * w) for w in (self._width, self._summed))
 
-    def context_parallel_ns(
-        self, rows: int, keys: int, *, backward: bool, replicas: int = 1
+    def exchange_keys_ns(
+        self, received: int, keys: int, *, backward: bool, replicas: int = 1
     ) -> int:
-        """Keys and values of one layer: forward fetches them, backward sums their gradients.
+        """Keys and values of one layer put together on a rank; backward sums their gradients.
+
+        Without context parallelism nothing is received: the keys of earlier slices and own ones are
+        copied in the order of the segments.
 
         Args:
-            rows: of other ranks' keys, as many as the busiest rank receives, or sends.
-            keys: those that this rank's segments read, put in their order after they have arrived.
-            backward: of the gradients; they travel in the dtype of reduction.
+            received: rows of other ranks' keys, as many as the busiest rank receives, or sends.
+            keys: rows that this rank's segments read, put in their order after they have arrived.
+            backward: whether it is gradients, which are sent in the dtype of reduction.
             replicas: how many replicas' context-parallel groups act as one (DP-Merge).
         """
-        ranks = self.mesh.context * replicas
-        if ranks == 1:
-            return 0
         axis = "context" if replicas == 1 else "data"
-        size = rows * self._key_elements * (self._summed if backward else self._width)
-        result = self.communication.exchange_ns(axis, ranks, size)
+        size = received * self._key_elements * (self._summed if backward else self._width)
+        result = self.communication.exchange_ns(axis, self.mesh.context * replicas, size)
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
     def head_parallel_ns(self, rows: int) -> int:
@@ -289,14 +289,6 @@ class LatencyModel:
             result += self.communication.all_to_all_ns(size * (ranks - 1) // ranks)
             result += self._traffic_ns(4 * size)
         return result
-
-    def slice_keys_ns(self, keys: int, *, backward: bool) -> int:
-        """Keys and values that slices read, without context parallelism, of one layer.
-
-        Forward copies the ``keys`` keys, of earlier slices and own ones, in the order of the
-        segments. Backward adds their gradients, wide, to those of the slices that own them.
-        """
-        return self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
     def pipeline_ns(self, rows: int, source: int) -> int:
         """A boundary tensor of a micro-batch between stages ``source`` and ``source + 1``."""

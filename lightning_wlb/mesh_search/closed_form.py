@@ -35,8 +35,13 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import Recompute
 from lightning_wlb.planning.planner import arrivals_of
+from lightning_wlb.prediction.micro_batch import (
+    KeyExchange,
+    MicroBatchCost,
+    over_layers,
+    times_by_mode,
+)
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
 from lightning_wlb.schedule.programs import SCHEDULES
 
 MULTIPLES = (1, 2, 4, 8)
@@ -245,24 +250,13 @@ def _cost_of(
         keys: rows of them that a rank gets from others, and all that it puts in order.
         mode: what it recomputes.
     """
-    layers = []
-    travelling, read = keys
-    for kind, kernel in zip(latency.kinds, attention, strict=True):
-        exchange = [
-            kind.context_parallel_ns(travelling, read, backward=backward)
-            if latency.mesh.context > 1
-            else kind.slice_keys_ns(read, backward=backward)
-            for backward in (False, True)
-        ]
-        forward, backward = (
-            kernel[each] + kind.linear_ns(rows, backward=bool(each)) + kind.tensor_parallel_ns(rows)
-            for each in (0, 1)
-        )
-        again = kind.again_ns(rows, mode) + (kernel[0] if mode == "full" else 0)
-        # Backward fetches keys anew.
-        layers.append((forward + exchange[0], backward + sum(exchange) + again))
-    times = PassTimes((0, 0), (0.0, 0.0), tuple(layers))
-    return MicroBatchCost(rows, rows, 0, 0, (times,) * len(MODES))
+    received, read = keys
+    exchange = KeyExchange(received, latency.mesh.context, earlier=read, replicas=1)
+    kinds = [
+        times_by_mode(kind, rows, [kernel], [exchange.ns(kind, read)])
+        for kind, kernel in zip(latency.kinds, attention, strict=True)
+    ]
+    return MicroBatchCost(rows, rows, 0, 0, over_layers(latency, kinds), mode)
 
 
 def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:

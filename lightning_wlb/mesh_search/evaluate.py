@@ -22,8 +22,9 @@ from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import Planner, plan_steps
+from lightning_wlb.prediction.micro_batch import MODES, PassTimes
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MODES, PassTimes, StepPrediction
+from lightning_wlb.prediction.step import StepPrediction
 
 LOSSES = (
     "pipeline bubble",

@@ -28,8 +28,8 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Recompute
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.mixture import StoreShare
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE, NAMES
 

@@ -28,9 +28,9 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ActivationCheckpointing, MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.prediction.asymmetric_units import units
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.prediction.step_totals import (
     StepTotals,
     has_totals,

@@ -26,8 +26,14 @@ import numpy as np
 from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import ReplicaPlan, Slice
-from lightning_wlb.prediction.micro_batch import PASSES, Exchange, by_mode, over_layers, reach_of
-from lightning_wlb.prediction.step import MicroBatchCost
+from lightning_wlb.prediction.micro_batch import (
+    PASSES,
+    KeyExchange,
+    MicroBatchCost,
+    over_layers,
+    reach_of,
+    times_by_mode,
+)
 from lightning_wlb.sharding.hybrid import LEAST_TILES
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.rank_indices import ALL_TO_ALL_PERCENT
@@ -112,7 +118,7 @@ def estimated_costs(
     rows = -(-tokens // ranks // size) * size
     gathered = (ranks - 1) * -(-in_parts // ranks)
     moved = moved // ranks
-    travelling = np.where(
+    received = np.where(
         (context > 0) | kept,
         (ranks - 1) * (rows - (-earlier // ranks)),
         np.where(100 * moved <= ALL_TO_ALL_PERCENT * gathered, moved, gathered),
@@ -124,9 +130,9 @@ def estimated_costs(
         np.array((np.minimum(every.far, seen), ones)),
     )
     exchanges = [
-        Exchange(*numbers)
+        KeyExchange(*numbers)
         for numbers in zip(
-            travelling.tolist(),
+            received.tolist(),
             ranks.tolist(),
             earlier.tolist(),
             (each.replicas for each in micro_batches),
@@ -143,7 +149,7 @@ def estimated_costs(
             by_mode=over_layers(
                 latency,
                 [
-                    by_mode(kind, of_rank, [of_kind], [exchange.ns(kind, read)], refetches=True)
+                    times_by_mode(kind, of_rank, [of_kind], [exchange.ns(kind, read)])
                     for kind, of_kind in zip(latency.kinds, of_kinds, strict=True)
                 ],
             ),

@@ -1,15 +1,16 @@
-"""What one micro-batch costs on its context-parallel group.
+"""What one micro-batch costs on its context-parallel group, once it is laid out.
 
-Each rank's attention segments go through the latency model, and a layer takes as long as on the
-group's slowest rank, for which all wait at the exchange of keys and values. A slice attends to the
-earlier keys of its piece, too: they are put together with its own keys in forward and again in
+Each rank's attention segments go through the latency model. A layer takes as long as on the group's
+slowest rank, because all ranks wait for it at the exchange of keys and values. A slice also attends
+to the earlier keys of its piece: they are put together with its own keys in forward and again in
 backward, gathered from the group or copied on a single rank.
 
 Recomputation (``MicroBatch.recompute``) adds to a layer's backward the forward of what is computed
-again. A recomputed attention has then put its keys together, and its backward need not. The times
-of all three modes are made at once, because they differ by sums of the same numbers.
+again. A recomputed attention has just put its keys together, so its backward need not do it again.
+The three modes differ by sums of the same numbers, so their times are made together.
 
-Cost: about 0.1 ms per context rank and kind of layer.
+Cost: about 0.1 ms per context rank and kind of layer. While a packing still searches, use
+:mod:`~lightning_wlb.prediction.estimate`, which needs no layout.
 """
 
 from __future__ import annotations
@@ -17,18 +18,79 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import Slice
-from lightning_wlb.prediction.step import MODES, MicroBatchCost, PassTimes
+from lightning_wlb.plan import Recompute, Slice
 from lightning_wlb.sharding import Layout, traffic, uses_all_to_all
 from lightning_wlb.sharding.integer_ranges import offsets
 
-PASSES = (False, True)  # whether it is backward
-UNBOUNDED = 2**62  # more keys than any query sees
+MODES: tuple[Recompute, ...] = get_args(Recompute)
+"""What a micro-batch may recompute, the least first."""
+
+PASSES = (False, True)
+"""Forward and backward, as the ``backward`` argument of the latency model."""
+
+UNBOUNDED = 2**62
+"""More keys than any query sees."""
+
+
+class PassTimes(NamedTuple):
+    """Times of a micro-batch in ns, with one kind of recomputation; pairs are (forward, backward).
+
+    Attributes:
+        attention_ns: of one layer, on the slowest rank; the mean where layers differ.
+        mean_attention_ns: of one layer, mean over the ranks; the mean where layers differ.
+        layer_ns: everything in a layer of each kind (``ModelShape.kinds``), on the slowest rank,
+            communication included.
+    """
+
+    attention_ns: tuple[int, int]
+    mean_attention_ns: tuple[float, float]
+    layer_ns: tuple[tuple[int, int], ...]
+
+
+class MicroBatchCost(NamedTuple):
+    """The sizes and times of one micro-batch on its context-parallel group.
+
+    Attributes:
+        rows: of each rank, padding included.
+        keys: most that the attention segments of a rank read.
+        indexed: how many of these keys are put in order by an index.
+        kept_rows: rows whose keys and values later slices read; 0 if none do.
+        by_mode: times with each recomputation, in the order of :data:`MODES`.
+        recompute: the mode of the plan; ``_replace`` gives the cost with another.
+        segments: of attention, on the rank that has most.
+    """
+
+    rows: int
+    keys: int
+    indexed: int
+    kept_rows: int
+    by_mode: tuple[PassTimes, ...]
+    recompute: Recompute = "none"
+    segments: int = 1
+
+    @property
+    def attention_ns(self) -> tuple[int, int]:
+        """See :class:`.PassTimes`."""
+        return self._times.attention_ns
+
+    @property
+    def mean_attention_ns(self) -> tuple[float, float]:
+        """See :class:`.PassTimes`."""
+        return self._times.mean_attention_ns
+
+    @property
+    def layer_ns(self) -> tuple[tuple[int, int], ...]:
+        """See :class:`.PassTimes`."""
+        return self._times.layer_ns
+
+    @property
+    def _times(self) -> PassTimes:
+        return self.by_mode[MODES.index(self.recompute)]
 
 
 def micro_batch_cost(
@@ -39,13 +101,13 @@ def micro_batch_cost(
     replicas: int = 1,
     kept: bool = False,
 ) -> MicroBatchCost:
-    """The cost of a micro-batch of slices.
+    """The cost of a micro-batch of slices, without recomputation.
 
     Args:
-        latency: of the model on the mesh.
-        slices: of the micro-batch.
-        placed: how they lie on the context-parallel group, of all replicas that share it.
-        replicas: how many share the micro-batch.
+        latency: the latency model on the mesh.
+        slices: the slices of the micro-batch.
+        placed: their layout on the context-parallel ranks of all replicas that share it.
+        replicas: how many replicas share the micro-batch (DP-Merge).
         kept: whether a later micro-batch reads its keys.
     """
     before = np.array([each.context for each in slices], dtype=np.int64)
@@ -56,11 +118,11 @@ def micro_batch_cost(
     reach = reach_of(window)
     earlier = int(np.minimum(before, reach).sum())
     if sliced:  # every rank sends all its rows, and those of earlier keys that it holds
-        travelling = (placed.ranks - 1) * (placed.rows - (-earlier // placed.ranks))
+        received = (placed.ranks - 1) * (placed.rows - (-earlier // placed.ranks))
     else:
-        travelling = _travelling(placed, window)
+        received = _received_rows(placed, window)
 
-    exchange = Exchange(travelling, placed.ranks, earlier, replicas)
+    exchange = KeyExchange(received, placed.ranks, earlier, replicas)
     _, document, start, stop = placed.table.T
     every_query, every_key = stop - start, stop + before[document]
     read = np.diff(offsets(np.minimum(every_key, every_query + reach))[placed.first]).tolist()
@@ -78,7 +140,7 @@ def micro_batch_cost(
             for queries, keys in segments
         ]
         exchanges = [exchange.ns(kind, keys) for keys in read]
-        costs.append(by_mode(kind, placed.rows, attention, exchanges, refetches=True))
+        costs.append(times_by_mode(kind, placed.rows, attention, exchanges))
     return MicroBatchCost(
         rows=placed.rows,
         keys=max(read),
@@ -90,7 +152,7 @@ def micro_batch_cost(
 
 
 def most_keys(latency: LatencyModel, slices: Sequence[Slice], placed: Layout) -> int:
-    """``keys`` of :class:`.MicroBatchCost`, where ranks exchange keys."""
+    """``keys`` of :class:`MicroBatchCost`, where ranks exchange keys."""
     before = np.array([each.context for each in slices], dtype=np.int64)
     _, document, start, stop = placed.table.T
     seen = stop - start + reach_of(latency.shape.sliding_window)
@@ -98,57 +160,52 @@ def most_keys(latency: LatencyModel, slices: Sequence[Slice], placed: Layout) ->
     return int(np.diff(read).max())
 
 
-class Exchange(NamedTuple):
-    """What puts keys together on the ranks of a micro-batch.
+class KeyExchange(NamedTuple):
+    """How the ranks of a micro-batch put together the keys and values that their segments read.
 
     Attributes:
-        travelling: rows that the busiest rank receives, or sends.
-        ranks: of the context-parallel group.
+        received: rows that the busiest rank receives, or sends.
+        ranks: ranks that exchange keys, over all replicas that share the micro-batch.
         earlier: keys of earlier slices that are seen.
-        replicas: how many share the micro-batch.
+        replicas: how many replicas share the micro-batch.
     """
 
-    travelling: int
+    received: int
     ranks: int
     earlier: int
     replicas: int
 
     def ns(self, kind: LatencyModel, keys: int) -> tuple[int, int]:
-        """Forward and backward of putting together so many keys on a rank, for one layer."""
-        if self.ranks > 1:
-            forward, backward = (
-                kind.context_parallel_ns(
-                    self.travelling, keys, backward=each, replicas=self.replicas
-                )
-                for each in PASSES
-            )
-            return forward, backward
-        if self.earlier:
-            forward, backward = (kind.slice_keys_ns(keys, backward=each) for each in PASSES)
-            return forward, backward
-        return 0, 0
+        """Forward and backward time on a rank that reads so many keys, for one layer."""
+        if self.ranks == 1 and not self.earlier:
+            return 0, 0
+        forward, backward = (
+            kind.exchange_keys_ns(self.received, keys, backward=each, replicas=self.replicas)
+            for each in PASSES
+        )
+        return forward, backward
 
 
 def reach_of(sliding_window: int | None) -> int:
-    """Keys that a query sees besides its own, at most."""
+    """Most keys that a query sees besides its own."""
     return UNBOUNDED if sliding_window is None else sliding_window - 1
 
 
-def by_mode(
+def times_by_mode(
     kind: LatencyModel,
     rows: int,
     attention: Sequence[tuple[int, int]],
     exchange: Sequence[tuple[int, int]],
     *,
-    refetches: bool,
+    refetches: bool = True,
 ) -> list[PassTimes]:
-    """Times of a layer of one kind with each recomputation.
+    """Times of a layer of one kind with each recomputation, in the order of :data:`MODES`.
 
     Args:
-        kind: of the layer.
+        kind: the latency model of the layer.
         rows: of each rank.
-        attention: forward and backward of the kernel on each rank.
-        exchange: forward and backward of putting keys together on each rank.
+        attention: forward and backward of the kernel, for each rank.
+        exchange: forward and backward of the exchange of keys, for each rank.
         refetches: whether a backward that recomputes no attention repeats the forward's exchange.
     """
     forward, backward, again = kind.rows_ns(rows)
@@ -175,7 +232,12 @@ def by_mode(
 def over_layers(
     latency: LatencyModel, costs: Sequence[Sequence[PassTimes]]
 ) -> tuple[PassTimes, ...]:
-    """Attention of the mean layer, and layers by kind, from the times of each kind and mode."""
+    """Times of a whole model for each mode, from those of each kind of layer and each mode.
+
+    Args:
+        latency: the latency model of the whole model.
+        costs: [kinds of layers][modes], from :func:`times_by_mode`.
+    """
     if len(costs) == 1:
         return tuple(costs[0])
     counts, layers = latency.shape.kinds.values(), latency.shape.layers
@@ -209,12 +271,9 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
             kind.attention_ns(lengths, lengths, backward=each, head_split=ranks) for each in PASSES
         )
         exchange = kind.head_parallel_ns(placed.rows)
-        costs.append(
-            by_mode(
-                kind, placed.rows, [(forward, backward)], [(exchange, exchange)], refetches=False
-            )
-        )
-    # As many keys as rows, of some of the heads; heads that several ranks read are copied.
+        both = [(forward, backward)], [(exchange, exchange)]
+        costs.append(times_by_mode(kind, placed.rows, *both, refetches=False))
+    # As many keys as rows, of some of the heads; a head that several ranks read is copied.
     copies = max(max(ranks // kind.rank_kv_heads, 1) for kind in latency.kinds)
     return MicroBatchCost(
         rows=placed.rows,
@@ -226,7 +285,7 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
     )
 
 
-def _travelling(placed: Layout, sliding_window: int | None) -> int:
+def _received_rows(placed: Layout, sliding_window: int | None) -> int:
     """Rows of keys that the group's busiest rank receives or sends, where no piece is sliced."""
     if placed.ranks == 1 or not placed.shared:
         return 0

@@ -36,14 +36,9 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
 from lightning_wlb.prediction.asymmetric_units import layout_of, units
 from lightning_wlb.prediction.estimate import Estimates
-from lightning_wlb.prediction.micro_batch import PASSES, micro_batch_cost, most_keys
+from lightning_wlb.prediction.micro_batch import PASSES, MicroBatchCost, micro_batch_cost, most_keys
 from lightning_wlb.prediction.parameter_traffic import Traffic
-from lightning_wlb.prediction.step import (
-    MicroBatchCost,
-    PreparedReplicas,
-    SimulatedReplicas,
-    StepPrediction,
-)
+from lightning_wlb.prediction.step import PreparedReplicas, SimulatedReplicas, StepPrediction
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.layer_split import split_stages

@@ -37,8 +37,8 @@ import numpy as np
 
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.asymmetric_units import units
+from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MODES, MicroBatchCost
 from lightning_wlb.prediction.step_totals import (
     Order,
     backwards_before,

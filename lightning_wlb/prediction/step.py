@@ -4,85 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import Recompute, ReplicaPlan, StepPlan
+from lightning_wlb.plan import ReplicaPlan, StepPlan
+from lightning_wlb.prediction.micro_batch import MicroBatchCost
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.simulator import Simulation
 
-MODES: tuple[Recompute, ...] = get_args(Recompute)
-"""What a micro-batch may recompute, the least first."""
-
-
-class PassTimes(NamedTuple):
-    """Times of a micro-batch on its context-parallel group; pairs are (forward, backward).
-
-    Attributes:
-        attention_ns: of one layer, on the slowest rank; where layers differ, their mean.
-        mean_attention_ns: of one layer, mean over the ranks; where layers differ, their mean.
-        layer_ns: everything of a layer of each kind (``ModelShape.kinds``), on the slowest rank,
-            communication included.
-    """
-
-    attention_ns: tuple[int, int]
-    mean_attention_ns: tuple[float, float]
-    layer_ns: tuple[tuple[int, int], ...]
-
-
-class MicroBatchCost(NamedTuple):
-    """One micro-batch on its context-parallel group.
-
-    Attributes:
-        rows: of each rank, padding included.
-        keys: most that a rank's segments read.
-        indexed: how many of these keys are put in order by an index.
-        kept_rows: rows whose keys and values later slices read; 0 if none do.
-        by_mode: times with each recomputation, in the order of :data:`MODES`.
-        recompute: the one of the plan; ``_replace`` gives the cost with another.
-        segments: of attention, on the rank that has most.
-    """
-
-    rows: int
-    keys: int
-    indexed: int
-    kept_rows: int
-    by_mode: tuple[PassTimes, ...]
-    recompute: Recompute = "none"
-    segments: int = 1
-
-    @property
-    def attention_ns(self) -> tuple[int, int]:
-        """See :class:`.PassTimes`."""
-        return self._times.attention_ns
-
-    @property
-    def mean_attention_ns(self) -> tuple[float, float]:
-        """See :class:`.PassTimes`."""
-        return self._times.mean_attention_ns
-
-    @property
-    def layer_ns(self) -> tuple[tuple[int, int], ...]:
-        """See :class:`.PassTimes`."""
-        return self._times.layer_ns
-
-    @property
-    def _times(self) -> PassTimes:
-        return self.by_mode[MODES.index(self.recompute)]
-
 
 class PreparedReplicas(NamedTuple):
-    """What is known of the steps of some replicas before they are simulated.
+    """Everything about the steps of some replicas that is known before they are simulated.
 
     Attributes:
-        executed: the replicas as they are executed (``prediction.executed``).
-        costs: of each replica's micro-batches.
-        programs: of each replica's ranks.
-        freed: of each replica, see :meth:`.StepMemory.freed`.
+        executed: the replicas as they are executed (``prediction.asymmetric_units``).
+        costs: [replicas][micro-batches].
+        programs: [replicas][pipeline ranks], the actions of each rank.
+        freed: for each replica what its actions free, see :meth:`.StepMemory.freed`.
     """
 
     executed: list[ReplicaPlan]
@@ -92,14 +34,14 @@ class PreparedReplicas(NamedTuple):
 
 
 class SimulatedReplicas(NamedTuple):
-    """The steps of some replicas.
+    """The simulated steps of some replicas.
 
     Attributes:
-        costs: of each replica's micro-batches.
-        durations: of each replica, how long each action computes, in ns.
-        programs: of each replica's ranks.
+        costs: [replicas][micro-batches].
+        durations: for each replica, how long each action computes, in ns.
+        programs: [replicas][pipeline ranks], the actions of each rank.
         simulations: one for each replica.
-        peak_bytes: of the fullest rank, state included.
+        peak_bytes: on the fullest rank, state included.
     """
 
     costs: list[list[MicroBatchCost]]
@@ -116,12 +58,12 @@ class StepPrediction:
     Args:
         plan: what was simulated.
         simulations: one for each replica.
-        costs: of each replica's micro-batches, in forward order.
+        costs: [replicas][micro-batches in forward order].
         work_ns: int64 [replicas, micro-batches], forward + backward of each over all stages,
             on its slowest context rank; 0 where a replica has fewer.
-        peak_bytes: of the fullest rank, state included.
+        peak_bytes: on the fullest rank, state included.
         flops: model FLOPs of the step, recomputation left out.
-        devices: of the mesh.
+        devices: number of devices of the mesh.
         peak_flops: FLOP/s of one device's data sheet.
     """
 
@@ -136,7 +78,7 @@ class StepPrediction:
 
     @staticmethod
     def of(plan: StepPlan, step: SimulatedReplicas, latency: LatencyModel) -> StepPrediction:
-        """The step of all replicas of a plan, of the model on the run's mesh."""
+        """Sum up the simulation of all replicas of a plan, of the model on the run's mesh."""
         most = max(map(len, step.costs), default=0)
         work = np.zeros((len(step.costs), most), dtype=np.int64)
         for number, durations in enumerate(step.durations):
@@ -156,12 +98,12 @@ class StepPrediction:
 
     @property
     def total_ns(self) -> int:
-        """The step time: that of the latest replica."""
+        """The step time, which is that of the latest replica."""
         return max(simulation.total_ns for simulation in self.simulations)
 
     @property
     def abreast(self) -> tuple[int, ...]:
-        """Of each replica, the ranks that work side by side on a stage: context × tensor."""
+        """For each replica, the ranks that work side by side on a stage: context × tensor."""
         if self.plan.schemes:
             return tuple(scheme.context * scheme.tensor for scheme in self.plan.schemes)
         pipeline = len(self.simulations[0].spans)
@@ -178,9 +120,10 @@ class StepPrediction:
 
     @property
     def context_ns(self) -> tuple[float, float]:
-        """Attention of all micro-batches if all ranks take as long as the slowest, and as it is.
+        """Attention time if every rank took as long as the slowest, and attention time as it is.
 
-        Of one layer, forward and backward, summed over the ranks of each replica that hold it.
+        Both are of one layer, forward and backward, summed over micro-batches and over the ranks
+        that hold that layer.
         """
         every = [
             (ranks, cost)

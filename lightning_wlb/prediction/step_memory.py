@@ -1,7 +1,7 @@
-"""What the ranks of a pipeline hold in the course of a step, from the memory model.
+"""How many bytes the ranks of a pipeline hold in the course of a step, by the memory model.
 
-A forward opens bytes that its own backward frees (:class:`StepMemory`).
-Some bytes are made by one action and freed by another (:func:`freed_bytes`):
+A forward opens bytes that its own backward frees (:meth:`StepMemory.saved`). Some bytes are made by
+one action and freed by another (:meth:`StepMemory.freed`):
 
 * the gradients of an earlier micro-batch's keys, which the first backward of a later slice of the
   same piece makes, for the whole micro-batch, and the micro-batch's own backward takes
@@ -10,13 +10,14 @@ Some bytes are made by one action and freed by another (:func:`freed_bytes`):
   that proves its arrival (:mod:`~lightning_wlb.schedule.actions`). What a forward sends on is held
   until its own backward anyway.
 
-Cost: about 2 µs per action.
+Cost: about 2 µs per action. Without actions, :mod:`~lightning_wlb.prediction.step_totals` has the
+peak of a 1F1B step from the same sizes.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -25,7 +26,7 @@ import numpy as np
 
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.plan import Recompute, ReplicaPlan
-from lightning_wlb.prediction.step import MODES, MicroBatchCost
+from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
 from lightning_wlb.schedule.actions import BACKWARD, Action, receipts, target_of
 from lightning_wlb.schedule.packflow import backward_order
 from lightning_wlb.sharding.integer_ranges import Integers
@@ -33,11 +34,11 @@ from lightning_wlb.sharding.integer_ranges import Integers
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on the ranks of a pipeline. ``costs`` are those of a replica's micro-batches by number.
+    """Bytes on the ranks of a pipeline; ``costs`` are those of one replica's micro-batches.
 
     Args:
-        model: memory of the model on the mesh.
-        layers: of each stage, virtual ones in order: how many of each kind of layer.
+        model: the memory model on the mesh.
+        layers: for each stage, virtual ones in order, how many layers of each kind it has.
     """
 
     model: MemoryModel
@@ -45,7 +46,7 @@ class StepMemory:
 
     @staticmethod
     def of(model: MemoryModel, stages: Sequence[range]) -> StepMemory:
-        """Of the stages with these layers, by global layer number."""
+        """The memory of stages that have these layers, by global layer number."""
         held = [[model.shape.each_layer[number] for number in stage] for stage in stages]
         kinds = model.shape.kinds
         return StepMemory(model, tuple(tuple(map(layers.count, kinds)) for layers in held))
@@ -74,75 +75,6 @@ class StepMemory:
         """Parameters, gradients and optimizer state of each pipeline rank."""
         return tuple(map(self.model.state_bytes, self.rank_parts))
 
-    def saved(self, stage: int, cost: MicroBatchCost) -> int:
-        """What a forward opens on a stage until its backward has run."""
-        parts = self.parts[stage]
-        kept = self.model.kept_keys_bytes(parts, cost.kept_rows, cost.recompute)
-        return self.model.micro_batch_bytes(parts, cost.rows, cost.recompute) + kept
-
-    def inside(
-        self, parts: StageParts, cost: MicroBatchCost, recompute: Recompute | None = None
-    ) -> int:
-        """What lives only inside a pass of a micro-batch, perhaps with another recomputation."""
-        mode = recompute or cost.recompute
-        return self.model.transient_bytes(parts, cost.rows, cost.keys, mode, cost.segments)
-
-    def saved_by_all(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """:meth:`saved` of every micro-batch on every stage, int64 [micro-batches, stages]."""
-        rows, kept = self._units(costs)
-        each, keys = self._unit_bytes[:, [MODES.index(cost.recompute) for cost in costs]]
-        saved: Integers = rows[:, None] * each + kept[:, None] * keys
-        return saved
-
-    def key_gradients_of_all(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """Gradients of keys that later slices read, int64 [micro-batches, stages]."""
-        unit = self.model.mesh.tensor
-        each = [self.model.key_gradient_bytes(parts, unit) for parts in self.parts]
-        gradients: Integers = self._units(costs)[1][:, None] * np.array(each)
-        return gradients
-
-    def boundaries(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """What every micro-batch sends to a neighbour, int64 [micro-batches]."""
-        sent: Integers = self._units(costs)[0] * self.model.boundary_bytes(self.model.mesh.tensor)
-        return sent
-
-    def _units(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """Rows and kept rows, [2, micro-batches], in units that tensor parallelism divides."""
-        rows = np.array([(cost.rows, cost.kept_rows) for cost in costs], dtype=np.int64)
-        return rows.reshape(-1, 2).T // self.model.mesh.tensor
-
-    @cached_property
-    def _unit_bytes(self) -> Integers:
-        """What a unit of rows saves, and keeps for later slices, [2, modes, stages].
-
-        Rows are multiples of the unit, in which all sizes are linear.
-        """
-        unit = self.model.mesh.tensor
-        return np.array(
-            [
-                [[size(parts, unit, mode) for parts in self.parts] for mode in MODES]
-                for size in (self.model.micro_batch_bytes, self.model.kept_keys_bytes)
-            ],
-            dtype=np.int64,
-        )
-
-    def freed(
-        self,
-        programs: Sequence[Sequence[Action]],
-        replica: ReplicaPlan,
-        costs: Sequence[MicroBatchCost],
-    ) -> Mapping[Action, int]:
-        """What actions free beyond what their forwards opened, see :func:`freed_bytes`."""
-        return freed_bytes(
-            programs,
-            replica,
-            len(self.parts),
-            lambda stage, micro_batch: self.model.key_gradient_bytes(
-                self.parts[stage], costs[micro_batch].kept_rows
-            ),
-            lambda micro_batch: self.model.boundary_bytes(costs[micro_batch].rows),
-        )
-
     def constant(self, replicas: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
         """What each rank holds all along: its state, and the step's inputs on the fullest replica.
 
@@ -158,6 +90,108 @@ class StepMemory:
             for state, parts in zip(self.state_bytes, self.rank_parts, strict=True)
         ]
 
+    def saved(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
+        """What each forward opens until its backward has run, int64 [micro-batches, stages].
+
+        Args:
+            costs: of the micro-batches.
+            mode: what all of them recompute; by default what each does.
+        """
+        rows, kept = self._row_units(costs)
+        each, keys = self._unit_bytes[:, _modes(costs, mode)]
+        saved: Integers = rows[:, None] * each + kept[:, None] * keys
+        return saved
+
+    def inside(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
+        """What lives only inside a pass of each micro-batch, int64 [micro-batches, stages].
+
+        The arguments are those of :meth:`saved`.
+        """
+        sizes = np.array([(cost.rows, cost.keys, cost.segments) for cost in costs], dtype=np.int64)
+        modes = np.array(_modes(costs, mode), dtype=np.int64)
+        inside = np.zeros((len(costs), len(self.parts)), np.int64)
+        for number in set(modes.tolist()):
+            alike = modes == number
+            rows, keys, segments = sizes[alike].T
+            of_parts = {
+                parts: self.model.transient_bytes_of_all(parts, rows, keys, MODES[number], segments)
+                for parts in set(self.parts)
+            }
+            inside[alike] = np.stack([of_parts[parts] for parts in self.parts], axis=1)
+        return inside
+
+    def key_gradients(self, costs: Sequence[MicroBatchCost]) -> Integers:
+        """Gradients of keys that later slices read, int64 [micro-batches, stages]."""
+        unit = self.model.mesh.tensor
+        each = [self.model.key_gradient_bytes(parts, unit) for parts in self.parts]
+        gradients: Integers = self._row_units(costs)[1][:, None] * np.array(each)
+        return gradients
+
+    def boundaries(self, costs: Sequence[MicroBatchCost]) -> Integers:
+        """What every micro-batch sends to a neighbouring stage, int64 [micro-batches]."""
+        unit = self.model.mesh.tensor
+        sent: Integers = self._row_units(costs)[0] * self.model.boundary_bytes(unit)
+        return sent
+
+    def _row_units(self, costs: Sequence[MicroBatchCost]) -> Integers:
+        """Rows and kept rows in units of as many as there are tensor ranks, [2, micro-batches].
+
+        Rows are multiples of that unit, in which all sizes but :meth:`inside` are linear.
+        """
+        rows = np.array([(cost.rows, cost.kept_rows) for cost in costs], dtype=np.int64)
+        return rows.reshape(-1, 2).T // self.model.mesh.tensor
+
+    @cached_property
+    def _unit_bytes(self) -> Integers:
+        """What a unit of rows saves, and what it keeps for later slices, [2, modes, stages]."""
+        unit = self.model.mesh.tensor
+        return np.array(
+            [
+                [[size(parts, unit, mode) for parts in self.parts] for mode in MODES]
+                for size in (self.model.micro_batch_bytes, self.model.kept_keys_bytes)
+            ],
+            dtype=np.int64,
+        )
+
+    def freed(
+        self,
+        programs: Sequence[Sequence[Action]],
+        replica: ReplicaPlan,
+        costs: Sequence[MicroBatchCost],
+    ) -> Mapping[Action, int]:
+        """What each action frees that others made, less what it makes for others to free.
+
+        Args:
+            programs: the actions of each rank of the replica.
+            replica: as it is executed (``prediction.asymmetric_units``).
+            costs: of its micro-batches.
+
+        Returns:
+            Bytes for each action; no entry means 0.
+        """
+        freed: defaultdict[Action, int] = defaultdict(int)
+        stages, ranks = len(self.parts), len(programs)
+        boundary = self.boundaries(costs).tolist() if costs else []
+        readers = first_readers(replica)
+        if readers:
+            order, _ = backward_order(replica)
+            gradients = self.key_gradients(costs).tolist()
+            for micro_batch, reader in readers.items():
+                for stage, size in enumerate(gradients[micro_batch]):
+                    freed[Action(stage, BACKWARD, order[reader])] -= size
+                    freed[Action(stage, BACKWARD, micro_batch)] += size
+        by_rank = dict(enumerate(programs))
+        for rank, program in enumerate(programs):
+            for action in program:
+                target = target_of(action, stages)
+                if action.kind == BACKWARD and target is not None and target.stage % ranks != rank:
+                    freed[action] -= boundary[action.micro_batch]
+            for receiver, sends in receipts(by_rank, rank, ranks, stages).items():
+                freed[receiver] += sum(
+                    boundary[sent.micro_batch] for sent in sends if sent.kind == BACKWARD
+                )
+        return freed
+
     def peak(
         self,
         programs: Sequence[Sequence[Action]],
@@ -167,17 +201,24 @@ class StepMemory:
         """Most bytes on a rank of a replica, with what lives only inside a backward.
 
         Args:
-            programs: of the ranks.
+            programs: the actions of each rank.
             held: bytes on each rank while each action of its program runs.
-            costs: of the replica.
+            costs: of the replica's micro-batches.
         """
-        most = 0
-        for action, bytes_held in zip(chain(*programs), chain(*held), strict=True):
-            if action.kind == BACKWARD:
-                cost, parts = costs[action.micro_batch], self.parts[action.stage]
-                inside = self.inside(parts, cost)
-                most = max(most, bytes_held + inside)
-        return most
+        inside = self.inside(costs).tolist() if costs else []
+        return max(
+            (
+                bytes_held + inside[action.micro_batch][action.stage]
+                for action, bytes_held in zip(chain(*programs), chain(*held), strict=True)
+                if action.kind == BACKWARD
+            ),
+            default=0,
+        )
+
+
+def _modes(costs: Sequence[MicroBatchCost], mode: Recompute | None) -> list[int]:
+    """The recomputation of each micro-batch, as a place in :data:`.MODES`."""
+    return [MODES.index(mode or cost.recompute) for cost in costs]
 
 
 def most_open(program: Sequence[Action], virtual_stages: int) -> int:
@@ -186,54 +227,14 @@ def most_open(program: Sequence[Action], virtual_stages: int) -> int:
     return -(-max(passes, default=0) // virtual_stages)
 
 
-def freed_bytes(
-    programs: Sequence[Sequence[Action]],
-    replica: ReplicaPlan,
-    stages: int,
-    key_gradients: Callable[[int, int], int],
-    boundary: Callable[[int], int],
-) -> Mapping[Action, int]:
-    """What each action frees that others made, less what it makes for others to free.
-
-    Args:
-        programs: of the replica's ranks.
-        replica: as it is executed (``prediction.executed``).
-        stages: of all ranks.
-        key_gradients: of (stage, micro-batch), bytes of the gradients of its keys.
-        boundary: of a micro-batch, bytes that a stage sends to its neighbour.
-
-    Returns:
-        Bytes of each action; no entry means 0.
-    """
-    freed: defaultdict[Action, int] = defaultdict(int)
-    order, _ = backward_order(replica)
-    for micro_batch, reader in first_readers(replica).items():
-        for stage in range(stages):
-            size = key_gradients(stage, micro_batch)
-            freed[Action(stage, BACKWARD, order[reader])] -= size
-            freed[Action(stage, BACKWARD, micro_batch)] += size
-    ranks = len(programs)
-    by_rank = dict(enumerate(programs))
-    for rank, program in enumerate(programs):
-        for action in program:
-            target = target_of(action, stages)
-            if action.kind == BACKWARD and target is not None and target.stage % ranks != rank:
-                freed[action] -= boundary(action.micro_batch)
-        for receiver, sends in receipts(by_rank, rank, ranks, stages).items():
-            freed[receiver] += sum(
-                boundary(sent.micro_batch) for sent in sends if sent.kind == BACKWARD
-            )
-    return freed
-
-
 def first_readers(replica: ReplicaPlan) -> dict[int, int]:
-    """Of each micro-batch whose keys others read, the one whose backward does so first.
+    """For each micro-batch whose keys later slices read, the reader that runs backward first.
 
     Args:
-        replica: as it is executed (``prediction.executed``).
+        replica: as it is executed (``prediction.asymmetric_units``).
 
     Returns:
-        Its place in ``forward``, and that of its first reader in ``backward``.
+        The micro-batch's place in ``forward`` -> its first reader's place in ``backward``.
     """
     keys = [part[:2] for part in replica.slices]
     counts = Counter(keys)

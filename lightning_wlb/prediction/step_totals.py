@@ -1,10 +1,12 @@
-"""The length of a step and the bytes of its fullest rank, and nothing else: what a judge asks.
+"""The length of a step and the bytes of its fullest rank, without simulating it.
 
 A predicted step (:mod:`~lightning_wlb.prediction.predictor`) has the begin, end and bytes of every
-action. Here the same two totals come from arrays over micro-batches and ranks: times by the
-recurrence (:mod:`~lightning_wlb.schedule.fast_simulator`), bytes from what has run before each
-backward, which in 1F1B is known without times. Both are exactly those of the simulation, which a
-test holds. Only for the schedule 1F1B with one stage per rank.
+action. A planner that compares plans needs two totals of it. Here they come from arrays over
+micro-batches and ranks: times by the recurrence (:mod:`~lightning_wlb.schedule.fast_simulator`), bytes
+from what has run before each backward, which in 1F1B is known without times. Both are exactly those
+of the simulation, which a test holds.
+
+Only for the schedule 1F1B with one stage per rank (:func:`has_totals`); other steps are simulated.
 
 Cost: about 0.1 ms and 20 µs per micro-batch for a replica, the costs of micro-batches not counted.
 """
@@ -17,21 +19,21 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.prediction.micro_batch import MicroBatchCost
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MicroBatchCost
 from lightning_wlb.prediction.step_memory import StepMemory, first_readers
 from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.packflow import backward_orders, planned_warm_up
 from lightning_wlb.sharding.integer_ranges import Integers
 
 
-class Order(NamedTuple):
+class ActionOrder(NamedTuple):
     """In which order a replica's actions run, whatever they take.
 
     Attributes:
-        order: as of :class:`.recurrence.Pipeline`.
-        planned: likewise.
-        readers: as :func:`.first_readers` has them.
+        order: micro-batches in the order of their backwards.
+        planned: forwards that the last rank runs before each backward.
+        readers: see :func:`.first_readers`.
     """
 
     order: Sequence[int]
@@ -39,42 +41,45 @@ class Order(NamedTuple):
     readers: Mapping[int, int]
 
 
-class StepTotals(NamedTuple):
-    """Of a predicted step.
+class StepTimes(NamedTuple):
+    """When a step ends.
 
     Attributes:
-        total_ns: its length.
-        peak_bytes: most of a rank, state included.
+        total_ns: its length, with the reduction of gradients and the optimizer.
         ends_ns: when each replica has run all its actions.
     """
 
     total_ns: int
-    peak_bytes: int
     ends_ns: tuple[int, ...]
 
 
 def has_totals(predictor: Predictor) -> bool:
-    """Whether :func:`step_totals` knows the predictor's schedule."""
+    """Whether :func:`step_times` and :func:`peak_bytes` know the predictor's schedule."""
     return predictor.schedule == "1f1b" and predictor.latency.mesh.virtual_stages == 1
 
 
-def step_totals(
+def orders_of(replicas: Sequence[ReplicaPlan]) -> list[ActionOrder]:
+    """The order of each replica, as it is executed."""
+    return [
+        ActionOrder(order, planned_warm_up(needs), first_readers(replica))
+        for replica, (order, needs) in zip(replicas, backward_orders(replicas), strict=True)
+    ]
+
+
+def step_times(
     predictor: Predictor,
     replicas: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[Order] | None = None,
-    peak: int | None = None,
-) -> StepTotals:
-    """The totals of the step of replicas that share micro-batches with each other only.
+    orders: Sequence[ActionOrder],
+) -> StepTimes:
+    """When the step of replicas ends that share micro-batches with each other only.
 
     Args:
-        predictor: see :func:`has_totals`.
+        predictor: one that :func:`has_totals`.
         replicas: as they are executed; shared micro-batches come first on all that share them.
-        costs: of each replica's micro-batches.
-        orders: of each replica, where they are known.
-        peak: what :func:`peak_bytes` says of them, likewise.
+        costs: [replicas][micro-batches].
+        orders: :func:`orders_of` the replicas.
     """
-    orders = orders or orders_of(replicas)
     traffic = predictor.traffic
     pipelines = []
     for replica, of_replica, order in zip(replicas, costs, orders, strict=True):
@@ -82,7 +87,7 @@ def step_totals(
         pipeline = Pipeline(
             forward,
             backward,
-            _travel(predictor, of_replica),
+            _message_times(predictor, of_replica),
             order.order,
             order.planned,
             members_of(replica),
@@ -100,55 +105,11 @@ def step_totals(
                 last.setdefault(rank, []).append((end, took))
     of_replicas = tuple(map(max, ends))
     end = max(max(of_replicas, default=0), traffic.ends(last))
-    if peak is None:
-        peak = peak_bytes(predictor, costs, orders)
-    return StepTotals(end + traffic.optimise, peak, of_replicas)
+    return StepTimes(end + traffic.optimise, of_replicas)
 
 
-def orders_of(replicas: Sequence[ReplicaPlan]) -> list[Order]:
-    """Of each replica as it is executed."""
-    return [
-        Order(order, planned_warm_up(needs), first_readers(replica))
-        for replica, (order, needs) in zip(replicas, backward_orders(replicas), strict=True)
-    ]
-
-
-def peak_bytes(
-    predictor: Predictor,
-    costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[Order],
-    ample: int = 0,
-) -> int:
-    """That of :func:`step_totals` alone.
-
-    Args:
-        predictor: see :func:`has_totals`.
-        costs: of each replica's micro-batches.
-        orders: of each replica.
-        ample: where no more than so much can be held, what can be is enough of an answer: it is
-            known sooner.
-    """
-    memory = predictor.memory
-    constant = memory.constant(costs)
-    most = 0
-    for of_replica, order in zip(costs, orders, strict=True):
-        if of_replica:
-            bound = _bound(memory, of_replica, constant) if ample else 0
-            exact = not ample or bound > ample
-            most = max(most, _peak(memory, order, of_replica, constant) if exact else bound)
-    return most
-
-
-def _bound(memory: StepMemory, costs: Sequence[MicroBatchCost], constant: Sequence[int]) -> int:
-    """Bytes that no rank exceeds: as if all micro-batches were open at once."""
-    held = memory.saved_by_all(costs) + memory.boundaries(costs)[:, None]
-    if any(cost.kept_rows for cost in costs):
-        held += memory.key_gradients_of_all(costs)
-    return int((held.sum(axis=0) + constant + _most_inside(memory, costs)).max())
-
-
-def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
-    """``travel`` of :class:`.recurrence.Pipeline`."""
+def _message_times(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
+    """How long a boundary tensor takes to each rank from the one before, [ranks][micro-batches]."""
     latency = predictor.latency
     links = latency.communication.pipeline
     of_links = {
@@ -158,45 +119,30 @@ def _travel(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[
     return [of_links[links[rank - 1]] for rank in range(latency.mesh.pipeline)]
 
 
-def _peak(
-    memory: StepMemory, order: Order, costs: Sequence[MicroBatchCost], constant: Sequence[int]
+def peak_bytes(
+    predictor: Predictor,
+    costs: Sequence[Sequence[MicroBatchCost]],
+    orders: Sequence[ActionOrder],
 ) -> int:
-    """Most bytes on a rank in a backward; arrays are [backwards, ranks]."""
-    backwards = np.array(order[0], dtype=np.int64)
-    run = _forwards_run(order, len(constant))
-    saved = memory.saved_by_all(costs)
-    held = held_besides(memory, order, costs, constant)
-    held += _before(saved)[run, np.arange(len(constant))] - _before(saved[backwards])[:-1]
-    return _fullest(memory, held, [costs[each] for each in order[0]])
-
-
-def _forwards_run(order: Order, ranks: int) -> Integers:
-    """Forwards that each rank has run before each backward, int64 [backwards, ranks]."""
-    more = np.arange(ranks - 1, -1, -1)
-    run: Integers = np.minimum(len(order[0]), np.array(order[1], dtype=np.int64)[:, None] + more)
-    return run
-
-
-def backwards_before(order: Order, ranks: int) -> tuple[Integers, Integers]:
-    """Backwards that each rank has run before each forward, and before each backward.
-
-    Args:
-        order: of the replica's backwards, as :func:`orders_of` has it.
-        ranks: of its pipeline.
-
-    Returns:
-        Both int64 [ranks, micro-batches].
-    """
-    run, numbers = _forwards_run(order, ranks), np.arange(len(order[0]))
-    first = np.array([np.searchsorted(of_rank, numbers, side="right") for of_rank in run.T])
-    last = np.empty_like(first)
-    last[:, order[0]] = numbers
-    return first, last
+    """Most bytes that a rank holds, state included; the arguments are those of a step's times."""
+    memory = predictor.memory
+    constant = memory.constant(costs)
+    most = 0
+    for of_replica, order in zip(costs, orders, strict=True):
+        if of_replica:
+            backwards = np.array(order.order, dtype=np.int64)
+            run = _forwards_run(order, len(constant))
+            saved = memory.saved(of_replica)
+            held = held_besides(memory, order, of_replica, constant)
+            held += _sums_before(saved)[run, np.arange(len(constant))]
+            held -= _sums_before(saved[backwards])[:-1]
+            most = max(most, int((held + memory.inside(of_replica)[backwards]).max()))
+    return most
 
 
 def held_besides(
     memory: StepMemory,
-    order: Order,
+    order: ActionOrder,
     costs: Sequence[MicroBatchCost],
     constant: Sequence[int],
 ) -> Integers:
@@ -204,7 +150,7 @@ def held_besides(
 
     Args:
         memory: of the model on the mesh.
-        order: of the replica's backwards, as :func:`orders_of` has it.
+        order: of the replica's actions.
         costs: of its micro-batches; what they recompute does not matter.
         constant: what each rank holds all along.
 
@@ -212,17 +158,17 @@ def held_besides(
         int64 [backwards, ranks].
     """
     ranks, count = len(constant), len(costs)
-    backwards = np.array(order[0], dtype=np.int64)
+    backwards = np.array(order.order, dtype=np.int64)
     held = np.tile(np.array(constant, dtype=np.int64), (count, 1))
     run = _forwards_run(order, ranks)
     # Rank p holds a gradient that it sent until p - 1 has run it and sent the next forward on.
-    sent = _before(memory.boundaries(costs)[backwards])
+    sent = _sums_before(memory.boundaries(costs)[backwards])
     for rank in range(1, ranks):
         received = np.searchsorted(run[:, rank - 1], run[:, rank] - 1, side="right")
         held[:, rank] += sent[:-1] - sent[received]
     if order.readers:
         # Held from the end of the reader's backward to that of the owner's.
-        size = memory.key_gradients_of_all(costs)
+        size = memory.key_gradients(costs)
         place = np.empty_like(backwards)
         place[backwards] = np.arange(count)
         made = np.zeros((count + 2, ranks), np.int64)
@@ -233,34 +179,27 @@ def held_besides(
     return held
 
 
-def _before(values: Integers) -> Integers:
+def backwards_before(order: ActionOrder, ranks: int) -> tuple[Integers, Integers]:
+    """Backwards that each rank has run before each forward, and before each backward.
+
+    Returns:
+        Both int64 [ranks, micro-batches].
+    """
+    run, numbers = _forwards_run(order, ranks), np.arange(len(order.order))
+    first = np.array([np.searchsorted(of_rank, numbers, side="right") for of_rank in run.T])
+    last = np.empty_like(first)
+    last[:, order.order] = numbers
+    return first, last
+
+
+def _forwards_run(order: ActionOrder, ranks: int) -> Integers:
+    """Forwards that each rank has run before each backward, int64 [backwards, ranks]."""
+    more = np.arange(ranks - 1, -1, -1)
+    planned = np.array(order.planned, dtype=np.int64)[:, None]
+    run: Integers = np.minimum(len(order.order), planned + more)
+    return run
+
+
+def _sums_before(values: Integers) -> Integers:
     """Sums of the first 0, 1, ... all rows."""
     return np.concatenate((np.zeros_like(values[:1]), np.cumsum(values, axis=0)))
-
-
-def _most_inside(memory: StepMemory, costs: Sequence[MicroBatchCost]) -> Integers:
-    """Bytes that live only inside a pass, at most, int64 [ranks]."""
-    largest = costs[0]._replace(
-        rows=max(cost.rows for cost in costs),
-        keys=max(cost.keys for cost in costs),
-        segments=max(cost.segments for cost in costs),
-    )
-    modes = {cost.recompute for cost in costs}
-    bounds = {
-        parts: max(memory.inside(parts, largest, mode) for mode in modes)
-        for parts in set(memory.parts)
-    }
-    return np.array([bounds[parts] for parts in memory.parts], dtype=np.int64)
-
-
-def _fullest(memory: StepMemory, held: Integers, costs: Sequence[MicroBatchCost]) -> int:
-    """Most of what a rank holds in a backward and of what lives only inside it."""
-    above = held + _most_inside(memory, costs)
-    most = 0
-    for at in np.argsort(-above, axis=None, kind="stable").tolist():
-        place, rank = divmod(at, held.shape[1])
-        if above[place, rank] <= most:
-            break
-        inside = memory.inside(memory.parts[rank], costs[place])
-        most = max(most, int(held[place, rank]) + inside)
-    return most

@@ -46,7 +46,7 @@ def test_work_is_that_of_a_window_at_its_end() -> None:
         alone = latency.attention_ns(np.array([131072]), np.array([131072]), backward=backward)
         others = latency.linear_ns(65536, backward=backward)
         others += latency.tensor_parallel_ns(65536)
-        others += latency.context_parallel_ns(65536, 65536, backward=backward)
+        others += latency.exchange_keys_ns(65536, 65536, backward=backward)
         assert of_pass(131072) / 2**24 == pytest.approx(alone // 2 + others, rel=1e-4)
 
 

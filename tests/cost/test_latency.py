@@ -204,8 +204,8 @@ def test_communication_in_bytes_over_bandwidth() -> None:
     # Three quarters of [1000, 4096], two gathers of 2 bytes and two sums of 4, at 1 GB/s.
     assert model.tensor_parallel_ns(1000) == 2 * 3 * 1000 * 1024 * (2 + 4)
     # 2·8 heads of 128 for 1000 rows; the sum of gradients is 4 bytes wide.
-    assert model.context_parallel_ns(1000, 0, backward=False) == 1000 * 16 * 128 * 2
-    assert model.context_parallel_ns(1000, 0, backward=True) == 1000 * 16 * 128 * 4
+    assert model.exchange_keys_ns(1000, 0, backward=False) == 1000 * 16 * 128 * 2
+    assert model.exchange_keys_ns(1000, 0, backward=True) == 1000 * 16 * 128 * 4
     # Stages lie on different nodes here: 0.1 GB/s.
     assert model.pipeline_ns(1000, 0) == 250 * 4096 * 2 * 10
     # A ring over data × context, two ranks in each node.
@@ -233,7 +233,7 @@ def test_attention_split_by_heads() -> None:
 def test_one_rank_sends_nothing() -> None:
     model = LatencyModel(FLAT, SHAPE)
     assert model.tensor_parallel_ns(1000) == 0
-    assert model.context_parallel_ns(1000, 1000, backward=True) == 0
+    assert model.exchange_keys_ns(1000, 0, backward=True) == 0
     assert model.pipeline_ns(1000, 0) == 0
     assert model.gather_ns(1000) == model.reduce_ns(1000) == 0
 
@@ -272,7 +272,7 @@ def test_narrower_values_are_padded_to_the_keys() -> None:
         assert latent.attention_ns(*segments, backward=backward) == wide.attention_ns(
             *segments, backward=backward
         )
-        assert latent.context_parallel_ns(10, 20, backward=backward) == wide.context_parallel_ns(
+        assert latent.exchange_keys_ns(10, 20, backward=backward) == wide.exchange_keys_ns(
             10, 20, backward=backward
         )
 
@@ -284,10 +284,10 @@ def test_sums_that_travel_narrower_take_half_of_the_bytes() -> None:
     gathered = 2 * 1000 * SHAPE.dim * 2 // 2
     assert wide.tensor_parallel_ns(1000) == 3 * gathered
     assert narrow.tensor_parallel_ns(1000) == 2 * gathered
-    fetched = narrow.context_parallel_ns(1000, 0, backward=False)
-    assert fetched == wide.context_parallel_ns(1000, 0, backward=False)
-    assert fetched == narrow.context_parallel_ns(1000, 0, backward=True)
-    assert 2 * fetched == wide.context_parallel_ns(1000, 0, backward=True)
+    fetched = narrow.exchange_keys_ns(1000, 0, backward=False)
+    assert fetched == wide.exchange_keys_ns(1000, 0, backward=False)
+    assert fetched == narrow.exchange_keys_ns(1000, 0, backward=True)
+    assert 2 * fetched == wide.exchange_keys_ns(1000, 0, backward=True)
     # Gradients of parameters stay as they are.
     assert narrow.reduce_ns(1000) == wide.reduce_ns(1000)
     exact = replace(narrow, profile=replace(FLAT, dtype="float64"))

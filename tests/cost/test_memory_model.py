@@ -17,7 +17,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Recompute, Scheme
-from lightning_wlb.prediction.step import MODES
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.sharding import layout, rank_indices
 
 CONFIG = TransformerConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=176, vocab_size=256)

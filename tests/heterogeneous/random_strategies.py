@@ -41,8 +41,8 @@ from lightning_wlb.plan import (
     schemes_of,
 )
 from lightning_wlb.planning.replica_plans import replica_plan
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.recompute import recomputing
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import HEADS, NAMES, layout
 from lightning_wlb.training.clipping_and_nonfinite import gradient_norm
 from lightning_wlb.training.executor import Executor

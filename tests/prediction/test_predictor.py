@@ -15,9 +15,9 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.prediction.recompute import recomputing
-from lightning_wlb.prediction.step import MODES
 
 SHAPE = ModelShape(
     dim=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn_dim=2816, vocab_size=32000
@@ -183,7 +183,7 @@ def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() ->
     # The first quarter and the last one on one rank, the middle on the other. Of what is before
     # the last one, and before the middle, 99 keys are in sight.
     assert cost.keys == cost.indexed == 4096 + 99
-    exchange = model.latency.context_parallel_ns(99, cost.keys, backward=False)
+    exchange = model.latency.exchange_keys_ns(99, cost.keys, backward=False)
     assert cost.layer_ns[0][0] == (
         cost.attention_ns[0] + exchange + model.latency.linear_ns(4096, backward=False)
     )

@@ -42,7 +42,7 @@ def test_earlier_keys_travel_in_both_passes() -> None:
     latency = model.latency
 
     def gather(rows: int, keys: int, backward: bool) -> int:
-        return latency.context_parallel_ns(rows, keys, backward=backward)
+        return latency.exchange_keys_ns(rows, keys, backward=backward)
 
     for backward in (False, True):
         expected = whole.layer_ns[0][backward] - whole.attention_ns[backward]
@@ -61,8 +61,8 @@ def test_slices_that_lie_whole_on_a_rank_travel_all_the_same() -> None:
     later = model.micro_batch(pieces, "hybrid")
     assert later.rows == 100
     for backward in (False, True):
-        gather = model.latency.context_parallel_ns(100 + 3000, later.keys, backward=backward)
-        once = model.latency.context_parallel_ns(100 + 3000, later.keys, backward=False)
+        gather = model.latency.exchange_keys_ns(100 + 3000, later.keys, backward=backward)
+        once = model.latency.exchange_keys_ns(100 + 3000, later.keys, backward=False)
         alone = model.latency.linear_ns(100, backward=backward)
         expected = later.attention_ns[backward] + gather + alone + (once if backward else 0)
         assert later.layer_ns[0][backward] == expected

@@ -17,9 +17,9 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.prediction.asymmetric_units import units
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from lightning_wlb.prediction.recompute import recomputing, settled
-from lightning_wlb.prediction.step import MODES
 from tests.cost.devices import with_usable
 
 SHAPE = ModelShape(

@@ -14,7 +14,7 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
-from lightning_wlb.prediction.step import MODES
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.step_totals import has_totals, orders_of, peak_bytes, step_totals
 from tests.prediction.test_predictor import SHAPE, predictor
 

@@ -12,8 +12,8 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.planning.planner import Release
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.recompute import recomputing
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.sharding import ADAPTIVE, layout
 from tests.strategy.harness import WINDOW, Case, documents
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.prediction.asymmetric_units import units
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.recompute import recomputing
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulator import simulate
 from tests.models.steps import documents

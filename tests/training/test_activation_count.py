@@ -12,8 +12,8 @@ import torch
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.activation_count import ActivationCount
 from tests.device import BACKEND

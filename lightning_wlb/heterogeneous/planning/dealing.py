@@ -38,8 +38,8 @@ from lightning_wlb.planning.packing.base import Packer, Placement, Rules
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.replica_plans import laid_out, to_be_laid_out
 from lightning_wlb.planning.step_chooser import check_packing
+from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import MODES
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE
 
