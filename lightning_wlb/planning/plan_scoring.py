@@ -32,11 +32,11 @@ from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.prediction.step_totals import (
-    StepTotals,
+    StepTimes,
     has_totals,
     orders_of,
     peak_bytes,
-    step_totals,
+    step_times,
 )
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
@@ -51,8 +51,7 @@ CLEARLY_PERCENT = 90
 class PlanScore(NamedTuple):
     """The time of the slowest of some replicas, and the most that one of their ranks holds at once.
 
-    The unit of ``peak`` is that of the scorer's ``limit``. It may be more than is held where it is
-    no more than that.
+    The unit of ``peak`` is that of the scorer's ``limit``.
     """
 
     time: int
@@ -245,35 +244,37 @@ class ProfileScorer:
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         """The step in ns, and bytes, with the recomputation that it would be settled with."""
-        totals = self._totals(replicas)
-        return PlanScore(totals.total_ns, totals.peak_bytes)
+        times, peak = self._totals(replicas)
+        return PlanScore(times.total_ns, peak)
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
         """In ns; the arguments are those of a call."""
-        return self._totals(replicas).ends_ns
+        return self._totals(replicas)[0].ends_ns
 
-    def _totals(self, replicas: Sequence[ReplicaPlan]) -> StepTotals:
+    def _totals(self, replicas: Sequence[ReplicaPlan]) -> tuple[StepTimes, int]:
+        """Times, and bytes of the fullest rank."""
         predictor, given = self.predictor, self.activation_checkpointing
         decides = given == "auto"
         replicas = recomputing(replicas, "none" if given == "auto" else given)
         if not has_totals(predictor):
             step = predictor.prepare(replicas)
             if decides:
-                costs = least_recomputation(predictor, replicas, step.executed, step.costs)
+                costs = least_recomputation(predictor, replicas, step.executed, step.costs, None)
                 step = step._replace(costs=costs)
             simulated = predictor.run(step)
             ends = tuple(
                 max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
                 for each in simulated.simulations
             )
-            return StepTotals(simulated.simulations[0].total_ns, simulated.peak_bytes, ends)
+            times = StepTimes(simulated.simulations[0].total_ns, ends)
+            return times, simulated.peak_bytes
         executed, costs = predictor.executed(replicas)
         orders = orders_of(executed)
-        peak = peak_bytes(predictor, costs, orders, self.limit)
+        peak = peak_bytes(predictor, costs, orders)
         if decides and peak > self.limit:
             costs = least_recomputation(predictor, replicas, executed, costs, orders)
-            peak = peak_bytes(predictor, costs, orders, self.limit)
-        return step_totals(predictor, executed, costs, orders, peak)
+            peak = peak_bytes(predictor, costs, orders)
+        return step_times(predictor, executed, costs, orders), peak
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The same replicas with the least recomputation that fits, or with the one of all."""
@@ -284,6 +285,6 @@ class ProfileScorer:
             without = recomputing(replicas, "none")
             executed, costs = predictor.executed(without, estimated=True)
             clear = CLEARLY_PERCENT * self.limit // 100
-            if peak_bytes(predictor, costs, orders_of(executed), clear) <= clear:
+            if peak_bytes(predictor, costs, orders_of(executed)) <= clear:
                 return without
         return settled(predictor, replicas)

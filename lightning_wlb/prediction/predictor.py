@@ -246,6 +246,7 @@ class Predictor:
         replicas, costs, programs, freed = prepared
         memory = self.memory
         durations = [self._durations(of_replica) for of_replica in costs]
+        saved = [memory.saved(of_replica).tolist() for of_replica in costs]
 
         def transfer(replica: int, action: Action) -> int:
             source = action.stage - 1 if action.kind == FORWARD else action.stage
@@ -255,9 +256,7 @@ class Predictor:
             programs,
             lambda replica, action: durations[replica][action],
             transfer,
-            opened_bytes=lambda replica, action: memory.saved(
-                action.stage, costs[replica][action.micro_batch]
-            ),
+            opened_bytes=lambda replica, action: saved[replica][action.micro_batch][action.stage],
             freed_bytes=lambda replica, action: freed[replica].get(action, 0),
             constant_bytes=memory.constant(costs),
             begins=lambda replica, action: self.traffic.begins(

@@ -1,29 +1,31 @@
-"""The least recomputation with which a step fits in memory.
+"""Choosing the least recomputation with which a step fits in memory.
 
 A micro-batch holds its activations from its forward to its backward, or holds less of them and
-computes the rest again (``MicroBatch.recompute``). Here every micro-batch of a plan gets a mode,
-such that each pipeline rank stays within the memory that may be filled, at little time.
+computes the rest again (``MicroBatch.recompute``). :func:`settled` gives every micro-batch of a
+plan a mode, such that each pipeline rank stays within the memory that may be filled, at little
+time.
 
 What a rank holds while it runs an action does not depend on times: it is a prefix sum over its
 program, and largest in one of its backwards. So nothing is simulated. All micro-batches begin with
-``"none"``. While a rank holds too much, the mode of one of the micro-batches that are open in its
-fullest backward is raised: the one that frees most of the excess for each nanosecond of
+``"none"``. While a rank holds too much, one of the micro-batches that are open in its fullest
+backward is raised to a higher mode: the one that frees most of the excess for each nanosecond of
 recomputation, the first of equal ones. Then every mode is lowered again as far as the step still
-fits, the dearest first, because what was raised later may have made it needless. Two more results
-come from lowering ``"selective"`` and ``"full"`` of all; the one with the shortest estimate of the
-step is taken: the sum of its actions, and the bubble that the longest of them makes.
+fits, the dearest first, because what was raised later may have made it needless. Lowering
+``"selective"`` and ``"full"`` of all micro-batches gives two more results. The one with the
+shortest estimate of the step is taken: the sum of its actions, and the bubble that the longest of
+them makes.
 
 Replicas raise a micro-batch that they share together. The micro-batches of an asymmetric plan share
-slices, so that all of a replica's get the same mode.
+slices, so all of a replica's get the same mode.
 
 Where a stage has one layer, computing that layer again takes as much memory as holding it, so that
 raising a micro-batch adds to its own backward what it frees from others. A step that fits by
 another choice of modes can then be missed by less than a micro-batch's hidden states; but one that
-fits with the same mode for all never is. Where nothing fits the fullest rank holds the least that
-was found.
+fits with the same mode for all never is. Where nothing fits, the result is the one whose fullest
+rank holds least.
 
 Cost: some tenths of a millisecond per micro-batch that is raised, beside what preparing a
-simulation takes; where nothing is raised a part of that.
+simulation takes; a part of that where nothing is raised.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step_totals import (
-    Order,
+    ActionOrder,
     backwards_before,
     has_totals,
     held_besides,
@@ -50,11 +52,11 @@ from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.sharding.integer_ranges import Integers
 
 Place = tuple[int, int]
-"""A replica by its place among those that are settled together, and a micro-batch by number."""
+"""A micro-batch: the place of its replica among those settled together, and its number there."""
 
 
 def recomputing(replicas: Sequence[ReplicaPlan], mode: Recompute) -> list[ReplicaPlan]:
-    """The same replicas, all of whose micro-batches recompute the same."""
+    """The same replicas with one mode for all micro-batches."""
     return [
         replica
         if all(each.recompute == mode for each in (*replica.forward, *replica.backward))
@@ -78,7 +80,8 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
     mesh = predictor.latency.mesh
     executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
     costs = list(map(predictor.sizes, executed))
-    found = least_recomputation(predictor, replicas, executed, costs)
+    orders = orders_of(executed) if has_totals(predictor) else None
+    found = least_recomputation(predictor, replicas, executed, costs, orders)
     result = []
     for replica, as_executed, of_replica in zip(replicas, executed, found, strict=True):
         modes: dict[int, Recompute] = {}
@@ -100,16 +103,16 @@ def least_recomputation(
     replicas: Sequence[ReplicaPlan],
     executed: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[Order] | None = None,
+    orders: Sequence[ActionOrder] | None,
 ) -> list[list[MicroBatchCost]]:
     """The costs with the least recomputation that fits in memory.
 
     Args:
         predictor: of the model on the mesh.
-        replicas: as of :func:`.settled`.
-        executed: the same as they are executed (``prediction.executed``).
-        costs: of each replica's micro-batches; what they recompute so far does not matter.
-        orders: of each replica, where they are known.
+        replicas: as in :func:`settled`.
+        executed: the replicas as they are executed (``prediction.asymmetric_units``).
+        costs: [replicas][micro-batches]; what they recompute so far does not matter.
+        orders: :func:`.orders_of` the replicas; None where the predictor has no totals.
     """
     backwards = _backwards(predictor, executed, costs, orders)
     accounts = [_Account(predictor, *each) for each in zip(costs, backwards, strict=True)]
@@ -155,7 +158,7 @@ class _Search:
     """Looks for the modes of replicas that share micro-batches with each other only.
 
     Args:
-        accounts: of each replica, by its place.
+        accounts: what the ranks of each replica hold, by the replica's place.
         alike: for each micro-batch those with the same mode.
     """
 
@@ -171,22 +174,25 @@ class _Search:
         return max(account.excess for account in self._accounts.values())
 
     def run(self) -> None:
-        """Give all micro-batches the modes of the best search."""
-        best: tuple[bool, int] | None = None
-        for start in (0, self._raise, 1, 2):
-            if callable(start):
-                start()
-            else:
-                self._give({at: [start] * len(each.modes) for at, each in self._accounts.items()})
-            excess = self.excess
-            if excess <= 0:
-                self._lower()
-            slowest = max(account.step_ns for account in self._accounts.values())
-            score = excess > 0, excess if excess > 0 else slowest
-            if best is None or score < best:
-                best = score
-                modes = {at: each.modes.tolist() for at, each in self._accounts.items()}
-        self._give(modes)
+        """Give all micro-batches the modes of the best of four results."""
+        results = []
+        for mode in range(len(MODES)):
+            self._give({at: [mode] * len(each.modes) for at, each in self._accounts.items()})
+            results.append(self._lowered())
+            if mode == 0:
+                self._raise()
+                results.append(self._lowered())
+        _, best = min(results, key=lambda result: result[0])
+        self._give(best)
+
+    def _lowered(self) -> tuple[tuple[bool, int], dict[int, list[int]]]:
+        """Lower modes as far as all still fits; how good that is, less being better, and modes."""
+        excess = self.excess
+        if excess <= 0:
+            self._lower()
+        slowest = max(account.step_ns for account in self._accounts.values())
+        score = excess > 0, excess if excess > 0 else slowest
+        return score, {at: each.modes.tolist() for at, each in self._accounts.items()}
 
     def _give(self, modes: Mapping[int, Sequence[int]]) -> None:
         for at, of_replica in modes.items():
@@ -228,8 +234,8 @@ class _Backwards(NamedTuple):
     """What is known of a replica's backwards without what its micro-batches save.
 
     Attributes:
-        first: int64 [stages, micro-batches], backwards of a rank that are done before a forward.
-        last: the same before a backward.
+        first: int64 [stages, micro-batches], backwards that a rank has run before each forward.
+        last: int64 [stages, micro-batches], those that it has run before each backward.
         held: int64 [ranks, backwards], bytes that a rank holds besides what forwards have saved.
     """
 
@@ -242,17 +248,17 @@ def _backwards(
     predictor: Predictor,
     executed: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[Order] | None,
+    orders: Sequence[ActionOrder] | None,
 ) -> Iterator[_Backwards]:
-    """Of each replica."""
+    """The backwards of each replica."""
     memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
     constant = memory.constant(costs)
-    if not has_totals(predictor):
+    if orders is None:
         programs, freed = predictor.programs(executed, costs)
         for of_ranks, free in zip(programs, freed, strict=True):
             yield _of_programs(of_ranks, free, constant, len(memory.parts))
         return
-    for of_replica, order in zip(costs, orders or orders_of(executed), strict=True):
+    for of_replica, order in zip(costs, orders, strict=True):
         held = held_besides(memory, order, of_replica, constant)
         yield _Backwards(*backwards_before(order, ranks), held.T.copy())
 
@@ -263,7 +269,7 @@ def _of_programs(
     constant: Sequence[int],
     stages: int,
 ) -> _Backwards:
-    """From the programs of a replica's ranks, and what their actions free."""
+    """The backwards of a replica, from its ranks' programs and what their actions free."""
     ranks = len(programs)
     passes = len(programs[0]) // 2  # of a rank
     first, last = np.zeros((2, stages, passes * ranks // stages), np.int64)
@@ -283,67 +289,35 @@ def _of_programs(
 
 
 class _Account:
-    """What the ranks of one replica hold in each of their backwards.
+    """What the ranks of one replica hold in each of their backwards, by the modes given so far.
 
     Attributes:
-        modes: of each micro-batch, its place in :data:`.MODES`.
+        modes: int64 [micro-batches], the place of each one's mode in :data:`.MODES`.
         costs_ns: int64 [modes, micro-batches], what each mode adds to the time of the model.
     """
 
     def __init__(
         self, predictor: Predictor, costs: Sequence[MicroBatchCost], backwards: _Backwards
     ) -> None:
-        unit = predictor.latency.mesh.tensor
         memory = predictor.memory
         self._limit = predictor.usable_bytes
         self._first, self._last, self._held = backwards
-        stages, count = len(memory.parts), len(costs)
+        count = len(costs)
         self._ranks = len(self._held)
         # [micro-batches, stages, backwards], in which each is open, and its own.
         places, last = np.arange(self._held.shape[1]), self._last.T[:, :, None]
         self._opened = (self._first.T[:, :, None] <= places) & (places <= last)
         self._runs = places == last
-        self._saved = np.zeros((len(MODES), stages, count), np.int64)
-        self._inside = np.zeros_like(self._saved)
-        rows, kept, keys, segments = (
-            np.array(
-                [(cost.rows, cost.kept_rows, cost.keys, cost.segments) for cost in costs], np.int64
-            )
-            .reshape(-1, 4)
-            .T
-        )
-        for stage, parts in enumerate(memory.parts):
-            if (like := memory.parts.index(parts)) < stage:
-                self._saved[:, stage] = self._saved[:, like]
-                self._inside[:, stage] = self._inside[:, like]
-                continue
-            for mode, name in enumerate(MODES):
-                # Rows are multiples of the unit, in which both are linear.
-                each = memory.model.micro_batch_bytes(parts, unit, name)
-                of_keys = memory.model.kept_keys_bytes(parts, unit, name)
-                self._saved[mode, stage] = rows // unit * each + kept // unit * of_keys
-                self._inside[mode, stage] = memory.model.transient_bytes_of_all(
-                    parts, rows, keys, name, segments
-                )
-        layers = predictor.latency.shape.kinds.values()
-        times = np.array(
-            [
-                [
-                    sum(
-                        number * sum(of_kind)
-                        for number, of_kind in zip(layers, times.layer_ns, strict=True)
-                    )
-                    for times in cost.by_mode
-                ]
-                for cost in costs
-            ],
-            np.int64,
-        ).reshape(count, len(MODES))
-        self._times_ns = times.T
-        self.costs_ns = (times - times[:, :1]).T
+        # [modes, micro-batches, stages]
+        self._saved = np.stack([memory.saved(costs, mode) for mode in MODES])
+        self._inside = np.stack([memory.inside(costs, mode) for mode in MODES])
+        kinds = np.array(list(predictor.latency.shape.kinds.values()))
+        layers = np.array([[times.layer_ns for times in cost.by_mode] for cost in costs], np.int64)
+        self._times_ns = (layers.reshape(count, len(MODES), len(kinds), 2).sum(axis=3) @ kinds).T
+        self.costs_ns = self._times_ns - self._times_ns[0]
         self.modes = np.zeros(count, np.int64)
         for number in range(count):
-            self._hold(number, self._saved[0, :, number], self._inside[0, :, number])
+            self._hold(number, self._saved[0, number], self._inside[0, number])
 
     @property
     def excess(self) -> int:
@@ -358,25 +332,24 @@ class _Account:
 
     def change(self, number: int, mode: int) -> None:
         """Give a micro-batch another mode."""
-        if mode == self.modes[number]:
-            return
         before = self.modes[number]
-        self._hold(
-            number,
-            self._saved[mode, :, number] - self._saved[before, :, number],
-            self._inside[mode, :, number] - self._inside[before, :, number],
-        )
-        self.modes[number] = mode
+        if mode != before:
+            self._hold(
+                number,
+                self._saved[mode, number] - self._saved[before, number],
+                self._inside[mode, number] - self._inside[before, number],
+            )
+            self.modes[number] = mode
 
     def best(self) -> tuple[int, int] | None:
         """The micro-batch to raise next, and the mode to give it; None where none would help."""
         rank, at = np.unravel_index(int(self._held.argmax()), self._held.shape)
         own = slice(int(rank), None, self._ranks)  # stages of the rank
-        opened = (self._first[own] <= at) & (at <= self._last[own])
-        running = self._last[own] == at
+        opened = ((self._first[own] <= at) & (at <= self._last[own])).T
+        running = (self._last[own] == at).T
         numbers = np.arange(len(self.modes))
-        saved, inside = self._saved[:, own], self._inside[:, own]
-        bytes_of = (saved * opened + inside * running).sum(1)  # of modes and micro-batches
+        saved, inside = self._saved[:, :, own], self._inside[:, :, own]
+        bytes_of = (saved * opened + inside * running).sum(2)  # [modes, micro-batches]
         freed = np.minimum(bytes_of[self.modes, numbers] - bytes_of, self.excess)
         spent = np.maximum(self.costs_ns - self.costs_ns[self.modes, numbers], 1)
         higher = np.arange(len(MODES))[:, None] > self.modes

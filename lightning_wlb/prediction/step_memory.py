@@ -107,7 +107,9 @@ class StepMemory:
 
         The arguments are those of :meth:`saved`.
         """
-        sizes = np.array([(cost.rows, cost.keys, cost.segments) for cost in costs], dtype=np.int64)
+        sizes = np.array(
+            [(cost.rows, cost.keys, cost.segments) for cost in costs], dtype=np.int64
+        ).reshape(-1, 3)
         modes = np.array(_modes(costs, mode), dtype=np.int64)
         inside = np.zeros((len(costs), len(self.parts)), np.int64)
         for number in set(modes.tolist()):

@@ -2,9 +2,9 @@
 
 A predicted step (:mod:`~lightning_wlb.prediction.predictor`) has the begin, end and bytes of every
 action. A planner that compares plans needs two totals of it. Here they come from arrays over
-micro-batches and ranks: times by the recurrence (:mod:`~lightning_wlb.schedule.fast_simulator`), bytes
-from what has run before each backward, which in 1F1B is known without times. Both are exactly those
-of the simulation, which a test holds.
+micro-batches and ranks: times by the recurrence (:mod:`~lightning_wlb.schedule.fast_simulator`),
+bytes from what has run before each backward, which in 1F1B is known without times. Both are exactly
+those of the simulation, which a test holds.
 
 Only for the schedule 1F1B with one stage per rank (:func:`has_totals`); other steps are simulated.
 

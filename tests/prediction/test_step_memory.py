@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from lightning_wlb.cost.memory_model import MemoryModel
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.prediction.step_memory import first_readers, freed_bytes
+from lightning_wlb.prediction.micro_batch import MicroBatchCost
+from lightning_wlb.prediction.step_memory import StepMemory, first_readers
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulator import simulate
+from tests.prediction.test_predictor import SHAPE
 
 
 def replica_of(*micro_batches: list[Slice]) -> ReplicaPlan:
@@ -42,13 +45,21 @@ def test_pieces_that_overlap_are_read_first_by_the_last_of_their_chain() -> None
     assert first_readers(replica) == {0: 1, 1: 0}
 
 
+def memory_of(stages: int) -> StepMemory:
+    return StepMemory.of(MemoryModel(SHAPE), [range(at, at + 1) for at in range(stages)])
+
+
+def cost_of(rows: int, kept_rows: int = 0) -> MicroBatchCost:
+    return MicroBatchCost(rows, rows, 0, kept_rows, ())
+
+
 def test_gradients_of_keys_go_from_the_first_reader_to_their_owner() -> None:
-    replica = replica_of([LONG[0]], [LONG[1]], [LONG[2]])
-    freed = freed_bytes(
-        programs_of(replica, 1), replica, 1, lambda stage, mb: 10 + mb, lambda mb: 7
-    )
+    replica, memory = replica_of([LONG[0]], [LONG[1]], [LONG[2]]), memory_of(1)
+    costs = [cost_of(10, 10), cost_of(10, 20), cost_of(10)]
+    freed = memory.freed(programs_of(replica, 1), replica, costs)
+    first, second = (memory.model.key_gradient_bytes(memory.parts[0], rows) for rows in (10, 20))
     assert {str(action): size for action, size in freed.items()} == {
-        "0B2": -21, "0B1": 11, "0B0": 10,
+        "0B2": -first - second, "0B1": second, "0B0": first,
     }  # fmt: skip
 
 
@@ -58,10 +69,12 @@ def test_sent_gradients_wait_for_the_next_message_that_comes_back() -> None:
     assert [str(action) for action in programs[1]] == [
         "1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3",
     ]  # fmt: skip
-    freed = freed_bytes(programs, replica, 2, lambda stage, mb: 0, lambda mb: 1)
+    memory = memory_of(2)
+    freed = memory.freed(programs, replica, [cost_of(10)] * 4)
+    one = memory.model.boundary_bytes(10)
     simulated = simulate(programs, lambda _: 1, freed_bytes=lambda action: freed.get(action, 0))
     # Stage 0 runs 0B0 before it sends for 1F2: two gradients are on their way at most, and the
     # last two until the step's end.
-    assert simulated.held_bytes[1] == (0, 0, 1, 1, 1, 1, 1, 1)
-    assert simulated.memory[1][-1][1] == 2
+    assert simulated.held_bytes[1] == (0, 0, *(6 * (one,)))
+    assert simulated.memory[1][-1][1] == 2 * one
     assert simulated.held_bytes[0] == (0,) * 8

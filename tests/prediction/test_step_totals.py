@@ -15,7 +15,7 @@ from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.micro_batch import MODES
-from lightning_wlb.prediction.step_totals import has_totals, orders_of, peak_bytes, step_totals
+from lightning_wlb.prediction.step_totals import has_totals, orders_of, peak_bytes, step_times
 from tests.prediction.test_predictor import SHAPE, predictor
 
 
@@ -55,13 +55,11 @@ def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
         )
     ]
     step = model.run(prepared._replace(costs=costs))
-    totals = step_totals(model, prepared.executed, costs)
-    assert totals[:2] == (step.simulations[0].total_ns, step.peak_bytes)
-    assert max(totals.ends_ns) == step.simulations[0].compute_ns
-    # Where less memory than that is there it is counted exactly, else a bound will do.
     orders = orders_of(prepared.executed)
-    assert peak_bytes(model, costs, orders, step.peak_bytes - 1) == step.peak_bytes
-    assert step.peak_bytes <= peak_bytes(model, costs, orders, 1 << 60) < 1 << 60
+    times = step_times(model, prepared.executed, costs, orders)
+    assert times.total_ns == step.simulations[0].total_ns
+    assert max(times.ends_ns) == step.simulations[0].compute_ns
+    assert peak_bytes(model, costs, orders) == step.peak_bytes
 
 
 @pytest.mark.parametrize(
