@@ -149,8 +149,10 @@ class Case:
             planner = Planner(pieces, data, work, self.mesh, sharding="per_sequence")
             plans = plan_steps(planner, steps)
             tried = [
-                Forecast.of(
-                    packing, sharding, [sharded(p, predictor, sharding) for p in plans], predictor
+                Forecast(
+                    packing,
+                    sharding,
+                    [predictor.predict(sharded(plan, predictor, sharding)) for plan in plans],
                 )
                 for sharding in shardings
             ]

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and how their text is understood."""
+"""What the text of a command's options means: models, meshes, packing options, document lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
 
 
 def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
-    """Define ``--model``; ``also`` says what else than :func:`model_config` the command takes."""
+    """Define ``--model``; ``also`` adds to the help what :func:`model_config` does not take."""
     parser.add_argument(
         "--model",
         required=True,
@@ -40,7 +40,7 @@ def model_config(text: str) -> TransformerConfig:
     """A model from ``7b``, ``dim=64,layers=4,...`` or ``7b,layers=16``.
 
     Raises:
-        ValueError: an unknown preset or size, a size that is missing or no number.
+        ValueError: a preset or size is unknown, a size is missing or not a number.
     """
     first, *rest = text.split(",")
     sizes = [first, *rest] if "=" in first else rest
@@ -73,7 +73,7 @@ def model_shape(text: str) -> ModelShape:
             name on the hub, with a slash in it.
 
     Raises:
-        ValueError: as there; a config that cannot be read or planned; or no transformers.
+        ValueError: the text or the config cannot be understood, or transformers is not installed.
     """
     path = Path(text)
     if not path.exists() and "/" not in text and path.suffix not in (".json", ".yaml", ".yml"):
@@ -84,7 +84,7 @@ def model_shape(text: str) -> ModelShape:
 
 
 def _config_of_yaml(path: Path) -> Any:
-    """What a LightningCLI YAML says of its model's config."""
+    """The model's config in a LightningCLI YAML."""
     try:
         model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
         return model.get("init_args", model)["config"]
@@ -98,7 +98,7 @@ def _config_of_yaml(path: Path) -> Any:
 
 
 def _shape_of_config(config: Any) -> ModelShape:
-    """Of a preset's name, the fields of either kind of config, or a Hugging Face folder or name."""
+    """The shape for a preset's name, a mapping of either kind, or a Hugging Face folder or name."""
     if isinstance(config, str) and config in preset_names():
         return TransformerConfig.preset(config).shape
     if isinstance(config, Mapping) and "model_type" not in config:
@@ -116,7 +116,7 @@ def mesh_of(text: str) -> Mesh:
     """A mesh from ``data,pipeline,context,tensor``.
 
     Raises:
-        ValueError: anything but four whole numbers of at least 1.
+        ValueError: the text is not four whole numbers of at least 1.
     """
     try:
         data, pipeline, context, tensor = (int(word) for word in text.split(","))
@@ -129,10 +129,10 @@ def mesh_of(text: str) -> Mesh:
 
 
 def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Different names from a list with commas.
+    """The different names in a list with commas.
 
     Raises:
-        ValueError: a name that is not known; the message lists those that are.
+        ValueError: a name is not known; the message lists those that are.
     """
     names = text.split(",")
     for name in names:
@@ -153,11 +153,10 @@ def packing_option_names() -> list[str]:
 def packing_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Options of packings from texts such as ``wlb.queues=3``, by method and name.
 
-    Values are read as JSON, or else as they stand. Whether a method has the option, and the value
-    is one for it, is checked where the packing is made.
+    Values are read as JSON, or else as they stand; the packing checks names and values itself.
 
     Raises:
-        ValueError: a text of another form, or the option of a method that is not compared.
+        ValueError: a text has another form, or names a method that is not in ``methods``.
     """
     options: dict[str, dict[str, Any]] = {}
     for text in given:
@@ -187,13 +186,13 @@ STORES: dict[str, Callable[[], Lengths]] = {
     "stdlib": lambda: StdlibDocuments(unit="file").lengths,
     "stdlib-definitions": lambda: StdlibDocuments(unit="definition").lengths,
 }
-"""Document stores by name: the files of Python's standard library in bytes, and its top-level
-functions and classes, which ``WLBDataModule("stdlib")`` trains on."""
+"""Lengths by name: the files of Python's standard library in bytes, and its top-level functions and
+classes, which ``WLBDataModule("stdlib")`` trains on."""
 
 GENERATOR_A = "generator-a"
 
 STORE_FILES = (".arrow", ".feather", ".ipc", ".parquet", ".bin", ".idx", ".jsonl", ".jsonl.gz")
-"""Endings of files that hold documents; any other file is one of lengths."""
+"""Endings of files that hold documents; any other file holds lengths."""
 
 
 def load_lengths(
@@ -207,20 +206,20 @@ def load_lengths(
             :data:`STORE_FILES`, a mapping such as ``{tokens: tokens.npy, offsets: offsets.npy}`` in
             YAML, and what is no file, is opened as documents.
         context_window: bounds the generator's documents.
-        micro_batches: of a global batch; sizes the generator's sample.
-        steps: likewise.
-        seed: of the generator.
+        micro_batches: per global batch; with ``steps``, how many documents are generated.
+        steps: that are to be planned.
+        seed: the generator's.
 
     Raises:
-        ValueError: a file that cannot be read or holds something other than lengths, documents of
-            an unknown kind, or a mixture.
+        ValueError: a file cannot be read or does not hold lengths, documents are of an unknown
+            kind, or ``source`` is a mixture.
     """
     if source in STORES:
         return STORES[source]()
     if source == GENERATOR_A:
         count = documents_for(steps, micro_batches, context_window)
-        # In short windows documents are shorter than on average, and a few steps' worth is further
-        # from the mean: then the last step would be the rest of an epoch.
+        # Documents may be shorter than on average, in short windows or by chance over a few steps;
+        # without more of them the last step would be the rest of an epoch.
         while True:
             lengths = generator_a(count, context_window, seed)
             tokens = int(lengths.sum())

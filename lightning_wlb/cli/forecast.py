@@ -1,15 +1,24 @@
-"""What `lightning-wlb plan` finds: the predicted steps of every candidate, and which fit in memory.
+"""What `lightning-wlb plan` finds: predicted steps of every candidate, and a verdict in words.
 
-Figures over steps are given as mean, 99th percentile and *aggregate*. The aggregate is the quotient
-of the sums over all steps: steps differ in tokens, so a mean of quotients misleads.
+A candidate is a packing under a sharding. Figures over steps are given as mean, 99th percentile and
+*aggregate*, the quotient of the sums over all steps: steps differ in tokens, so a mean of quotients
+misleads.
 
-Cost: that of planning every step of every candidate, and of predicting it once. `auto` plans
-slowest, as it simulates several plans a step.
+The verdict advises the candidate with most tokens per second that keeps documents whole. Its gain
+is over ``best_fit``, which packs whole documents by their tokens; below :data:`WORTH` it is said to
+be none. The length of documents below which the gain is gone is found by the same simulation, with
+the window and all documents a half, a quarter, ... as long: a bisection over the powers of two. A
+step then has as many tokens, in more micro-batches, so that the pipeline's bubble does not pass for
+a gain of balance. The mesh stays, though one would choose another for short documents.
+
+Cost: planning and predicting every step of every candidate (`auto` plans slowest, as it simulates
+several plans a step); for the verdict at most three more plans of two packings, with a quarter as
+many tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,64 +32,73 @@ from lightning_wlb.cost.flops import attention_flops, linear_flops
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import check_tensor_parallel
-from lightning_wlb.plan import Recompute, StepPlan
+from lightning_wlb.plan import Recompute
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
-from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
+
+WORTH = 1.03
+"""The least gain that is called one: what the simulation leaves out is a few percent."""
+
+HALVINGS = 7
+"""Documents and window are halved at most so many times."""
+
+LEAST_WINDOW = 512
+"""A window is not halved below so many tokens."""
+
+FEWEST_STEPS = 2
+"""At least so many steps are planned with shorter documents."""
 
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Predicted steps, at least one, of a packing under a sharding, both by name."""
+    """The predicted steps, at least one, of a packing under a sharding."""
 
     packing: str
     sharding: str
     steps: Sequence[StepPrediction]
 
-    @staticmethod
-    def of(
-        packing: str, sharding: str, plans: Iterable[StepPlan], predictor: Predictor
-    ) -> Forecast:
-        """Predict plans."""
-        return Forecast(packing, sharding, [predictor.predict(plan) for plan in plans])
-
     @property
     def total_ns(self) -> int:
-        """Time of all steps."""
+        """The time of all steps."""
         return sum(step.total_ns for step in self.steps)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all steps."""
+        """The tokens of all steps."""
         return sum(step.plan.tokens for step in self.steps)
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of all steps."""
+        """The model FLOPs of all steps."""
         return sum(step.flops for step in self.steps)
 
     @property
     def delay(self) -> float:
-        """Steps that a token waits, on average."""
+        """Steps that a token waits on average."""
         return sum(step.plan.delay * step.plan.tokens for step in self.steps) / self.tokens
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank in the fullest step."""
+        """The most bytes that a rank holds in a step."""
         return max(step.peak_bytes for step in self.steps)
 
     def recomputed(self, *modes: Recompute) -> float:
-        """The share of tokens whose micro-batches recompute in one of these ways."""
-        tokens = sum(
+        """The fraction of tokens whose micro-batches recompute in one of these ways."""
+        replicas = (replica for step in self.steps for replica in step.plan.replicas)
+        tokens = (
             replica.tokens_of(each) / len(each.replicas)
-            for step in self.steps
-            for replica in step.plan.replicas
+            for replica in replicas
             for each in replica.forward
             if each.recompute in modes
         )
-        return tokens / self.tokens
+        return sum(tokens) / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed over all steps."""
+        return self.tokens * 1e9 / self.total_ns
 
     @property
     def typical_step(self) -> StepPrediction:
@@ -95,7 +113,7 @@ class Forecast:
     def summary(self, baseline: Forecast) -> dict[str, Any]:
         """Plain numbers; speed-ups are over ``baseline``, per token and per model FLOP.
 
-        The two differ where the packings cut documents differently: a document that is cut at a
+        The two differ if the packings cut documents differently: a document that is cut at a
         window's end costs less attention.
         """
         levels = [predicted_imbalance(step) for step in self.steps]
@@ -117,7 +135,7 @@ class Forecast:
             "bubble": float(np.mean([step.bubble for step in self.steps])),
             "step_ms_mean": float(times.mean()),
             "step_ms_p99": float(np.percentile(times, 99)),
-            "tokens_per_second": self.tokens * 1e9 / self.total_ns,
+            "tokens_per_second": self.tokens_per_second,
             "model_flop_utilisation": self.flops * 1e9 / possible_flops,
             "peak_gigabytes": self.peak_bytes / 1e9,
             "recomputed_selective": self.recomputed("selective"),
@@ -131,17 +149,11 @@ class Forecast:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The candidates of a request.
-
-    Args:
-        request: that was carried out.
-        forecasts: of the candidates that fit, the baseline first if it does.
-        too_large: of those that do not.
-    """
+    """The candidates of a request."""
 
     request: Request
-    forecasts: Sequence[Forecast]
-    too_large: Sequence[Forecast]
+    forecasts: Sequence[Forecast]  # of candidates that fit in memory, the baseline first if it does
+    too_large: Sequence[Forecast]  # of those that do not fit
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -150,7 +162,7 @@ class Comparison:
 
     @property
     def longest_micro_batch(self) -> int:
-        """Tokens of a micro-batch that fits in memory if all are as long."""
+        """Tokens of the longest micro-batch that fits in memory if all are as long."""
         return self.request.longest_micro_batch(self.request.predictor())
 
 
@@ -160,16 +172,25 @@ def compare(request: Request) -> Comparison:
     Raises:
         ValueError: nothing fits in memory; the message says what would.
     """
-    _check_state(request)
     predictor = request.predictor()
-    made = [Forecast.of(*key, steps, predictor) for key, steps in _plans(request).items()]
+    state = max(predictor.memory.state_bytes)
+    if state > request.usable_bytes:
+        raise ValueError(
+            f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
+            f" optimizer state take {state / 1e9:.1f} GB of a device, and"
+            f" {_usable(request)} may be filled. {_what_fits(request)}"
+        )
+    scorer = ProfileScorer(predictor, request.checkpointing)
+    made = []
+    for packing, sharding in request.candidates:
+        plans = plan_steps(request.planner(packing, sharding, scorer), request.steps)
+        made.append(Forecast(packing, sharding, [predictor.predict(plan) for plan in plans]))
     fit = [forecast for forecast in made if forecast.peak_bytes <= request.usable_bytes]
     if fit:
         return Comparison(request, fit, [forecast for forecast in made if forecast not in fit])
     least = min(made, key=lambda forecast: forecast.peak_bytes)
     tokens = request.longest_micro_batch(predictor)
-    decided = request.checkpointing == "auto"
-    other = "" if decided else "; or --activation-checkpointing auto may"
+    other = "; or --activation-checkpointing auto may" if request.checkpointing != "auto" else ""
     raise ValueError(
         f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
         f" {request.checkpointing!r}, packing {least.packing!r} with sharding {least.sharding!r}"
@@ -179,25 +200,6 @@ def compare(request: Request) -> Comparison:
     )
 
 
-def _plans(request: Request) -> dict[tuple[str, str], list[StepPlan]]:
-    """The steps of each packing and sharding."""
-    scorer = ProfileScorer(request.predictor(), request.checkpointing)
-    return {
-        each: plan_steps(request.planner(*each, scorer), request.steps)
-        for each in request.candidates
-    }
-
-
-def _check_state(request: Request) -> None:
-    state = max(request.predictor().memory.state_bytes)
-    if state > request.usable_bytes:
-        raise ValueError(
-            f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
-            f" optimizer state take {state / 1e9:.1f} GB of a device, and"
-            f" {_usable(request)} may be filled. {_what_fits(request)}"
-        )
-
-
 def _usable(request: Request) -> str:
     usable, profile = request.usable_bytes, request.profile
     percent = 100 * usable / profile.memory_bytes
@@ -205,7 +207,7 @@ def _usable(request: Request) -> str:
 
 
 def _what_fits(request: Request) -> str:
-    """Larger meshes on which the largest cap fits, if everything is checkpointed."""
+    """Advice: the smallest larger meshes on which the largest cap fits, all checkpointed."""
     cap = max(request.settings[packing].token_cap for packing, _ in request.candidates)
     found = []
     for factor in range(1, 9):
@@ -247,35 +249,15 @@ def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
     }
 
 
-WORTH = 1.03
-"""Least gain that is called one: what the simulation leaves out is a few percent."""
-
-HALVINGS = 7
-"""Documents and window are halved at most so many times."""
-
-LEAST_WINDOW = 512
-"""A window is not halved below so many tokens."""
-
-FEWEST_STEPS = 2
-
-
 @dataclass(frozen=True)
 class Shorter:
-    """The same run with the window and all documents shorter.
+    """The same run with the window and all documents shorter."""
 
-    Args:
-        factor: how many times as short.
-        window: tokens of the context window.
-        longest: tokens of the longest document.
-        mean: tokens of the mean document.
-        gain: tokens per second of the advised packing over those of ``best_fit``.
-    """
-
-    factor: int
-    window: int
-    longest: int
-    mean: float
-    gain: float
+    factor: int  # how many times as short
+    window: int  # tokens of the context window
+    longest: int  # tokens of the longest document
+    mean: float  # tokens of the mean document
+    gain: float  # of the advised packing over best_fit
 
     def __str__(self) -> str:
         return (
@@ -286,28 +268,19 @@ class Shorter:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Advice on a comparison. All figures but lengths are simulated.
-
-    Args:
-        request: what was asked.
-        chosen: the row with most tokens per second that keeps documents whole.
-        reference: the row of ``best_fit`` with most.
-        attention: attention's part of the documents' FLOPs.
-        pays: the shortest documents tried with which the gain is worth it, if any but the given.
-        fails: the longest tried with which it is not; None if there were none.
-    """
+    """Advice on a comparison."""
 
     request: Request
-    chosen: Forecast
-    reference: Forecast
-    attention: float
-    pays: Shorter | None
-    fails: Shorter | None
+    chosen: Forecast  # the fastest that keeps documents whole
+    reference: Forecast  # the fastest of best_fit
+    attention: float  # attention's part of the documents' FLOPs
+    pays: Shorter | None  # the shortest documents that were tried and are worth it
+    fails: Shorter | None  # the longest documents that were tried and are not worth it
 
     @property
     def gain(self) -> float:
-        """Tokens per second over those of ``best_fit``."""
-        return _gain(self.chosen, self.reference)
+        """Tokens per second of the chosen candidate over those of ``best_fit``."""
+        return self.chosen.tokens_per_second / self.reference.tokens_per_second
 
     @property
     def worth_it(self) -> bool:
@@ -349,8 +322,8 @@ class Verdict:
             title,
             f"Take packing {self.chosen.packing} with sharding {self.chosen.sharding} on mesh"
             f" {mesh}: {self.gain:.2f} times the tokens/s of {REFERENCE}"
-            f" ({_speed(self.chosen):,.0f} to {_speed(self.reference):,.0f}, simulated with"
-            f" {name}). {share}{waits}",
+            f" ({self.chosen.tokens_per_second:,.0f} to {self.reference.tokens_per_second:,.0f},"
+            f" simulated with {name}). {share}{waits}",
             self._threshold(),
         ]
 
@@ -367,42 +340,33 @@ class Verdict:
 
 
 def judged(comparison: Comparison) -> Verdict:
-    """The verdict on a comparison, with shorter documents planned and predicted."""
+    """The verdict on a comparison; plans and predicts shorter documents."""
     request, rows = comparison.request, comparison.forecasts
-    # Where all of its rows are too large for memory, their speed is still what to compare with.
+    # If no row of best_fit fits in memory, their speed is still what to compare with.
     references = [row for row in rows if row.packing == REFERENCE] or [
         row for row in comparison.too_large if row.packing == REFERENCE
     ]
-    reference = max(references, key=_speed)
+    reference = max(references, key=lambda row: row.tokens_per_second)
     whole = [row for row in rows if not PACKINGS[row.packing].cuts_stream]
-    chosen = max(whole or references, key=_speed)
-    pays = fails = None
-    if _gain(chosen, reference) >= WORTH:
-        pays, fails = _bounds(request, chosen, reference)
+    chosen = max(whole or references, key=lambda row: row.tokens_per_second)
     window = request.settings[REFERENCE].context_window
     attention = attention_share(request.shape, request.lengths, window)
-    return Verdict(request, chosen, reference, attention, pays, fails)
-
-
-def _bounds(
-    request: Request, chosen: Forecast, reference: Forecast
-) -> tuple[Shorter | None, Shorter | None]:
-    """The shortest documents with which a row pays, and the longest with which it does not."""
-    pays, fails = None, None
-    window = request.settings[REFERENCE].context_window
-    low, high = 0, min(HALVINGS, max((window // LEAST_WINDOW).bit_length() - 1, 0)) + 1
+    verdict = Verdict(request, chosen, reference, attention, None, None)
+    low, high = 0, 1
+    if verdict.worth_it:
+        high += min(HALVINGS, max((window // LEAST_WINDOW).bit_length() - 1, 0))
     while high - low > 1:
         power = (low + high) // 2
         tried = _shorter(request, chosen, reference, power)
         if tried.gain >= WORTH:
-            low, pays = power, tried
+            low, verdict = power, replace(verdict, pays=tried)
         else:
-            high, fails = power, tried
-    return pays, fails
+            high, verdict = power, replace(verdict, fails=tried)
+    return verdict
 
 
 def _shorter(request: Request, chosen: Forecast, reference: Forecast, power: int) -> Shorter:
-    """The rows again, with the window and all documents halved so many times."""
+    """Plan and predict both rows again, with the window and all documents 2**power as short."""
     factor = 2**power
     lengths = np.maximum(request.lengths // factor, 1)
     keys = [(row.packing, row.sharding) for row in (chosen, reference)]
@@ -415,27 +379,19 @@ def _shorter(request: Request, chosen: Forecast, reference: Forecast, power: int
         )
         for packing, data in request.settings.items()
     }
-    # As many documents in all as a quarter of the steps had.
+    # As many documents in all as in a quarter of the steps.
     steps = max(request.steps // (4 * factor), FEWEST_STEPS)
     again = compare(
         replace(request, lengths=lengths, settings=settings, steps=steps, candidates=keys)
     )
     made = {(row.packing, row.sharding): row for row in (*again.forecasts, *again.too_large)}
-    gain = _gain(*(made[key] for key in keys))
+    gain = made[keys[0]].tokens_per_second / made[keys[1]].tokens_per_second
     window = settings[REFERENCE].context_window
     return Shorter(factor, window, int(lengths.max()), float(lengths.mean()), gain)
 
 
-def _speed(row: Forecast) -> float:
-    return row.tokens * 1e9 / row.total_ns
-
-
-def _gain(chosen: Forecast, reference: Forecast) -> float:
-    return _speed(chosen) / _speed(reference)
-
-
 def attention_share(shape: ModelShape, lengths: Lengths, window: int) -> float:
-    """Of the forward FLOPs of all documents, cut at the window."""
+    """Attention's part of the forward FLOPs of all documents, cut at the window."""
     whole, rest = np.divmod(lengths, window)
     pieces = {window: int(whole.sum())}
     for tokens, count in zip(*np.unique(rest[rest > 0], return_counts=True), strict=True):

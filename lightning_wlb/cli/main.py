@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 for a mistake of the user."""
+    """Run the command line, and return the exit code: 0, or 2 for a mistake of the user."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in train.SUBCOMMANDS:
         return _answer(argv[0], lambda: train.run(argv))
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(command: str, run: Callable[[], None]) -> int:
-    """Run a command; a mistake of the user's is printed without a traceback."""
+    """Run a command, and print a mistake of the user without a traceback."""
     try:
         run()
     except _MISTAKES as error:
@@ -79,9 +79,9 @@ def _answer(command: str, run: Callable[[], None]) -> int:
 
 
 def _paragraph(error: BaseException) -> str:
-    """What the user has to know of an error, on one line."""
-    # Of an argument, jsonargparse's outermost error names it. Of an object that cannot be made it
-    # lists all that was tried, and the error of the object itself is the cause.
+    """An error's message for the user, on one line."""
+    # If an object cannot be made, jsonargparse lists all that it tried, and the object's own error
+    # is the cause. If an argument is wrong, its outermost error names the argument.
     while (
         "\n" in str(error)
         and error.__cause__ is not None
@@ -89,16 +89,16 @@ def _paragraph(error: BaseException) -> str:
     ):
         error = error.__cause__
     text = str(error)
-    if "Original Traceback" in text:  # of a loader worker
+    if "Original Traceback" in text:  # from a loader worker
         text = text.strip().rpartition("\n")[2]
     return " ".join(text.split())
 
 
 def _speaker(error: BaseException) -> str | None:
-    """What is added to the command's name, nothing or the rank; None: another rank says the same.
+    """The text, empty or with the rank, after the command's name; None: this rank says nothing.
 
-    Errors of configuration, and all that come before the ranks have met, are the same on the ranks
-    of a node: its first one says them.
+    Errors of configuration, and errors before there is a process group, are the same on all ranks:
+    the first rank of each node says them.
     """
     first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
     if isinstance(error, MisconfigurationException) or not dist.is_initialized():

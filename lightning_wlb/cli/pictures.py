@@ -1,9 +1,6 @@
-"""The timeline of a step as a trace for Perfetto or chrome://tracing, and as a picture.
+"""The simulated timeline of a step, as a trace for Perfetto or chrome://tracing and as a picture.
 
-Both take any number of timelines by name, predicted (:class:`.Simulation`) or measured (the
-:class:`.Timing` list of each rank), and put them on one time axis, so that prediction and
-measurement compare action by action. Ranks measured on their own clocks are aligned at the start of
-the step (see :func:`~lightning_wlb.schedule.actions.spans_of`).
+Both take any number of timelines by name and put them on one time axis.
 
 Cost: linear in the number of actions. A picture of more than a few thousand actions is better read
 as a trace.
@@ -12,20 +9,17 @@ as a trace.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
 from lightning_wlb.callbacks.heat_map import new_figure, save_png, text_colour
-from lightning_wlb.schedule.actions import FORWARD, Span, Timing, spans_of
+from lightning_wlb.schedule.actions import FORWARD, Span
 from lightning_wlb.schedule.simulator import Simulation
-
-Timeline = Simulation | Sequence[Sequence[Timing]]
-"""A predicted step, or the timings that every rank of a pipeline measured in one."""
 
 # From dark blue to orange and pale yellow: forward is darker than backward without colour vision
 # and in print, and within each the stages of one rank go from dark to light.
@@ -35,41 +29,17 @@ IDLE: dict[str, Any] = {"facecolor": "#ececec"}
 SYNCHRONISATION: dict[str, Any] = {"facecolor": "white", "edgecolor": "#8a8a8a", "hatch": "////"}
 
 MOST_LABELLED_RANKS = 32
+"""Rows are labelled and bars numbered in timelines of up to so many ranks."""
 
 _UNITS = (("s", 10**9), ("ms", 10**6), ("µs", 10**3), ("ns", 1))
 
 
-class _Rows(NamedTuple):
-    """The spans of each rank, when the last of them ends, and when the step ends."""
-
-    spans: Sequence[Sequence[Span]]
-    compute_ns: int
-    end_ns: int
-
-    @property
-    def synchronises(self) -> bool:
-        """Whether gradients are synchronised in the end."""
-        return self.end_ns > self.compute_ns
-
-
-def _rows(timeline: Timeline) -> _Rows:
-    if isinstance(timeline, Simulation):
-        return _Rows(timeline.spans, timeline.compute_ns, timeline.total_ns)
-    spans = [spans_of(timings) for timings in timeline]
-    last = max((span.end_ns for rank in spans for span in rank), default=0)
-    return _Rows(spans, last, last)
-
-
-def write_trace(path: Path, timelines: Mapping[str, Timeline]) -> None:
-    """Write timelines in the Trace Event Format, as one JSON object.
+def write_trace(path: Path, timelines: Mapping[str, Simulation]) -> None:
+    """Write timelines in the Trace Event Format, as one JSON object, making the file's folder.
 
     Each timeline is a process and each rank a thread of it. Actions are named as in a program
-    (``2F0``) and carry stage and micro-batch, measured ones also the milliseconds of ``compute``
-    and ``attention``. Simulations with memory have a counter of bytes for each rank.
-
-    Args:
-        path: of the file; its folder is made.
-        timelines: by name.
+    (``2F0``) and carry stage and micro-batch. Simulations with memory have a counter of bytes for
+    each rank.
     """
     events: list[dict[str, Any]] = []
     for process, (name, timeline) in enumerate(timelines.items()):
@@ -78,33 +48,27 @@ def write_trace(path: Path, timelines: Mapping[str, Timeline]) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def _events(process: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    rows = _rows(timeline)
+def _events(process: int, name: str, step: Simulation) -> Iterator[dict[str, Any]]:
     yield from _named("process", name, process, {"pid": process})
-    for rank, spans in enumerate(rows.spans):
+    for rank, spans in enumerate(step.spans):
         place = {"pid": process, "tid": rank}
         yield from _named("thread", f"rank {rank}", rank, place)
-        for number, (action, begin, end) in enumerate(spans):
-            arguments: dict[str, Any] = {"stage": action.stage, "micro_batch": action.micro_batch}
-            if not isinstance(timeline, Simulation):
-                timing = timeline[rank][number]
-                arguments["compute_ms"] = timing.compute * 1e3
-                arguments["attention_ms"] = timing.attention * 1e3
+        for action, begin, end in spans:
+            arguments = {"stage": action.stage, "micro_batch": action.micro_batch}
             kind = "forward" if action.kind == FORWARD else "backward"
             yield _bar(str(action), kind, begin, end, place, arguments)
-        if rows.synchronises:
+        if step.synchronisation_ns:
             name, kind = "gradient synchronisation", "communication"
-            yield _bar(name, kind, rows.compute_ns, rows.end_ns, place, {})
-    if isinstance(timeline, Simulation):
-        for rank, changes in enumerate(timeline.memory):
-            # Without opened bytes there is one entry, the constant, and nothing to follow.
-            for time, held in changes if len(changes) > 1 else ():
-                counter = {"name": f"bytes held by rank {rank}", "ph": "C", "pid": process}
-                yield {**counter, "ts": time / 1000, "args": {"bytes": held}}
+            yield _bar(name, kind, step.compute_ns, step.total_ns, place, {})
+    for rank, changes in enumerate(step.memory):
+        # Without opened bytes there is one entry, the constant, and nothing to follow.
+        for time, held in changes if len(changes) > 1 else ():
+            counter = {"name": f"bytes held by rank {rank}", "ph": "C", "pid": process}
+            yield {**counter, "ts": time / 1000, "args": {"bytes": held}}
 
 
 def _named(kind: str, name: str, number: int, place: dict[str, int]) -> list[dict[str, Any]]:
-    """The name and the order of a process or a thread."""
+    """The events that give a process or a thread its name and its order."""
     return [
         {"name": f"{kind}_name", "ph": "M", **place, "args": {"name": name}},
         {"name": f"{kind}_sort_index", "ph": "M", **place, "args": {"sort_index": number}},
@@ -119,40 +83,29 @@ def _bar(
     return {"name": name, "cat": kind, "ph": "X", **times, **place, "args": arguments}
 
 
-def draw_gantt(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
-    """Draw timelines below each other, on one time axis, as PNG.
+def draw_gantt(path: Path, timelines: Mapping[str, Simulation], title: str) -> None:
+    """Draw timelines, at least one, below each other as PNG, making the file's folder.
 
-    A row is a rank, a bar an action with its micro-batch's number, where there is room for it.
-    Beside each row stands the share of the time before gradient synchronisation in which the rank
-    runs no action.
-
-    Args:
-        path: of the file; its folder is made.
-        timelines: by name.
-        title: above the picture.
-
-    Raises:
-        ValueError: there is no timeline.
+    A row is a rank, a bar an action with its micro-batch's number, if there is room for it. Beside
+    each row stands the fraction of the time before gradient synchronisation in which the rank runs
+    no action.
     """
-    if not timelines:
-        raise ValueError("there is no timeline to draw.")
-    rows = {name: _rows(timeline) for name, timeline in timelines.items()}
-    heights = [0.9 + min(0.36 * len(each.spans), 9.0) for each in rows.values()]
+    steps = timelines.values()
+    heights = [0.9 + min(0.36 * len(step.spans), 9.0) for step in steps]
     figure = new_figure(12, sum(heights) + 0.9)
-    if title:
-        figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=12)
     panels = figure.subplots(
-        len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        len(steps), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
-    end = max(each.end_ns for each in rows.values())
+    end = max(step.total_ns for step in steps)
     unit, size = next((unit for unit in _UNITS if end >= 5 * unit[1]), _UNITS[-1])
-    stages = max([1, *(len(_stages(spans)) for each in rows.values() for spans in each.spans)])
+    stages = max([1, *(len(_stages(spans)) for step in steps for spans in step.spans)])
     numbered = False
-    for panel, (name, each) in zip(panels, rows.items(), strict=True):
-        panel.set_title(f"{name}: {_shown(each.end_ns / size)} {unit}", fontsize=10, loc="left")
-        numbered |= _draw_rows(panel, each, size, stages, end)
+    for panel, (name, step) in zip(panels, timelines.items(), strict=True):
+        panel.set_title(f"{name}: {_shown(step.total_ns / size)} {unit}", fontsize=10, loc="left")
+        numbered |= _draw_rows(panel, step, size, stages, end)
     panels[-1].set_xlabel(f"time from the start of the step ({unit})", fontsize=9)
-    handles = _legend(stages, any(each.synchronises for each in rows.values()))
+    handles = _legend(stages, any(step.synchronisation_ns for step in steps))
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -177,25 +130,25 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
     return [*patches, Patch(label="idle", **IDLE)]
 
 
-def _draw_rows(panel: Axes, rows: _Rows, size: int, stages: int, end: int) -> bool:
+def _draw_rows(panel: Axes, step: Simulation, size: int, stages: int, end: int) -> bool:
     """Draw a timeline, and return whether any bar had room for its micro-batch's number.
 
     The time axis counts in units of ``size`` ns and ends at ``end`` ns; a rank of the picture has
     at most so many ``stages``.
     """
     numbered = False
-    ranks = len(rows.spans)
+    ranks = len(step.spans)
     labelled = ranks <= MOST_LABELLED_RANKS
     # The panel is about 10.5 inches wide, a digit of 7 points about 4.5.
     room_for_digit = end / (10.5 * 72 / 4.5)
-    for rank, spans in enumerate(rows.spans):
+    for rank, spans in enumerate(step.spans):
         turns = _stages(spans)
         colours = [
             _colour(action.kind == FORWARD, turns.index(action.stage), stages)
             for action, _, _ in spans
         ]
         actions = [(begin, stop) for _, begin, stop in spans]
-        _bars(panel, rank, [(0, rows.compute_ns)], size, zorder=1, **IDLE)
+        _bars(panel, rank, [(0, step.compute_ns)], size, zorder=1, **IDLE)
         look = {"facecolors": colours, "edgecolors": "white", "linewidth": 0.4}
         _bars(panel, rank, actions, size, zorder=2, **look)
         for (action, begin, stop), colour in zip(spans, colours, strict=True):
@@ -212,12 +165,12 @@ def _draw_rows(panel: Axes, rows: _Rows, size: int, stages: int, end: int) -> bo
                     va="center_baseline",
                     zorder=3,
                 )
-        if rows.synchronises:
-            synchronisation = [(rows.compute_ns, rows.end_ns)]
+        if step.synchronisation_ns:
+            synchronisation = [(step.compute_ns, step.total_ns)]
             _bars(panel, rank, synchronisation, size, zorder=2, linewidth=0.5, **SYNCHRONISATION)
-        if labelled and rows.compute_ns:
+        if labelled and step.compute_ns:
             busy = sum(span.end_ns - span.begin_ns for span in spans)
-            idle = f"{1 - busy / rows.compute_ns:.0%} idle"
+            idle = f"{1 - busy / step.compute_ns:.0%} idle"
             beside = panel.get_yaxis_transform()
             panel.text(1.005, rank, idle, transform=beside, fontsize=8, va="center")
     panel.set_xlim(0, end / size or 1)
@@ -239,7 +192,6 @@ def _bars(panel: Axes, rank: int, times: Iterable[tuple[int, int]], size: int, *
 
 
 def _stages(spans: Iterable[Span]) -> list[int]:
-    """The stages of one rank."""
     return sorted({span.action.stage for span in spans})
 
 
@@ -249,8 +201,8 @@ def _shown(value: float) -> str:
 
 
 def _colour(forward: bool, turn: int, stages: int) -> tuple[float, float, float]:
-    """Red, green, blue of the ``turn``-th of a rank's ``stages``."""
-    # One stage per rank is drawn half way, which is neither blackish nor pale.
+    """Red, green and blue for the ``turn``-th of a rank's ``stages``."""
+    # A rank's only stage is drawn half way, which is neither blackish nor pale.
     share = turn / (stages - 1) if stages > 1 else 0.5 if forward else 0.0
     first, second = map(to_rgb, FORWARD_COLOURS if forward else BACKWARD_COLOURS)
     red, green, blue = (a + (b - a) * share for a, b in zip(first, second, strict=True))

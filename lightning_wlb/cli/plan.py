@@ -76,7 +76,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup_per_token": ("speed-up\ntokens", "{:.3f}".format),
     "speedup_per_flop": ("\nFLOPs", "{:.3f}".format),
 }
-"""Heading and form of each figure of a row that the table shows."""
+"""The figures of a row that the table shows: each one's heading and format."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--reduce-dtype",
         choices=("float32", "bfloat16"),
-        help="in which what tensor- and context-parallel ranks add up travels (default: float32 or"
-        " wider)",
+        help="dtype in which tensor- and context-parallel ranks send what they add up (default:"
+        " float32 or wider)",
     )
     run.add_argument(
         "--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device"
@@ -218,10 +218,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plan, predict, print, and write what was asked for.
+    """Plan, predict, print, and write the files that were asked for.
 
     Raises:
-        ValueError: a mistake in the arguments, or a model that fits the mesh in no way; the
+        ValueError: a mistake in the arguments, or a model that does not fit on the mesh; the
             message says what would fit.
     """
     console = Console(width=None if Console().is_terminal else 180)
@@ -266,7 +266,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
-    """The replicas of a typical step of each row."""
+    """The replicas of a typical step of each row, by the row's name."""
     steps = [(row, row.typical_step) for row in comparison.forecasts]
     return {
         f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": step.simulations
@@ -275,7 +275,7 @@ def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
 
 
 def _latest(simulations: Sequence[Simulation]) -> Simulation:
-    """The pipeline whose last action ends last."""
+    """The replica whose last action ends last."""
 
     def end(simulation: Simulation) -> int:
         return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
@@ -310,14 +310,14 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _extrapolated(request: Request) -> str:
-    """A word of caution where the profile was measured on layers of other sizes."""
+    """A caution if the profile was measured on layers of other sizes."""
     measured, asked = request.profile.shape, asdict(request.shape)
     differs = any(measured[name] != asked[name] for name in measured if name != "layers")
     return f", measured on layers of dim {measured['dim']} and extrapolated" if differs else ""
 
 
 def _caution(request: Request) -> str:
-    """A word where the model's layers are not those of the decoder that times were fitted to."""
+    """A caution if the model's layers are not like the decoder's that the times were fitted to."""
     if any(layer.idle_parameters for layer in request.shape.kinds):
         return " Experts are taken to compute at the rate of dense layers."
     return ""

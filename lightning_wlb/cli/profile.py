@@ -53,11 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, report the fit's error, write.
+    """Measure, report the fit's error, and write the profile.
 
     Raises:
-        ValueError: a device or an attention backend that is not there, or a file that cannot be
-            written.
+        ValueError: the device or the attention backend is not there, or the file cannot be written.
     """
     console = Console()
     config = model_config(arguments.model)

@@ -40,19 +40,19 @@ SUBCOMMANDS = {
     "validate": "Evaluate on the validation documents, by a configuration file.",
     "test": "Evaluate on the test documents, by a configuration file.",
 }
-"""What LightningCLI does for this package's modules, and a line about each."""
+"""LightningCLI's subcommands, and a line about each."""
 
 
 class WLBCLI(LightningCLI):
     """LightningCLI whose ``trainer.strategy: wlb`` takes its arguments from the section ``wlb``.
 
     Args:
-        model_class: any :class:`.LanguageModule`, chosen by ``model.class_path``, if None.
-        datamodule_class: :class:`.WLBDataModule` if None.
+        model_class: by default any :class:`.LanguageModule`, chosen by ``model.class_path``.
+        datamodule_class: by default :class:`.WLBDataModule`.
         options: LightningCLI's.
 
     Raises:
-        MisconfigurationException: sizes in the section ``wlb`` with another strategy.
+        MisconfigurationException: the section ``wlb`` is not empty, but the strategy is another.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WLBCLI(LightningCLI):
         defaults: dict[str, Any] = {
             "seed_everything_default": 0,
             "subclass_mode_model": model_class is None,
-            # Where nothing else names a folder for each run, a requeued job finds its own there.
+            # A requeued job finds the file of its first run, if no logger makes a new folder.
             "save_config_kwargs": {"overwrite": True},
         }
         super().__init__(
@@ -78,10 +78,10 @@ class WLBCLI(LightningCLI):
         parser.add_class_arguments(WLBStrategy, "wlb", instantiate=False)
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: the configuration says what the model is.
+        """Do nothing: the configuration says what the model is.
 
-        LightningCLI would put the arguments that a checkpoint's file holds in the place of what is
-        configured, and import whatever classes they name.
+        LightningCLI would replace what is configured by the arguments in a checkpoint's file, and
+        import whatever classes they name.
         """
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -89,7 +89,7 @@ class WLBCLI(LightningCLI):
         strategy = self._get(self.config, "trainer.strategy")
         given = self._get(self.config, "wlb").as_dict()
         if strategy == WLBStrategy.strategy_name:
-            # Instantiated: the file has schemes as mappings.
+            # config_init has schemes as objects, config as the file's mappings.
             kwargs["strategy"] = WLBStrategy(**self._get(self.config_init, "wlb").as_dict())
         else:
             usual = self._parser(self.subcommand).get_defaults().wlb.as_dict()
@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> None:
     given = list(arguments)
     # LightningCLI warns of arguments that are given beside the command line's.
     args = None if given == sys.argv[1:] else given
-    # An option that is wrong is an error like others, not a page of all options.
+    # A wrong option is an error like others, not a page of all options.
     quiet = {"exit_on_error": False}
     WLBCLI(
         args=args,

@@ -155,15 +155,3 @@ class Span(NamedTuple):
     action: Action
     begin_ns: int
     end_ns: int
-
-
-def spans_of(timings: Iterable[Timing]) -> tuple[Span, ...]:
-    """Measured timings as spans, ``wall`` wide, rounded to whole nanoseconds.
-
-    Every rank counts from the start of its own step, so spans of several ranks are aligned only as
-    well as the ranks were at that moment.
-    """
-    return tuple(
-        Span(timing.action, round(timing.begin * 1e9), round((timing.begin + timing.wall) * 1e9))
-        for timing in timings
-    )
