@@ -24,7 +24,6 @@ import lightning_wlb as wlb
 from benchmarks import report
 from benchmarks.sliced_attention import VOCABULARY, batch_of
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.transformer import Transformer
 
 
@@ -40,7 +39,7 @@ def model_of(dim: int, layers: int, words: int) -> Transformer:
             vocab_size=words,
         )
     )
-    initialise(model, 0, model.initial_deviation, None)
+    model.initialise(0)
     return model
 
 

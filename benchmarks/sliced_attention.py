@@ -25,7 +25,6 @@ from benchmarks import report
 from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Rank
-from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.programs import program_of
@@ -106,7 +105,7 @@ def main() -> None:
             vocab_size=VOCABULARY,
         )
     )
-    initialise(model, 0, model.initial_deviation, None)
+    model.initialise(0)
     batches = {
         name: batch_of(arguments.documents, arguments.tokens, slices)
         for name, slices in (("whole", 1), ("sliced", arguments.slices))

@@ -18,7 +18,7 @@ from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.config import TransformerConfig, preset_names
+from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
@@ -30,7 +30,7 @@ def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help=f"{', '.join(preset_names())}; or all of {', '.join(_SIZES)}, as in"
+        help=f"{', '.join(PRESETS)}; or all of {', '.join(_SIZES)}, as in"
         " dim=64,layers=4,...; or a preset and sizes that replace its own, as in"
         f" 7b,layers=16{also}",
     )
@@ -59,7 +59,7 @@ def model_config(text: str) -> TransformerConfig:
     if missing:
         raise ValueError(
             f"--model {text!r} leaves out {', '.join(missing)}. Give all sizes, or begin with a"
-            f" preset: {', '.join(preset_names())}."
+            f" preset: {', '.join(PRESETS)}."
         )
     return TransformerConfig.preset("tiny", **overrides)
 
@@ -99,10 +99,10 @@ def _config_of_yaml(path: Path) -> Any:
 
 def _shape_of_config(config: Any) -> ModelShape:
     """The shape for a preset's name, a mapping of either kind, or a Hugging Face folder or name."""
-    if isinstance(config, str) and config in preset_names():
+    if isinstance(config, str) and config in PRESETS:
         return TransformerConfig.preset(config).shape
     if isinstance(config, Mapping) and "model_type" not in config:
-        return TransformerConfig.of(config).shape
+        return as_config(config).shape
     try:
         from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
     except ImportError as error:

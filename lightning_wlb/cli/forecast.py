@@ -31,7 +31,6 @@ from lightning_wlb.cli.request import REFERENCE, Request
 from lightning_wlb.cost.flops import attention_flops, linear_flops
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import Recompute
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.plan_scoring import ProfileScorer
@@ -231,7 +230,7 @@ def _what_fits(request: Request) -> str:
 
 def _fits(request: Request, mesh: Mesh, cap: int) -> bool:
     try:
-        check_tensor_parallel(request.shape, mesh.tensor)
+        request.shape.check_tensor_parallel(mesh.tensor)
         predictor = request.predictor(mesh)
     except ValueError:
         return False

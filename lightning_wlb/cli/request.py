@@ -22,7 +22,6 @@ from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
@@ -83,7 +82,7 @@ class Request:
                 f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
                 f" {arguments.devices}: leave --devices out, or give --mesh auto."
             )
-        check_tensor_parallel(shape, mesh.tensor)
+        shape.check_tensor_parallel(mesh.tensor)
         steps = arguments.steps or STEPS
         schedule = arguments.schedule or "1f1b"
         packings = names_of("--packing", arguments.packing or COMPARED, list(PACKINGS))

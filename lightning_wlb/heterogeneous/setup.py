@@ -31,7 +31,6 @@ from lightning_wlb.heterogeneous.transfer import Groups, travel_groups, weights_
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import progress_bar
-from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import ActivationCheckpointing, Scheme, Schemes, StepPlan, schemes_of
@@ -177,7 +176,7 @@ def _weights(
 ) -> Weights:
     sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
     for size in sizes:
-        check_tensor_parallel(module.model_shape, size)
+        module.model_shape.check_tensor_parallel(size)
     return weights_of(whole, sorted(sizes))
 
 

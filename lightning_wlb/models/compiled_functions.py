@@ -1,39 +1,24 @@
-"""Pure functions of rows, compiled by inductor; run as they are where that fails.
+"""Norm, rotary embedding and SwiGLU as pure functions of rows, as they are or by ``torch.compile``.
 
-A function is compiled once for any number of rows: that dim is marked dynamic, all others are taken
-as they are. It must compile as one graph, so that nothing falls back unseen. Its parameters are
-arguments, so that a step may bring other tensors of the same shapes, as gathered ones are.
+:data:`EAGER` has the functions as they are; :meth:`BlockFunctions.compiled` has them compiled, with
+``LanguageModule(compile=True)``. Inductor then makes one kernel of a norm, one of a rotation, one
+of SwiGLU's element-wise part, and two of what the loss does to logits in half types. Backward
+computes cheap things again instead of reading them, so autograd saves less than the memory model
+counts (of SwiGLU three matrices instead of four). What lies on two sides of a collective, as the
+residual sum and the norm behind it, is not fused.
 
-Run as they are in any case: on fewer than two rows, for which inductor would compile again; under a
-dispatch mode, which looks at every operation; inside :func:`uncompiled`.
+A function is compiled once for any number of rows: that dim is marked dynamic. It must compile as
+one graph, so that nothing falls back unseen. Parameters are arguments, because a step may bring
+other tensors of the same shapes, as gathered ones are. A function runs uncompiled on fewer than two
+rows, for which inductor would compile again; under a dispatch mode, which looks at every operation;
+inside :func:`uncompiled`; and for good once it could not be compiled.
 
-Cost: seconds of compiler time for each function, at its first call with gradients and again at its
-first without; some tens of microseconds of checks for each call. Not for functions that communicate
-or call a kernel of their own, which inductor has nothing to fuse with, nor for small layers on a
-CPU, where the checks take longer than they save.
+Cost: seconds of compiler time per function, at its first call with gradients and at its first
+without; some tens of microseconds of checks per call. Not for functions that communicate or call
+kernels of their own, nor for small layers on a CPU, where the checks take longer than they save.
 
 Run on CPUs only so far. On CUDA inductor chooses among Triton's kernels by time, so that sums may
-have another order in another process, unless ``torch.use_deterministic_algorithms`` is on.
-
-Rotary embedding (Su et al., RoFormer): each pair of a head is rotated by its row's position.
-
-Neighbouring pairs of a head are rotated, as in the original. Hugging Face's models rotate the two
-halves instead, so that weights are interchangeable only with permuted query and key matrices.
-
-Cost: a table of rows × head_dim / 2 for each micro-batch, computed once for all layers. Eagerly a
-rotation is one complex product, with a copy in float32 before and one behind it for half types.
-Products of cosines and sines by themselves are five times slower on a CPU, and read and write no
-less on any device, unless a compiler makes one kernel of them, which reads and writes heads once.
-
-What is computed between collectives, attention and the head's products, as pure functions.
-
-:data:`EAGER` has them as they are. :meth:`Dense.compiled` has them compiled (:mod:`.compiled`):
-inductor then makes one kernel of a norm, one of a rotation, one of SwiGLU's element-wise part, and
-two of what the loss does to logits in half types. Backward computes cheap things again rather than
-reading them, so that autograd saves less than the memory model counts: of SwiGLU three matrices in
-place of four.
-
-Not fused: what lies on two sides of a collective, as the residual sum and the norm behind it.
+be in another order in another process, unless ``torch.use_deterministic_algorithms`` is on.
 """
 
 from __future__ import annotations
@@ -54,124 +39,31 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.models.loss import PLAIN, Softmax, log_sum_exp, slope, slope_at_once
+from lightning_wlb.models.loss import EAGER_SOFTMAX, Softmax, log_sum_exp, slope, slope_at_once
 
 Function = Callable[..., Tensor]
 
-_uncompiled = False  # of the process: on CUDA backward recomputes in a thread of autograd's
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm x / sqrt(mean(x²) + eps) · weight along the last dim; [..., dim] -> [..., dim]."""
+    return F.rms_norm(hidden, hidden.shape[-1:], weight, eps)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run functions as they are, of all models of this process.
-
-    For a forward under a dispatch mode and a backward without, which must recompute the same.
-    """
-    global _uncompiled
-    before, _uncompiled = _uncompiled, True
-    try:
-        yield
-    finally:
-        _uncompiled = before
-
-
-class Compiler:
-    """What the compiled functions of one model share: whether a failure has been told.
-
-    Attributes:
-        failure: of the first function that could not be compiled; None so far.
-    """
-
-    def __init__(self) -> None:
-        self.failure: str | None = None
-
-    def tell(self, error: Exception) -> None:
-        """Warn of the first failure; the others have the same cause as a rule."""
-        if self.failure is not None:
-            return
-        # The rest of such a message is about stack traces and how to report a bug.
-        first, *rest = str(error).strip().split("\n\n")
-        said = (line for part in rest for line in part.splitlines() if "error:" in line)
-        self.failure = " ".join([f"{type(error).__name__}: {first}", *islice(said, 1)])
-        warnings.warn(
-            "compile=True: torch.compile fails here, so this process runs blocks of the model"
-            f" uncompiled, which is slower and as exact. The cause is {self.failure}\nIf a C++"
-            " compiler is missing, install one (g++, or set CXX); if other models of this process"
-            " have reached the limit of recompilations, call torch.compiler.reset() between them;"
-            " else set compile=False.",
-            stacklevel=2,
-        )
-
-
-class Compiled:
-    """A function, compiled at its first call.
-
-    One that fails is not tried again, and others are not given up for it: what a forward has run
-    compiled, its recomputation in backward must run compiled too.
-
-    Args:
-        compiler: of the model.
-        function: pure; it returns a tensor.
-        rows: number of its first arguments that are tensors whose first dim varies.
-        eager: what equals it and is faster uncompiled; None: nothing.
-    """
-
-    def __init__(
-        self, compiler: Compiler, function: Function, rows: int = 1, eager: Function | None = None
-    ) -> None:
-        self._compiler, self._function, self._rows = compiler, function, rows
-        self._eager = function if eager is None else eager
-        self._compiled: Function | None = None
-        self._ready: set[bool] = set()  # with gradients and without, once it has run so
-        self._failed = False
-
-    def __call__(self, *args: Any) -> Tensor:
-        """The function's value."""
-        if (
-            _uncompiled
-            or self._failed
-            or len(args[0]) < 2
-            or is_in_torch_dispatch_mode(include_infra_modes=False)
-        ):
-            return self._eager(*args)
-        try:
-            return self._run(*args)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            # Raised before anything of the function has run.
-            self._failed = True
-            self._compiler.tell(error)
-            return self._eager(*args)
-
-    def _run(self, *args: Any) -> Tensor:
-        for each in args[: self._rows]:
-            torch._dynamo.mark_dynamic(each, 0)
-        if self._compiled is None:
-            self._compiled = torch.compile(
-                self._function, fullgraph=True, dynamic=False, options=_options()
-            )
-        if torch.is_grad_enabled() in self._ready:
-            return self._compiled(*args)
-        # Else what backward needs is compiled there, where there is no way back.
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            result = self._compiled(*args)
-        self._ready.add(torch.is_grad_enabled())
-        return result
-
-
-def _options() -> dict[str, Any] | None:
-    # Else Triton's kernels are chosen by time, and another choice adds in another order.
-    known = "deterministic" in torch._inductor.list_options()
-    asked = torch.are_deterministic_algorithms_enabled()
-    return {"deterministic": True} if known and asked else None
+def swiglu(hidden: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+    """The feed-forward network w2(silu(w1 x) * w3 x); [rows, dim] -> [rows, dim]."""
+    return F.linear(F.silu(F.linear(hidden, w1)) * F.linear(hidden, w3), w2)
 
 
 def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
-    """For each position and each pair of a head a complex number of modulus 1.
+    """The rotary embedding (Su et al., RoFormer): a complex number of modulus 1 for each pair.
+
+    Neighbouring pairs of a head are rotated, as in the paper. Hugging Face's models rotate the two
+    halves instead, so weights are interchangeable only with permuted query and key matrices.
 
     Args:
-        positions: int64 [rows].
+        positions: int64 [rows], each row's place in its document.
         config: for ``head_dim`` and ``rope_theta``.
-        dtype: of the hidden states.
+        dtype: the hidden states'.
 
     Returns:
         [rows, head_dim / 2], complex128 for float64 models, else complex64, which mixed precision
@@ -185,10 +77,13 @@ def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torc
 
 
 def rotate(heads: Tensor, table: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of [rows, heads, head_dim].
+    """Rotate neighbouring pairs of queries or keys, by one complex product.
+
+    Eager products of cosines and sines are five times slower on a CPU, and read and write no less
+    on any device.
 
     Args:
-        heads: of any floating-point type, which the result has.
+        heads: [rows, heads, head_dim] of any floating-point type, which the result has.
         table: ``torch.view_as_real`` of the frequencies, [rows, head_dim / 2, 2].
     """
     wide = heads.to(table.dtype)
@@ -197,16 +92,11 @@ def rotate(heads: Tensor, table: Tensor) -> Tensor:
 
 
 def rotate_real(heads: Tensor, table: Tensor) -> Tensor:
-    """:func:`rotate` in real numbers, for a compiler."""
+    """:func:`rotate` in real numbers, of which a compiler makes one kernel."""
     even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = table[:, None].unbind(-1)
     pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
     return pairs.flatten(-2).to(heads)
-
-
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm x / sqrt(mean(x²) + eps) · weight along the last dim; [..., dim] -> [..., dim]."""
-    return F.rms_norm(hidden, hidden.shape[-1:], weight, eps)
 
 
 def rotated_heads(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
@@ -214,7 +104,7 @@ def rotated_heads(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         hidden: [rows, dim].
-        table: cosines and sines, [rows, head_dim / 2, 2].
+        table: as of :func:`rotate`.
         weight: [heads · head_dim, dim].
 
     Returns:
@@ -236,34 +126,119 @@ def _log_sum_exp_at_once(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, -1)
 
 
-def swiglu(hidden: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """w2(silu(w1 x) * w3 x); [rows, dim] -> [rows, dim]."""
-    return F.linear(F.silu(F.linear(hidden, w1)) * F.linear(hidden, w3), w2)
-
-
 @dataclass(frozen=True)
-class Dense:
-    """The functions above, or others that are equal to them."""
+class BlockFunctions:
+    """What a model computes between collectives, attention and the head's products."""
 
     rms_norm: Function = rms_norm
     rotated_heads: Function = rotated_heads
     swiglu: Function = swiglu
-    softmax: Softmax = PLAIN
+    softmax: Softmax = EAGER_SOFTMAX
 
     @classmethod
-    def compiled(cls) -> Dense:
-        """Compiled for one model; one that cannot be runs as it is."""
-        compiler = Compiler()
+    def compiled(cls) -> BlockFunctions:
+        """The functions compiled for one model; one that cannot be compiled runs as it is."""
+        failures: list[str] = []
         return cls(
-            Compiled(compiler, rms_norm),
-            Compiled(compiler, _rotated_heads_real, 2, rotated_heads),
-            Compiled(compiler, swiglu),
+            CompiledFunction(rms_norm, failures),
+            CompiledFunction(_rotated_heads_real, failures, 2, rotated_heads),
+            CompiledFunction(swiglu, failures),
             Softmax(
-                Compiled(compiler, _log_sum_exp_at_once, 1, log_sum_exp),
-                Compiled(compiler, slope_at_once, 4, slope),
+                CompiledFunction(_log_sum_exp_at_once, failures, 1, log_sum_exp),
+                CompiledFunction(slope_at_once, failures, 4, slope),
             ),
         )
 
 
-EAGER = Dense()
-"""The functions as they are."""
+EAGER = BlockFunctions()
+
+_uncompiled = False  # of the process: on CUDA backward recomputes in a thread of autograd's
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run the functions of all models of this process as they are.
+
+    For a forward under a dispatch mode and its backward without, which must recompute the same.
+    """
+    global _uncompiled
+    before, _uncompiled = _uncompiled, True
+    try:
+        yield
+    finally:
+        _uncompiled = before
+
+
+class CompiledFunction:
+    """A function that is compiled at its first call.
+
+    One that fails is not tried again. Others are not given up for it: what a forward has run
+    compiled, its recomputation in backward must run compiled too.
+
+    Args:
+        function: pure; it returns a tensor.
+        failures: of the model's functions, which this one adds its own to; only the first is told,
+            because the others have the same cause as a rule.
+        rows: the number of its first arguments that are tensors whose first dim varies.
+        eager: what runs uncompiled in its place, equal to it and faster so; itself if None.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        failures: list[str],
+        rows: int = 1,
+        eager: Function | None = None,
+    ) -> None:
+        self._function, self._failures, self._rows = function, failures, rows
+        self._eager = eager or function
+        self._compiled: Function | None = None
+        self._ready: set[bool] = set()  # with gradients and without, once it has run so
+        self._failed = False
+
+    def __call__(self, *args: Any) -> Tensor:
+        """The function's value."""
+        dispatching = is_in_torch_dispatch_mode(include_infra_modes=False)
+        if _uncompiled or self._failed or len(args[0]) < 2 or dispatching:
+            return self._eager(*args)
+        try:
+            return self._run(*args)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            # Raised before anything of the function has run.
+            self._failed = True
+            self._tell(error)
+            return self._eager(*args)
+
+    def _run(self, *args: Any) -> Tensor:
+        for each in args[: self._rows]:
+            torch._dynamo.mark_dynamic(each, 0)
+        if self._compiled is None:
+            # Else Triton's kernels are chosen by time, and another choice adds in another order.
+            known = "deterministic" in torch._inductor.list_options()
+            deterministic = known and torch.are_deterministic_algorithms_enabled()
+            options: dict[str, Any] | None = {"deterministic": True} if deterministic else None
+            self._compiled = torch.compile(
+                self._function, fullgraph=True, dynamic=False, options=options
+            )
+        if torch.is_grad_enabled() in self._ready:
+            return self._compiled(*args)
+        # Else what backward needs is compiled there, where there is no way back.
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            result = self._compiled(*args)
+        self._ready.add(torch.is_grad_enabled())
+        return result
+
+    def _tell(self, error: Exception) -> None:
+        # The rest of such a message is about stack traces and how to report a bug.
+        first, *rest = str(error).strip().split("\n\n")
+        said = (line for part in rest for line in part.splitlines() if "error:" in line)
+        self._failures.append(" ".join([f"{type(error).__name__}: {first}", *islice(said, 1)]))
+        if len(self._failures) == 1:
+            warnings.warn(
+                "compile=True: torch.compile fails here, so this process runs blocks of the model"
+                f" uncompiled, which is slower and as exact. The cause is {self._failures[0]}\nIf a"
+                " C++ compiler is missing, install one (g++, or set CXX); if other models of this"
+                " process have reached the limit of recompilations, call torch.compiler.reset()"
+                " between them; else set compile=False.",
+                stacklevel=3,
+            )

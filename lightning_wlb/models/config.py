@@ -17,8 +17,8 @@ class TransformerConfig:
     Args:
         dim: width of the residual stream.
         layers: number of decoder layers.
-        heads: query heads.
-        kv_heads: key and value heads; ``heads`` is a multiple of it (grouped-query attention).
+        heads: query heads, a multiple of ``kv_heads``.
+        kv_heads: key and value heads (grouped-query attention).
         ffn_dim: hidden width of the SwiGLU feed-forward network.
         vocab_size: number of words.
         head_dim: width of one head, even; ``dim // heads`` if None.
@@ -85,28 +85,12 @@ class TransformerConfig:
         Raises:
             ValueError: an unknown preset or field; the message lists the known ones.
         """
-        if not isinstance(name, str) or name not in _PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(
                 f"TransformerConfig: there is no preset {name!r}. The presets are"
-                f" {', '.join(_PRESETS)}."
+                f" {', '.join(PRESETS)}."
             )
-        return cls.of(_PRESETS[name] | overrides)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> TransformerConfig:
-        """A configuration from its fields by name; those that are left out have their defaults.
-
-        Raises:
-            ValueError: an unknown field; the message lists the known ones.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise ValueError(
-                    f"TransformerConfig: there is no field {name!r}. The fields are"
-                    f" {', '.join(known)}."
-                )
-        return cls(**values)
+        return as_config(PRESETS[name] | overrides)
 
     @property
     def shape(self) -> ModelShape:
@@ -116,52 +100,37 @@ class TransformerConfig:
 
 
 _LLAMA = {"vocab_size": 32_000}
-_PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "550m": _LLAMA | {"dim": 1536, "layers": 16, "heads": 12, "kv_heads": 12, "ffn_dim": 4096},
     "7b": _LLAMA | {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "ffn_dim": 11_008},
     "30b": _LLAMA | {"dim": 6656, "layers": 60, "heads": 52, "kv_heads": 52, "ffn_dim": 17_920},
     "70b": _LLAMA | {"dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_dim": 28_672},
-    "llama3-8b": {
-        "dim": 4096,
-        "layers": 32,
-        "heads": 32,
-        "kv_heads": 8,
-        "ffn_dim": 14_336,
-        "vocab_size": 128_256,
-        "rope_theta": 500_000.0,
-    },
+    "llama3-8b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14_336}
+    | {"vocab_size": 128_256, "rope_theta": 500_000.0},
 }
 
 
 def as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> TransformerConfig:
-    """A configuration, by itself, a preset's name or a mapping of fields; None is ``"tiny"``.
+    """A configuration, given as one, as a preset's name or as fields by name; None is ``"tiny"``.
 
     Raises:
-        ValueError: something else, or an unknown preset or field.
+        ValueError: something else, or an unknown preset or field; the message lists the known ones.
     """
     if isinstance(config, TransformerConfig):
         return config
     if isinstance(config, Mapping):
-        return TransformerConfig.of(config)
+        known = [field.name for field in fields(TransformerConfig)]
+        for name in config:
+            if name not in known:
+                raise ValueError(
+                    f"TransformerConfig: there is no field {name!r}. The fields are"
+                    f" {', '.join(known)}."
+                )
+        return TransformerConfig(**config)
     if config is None or isinstance(config, str):
         return TransformerConfig.preset("tiny" if config is None else config)
     raise ValueError(
         f"config={config!r} is of type {type(config).__name__}. Give a TransformerConfig, a"
-        f" preset's name ({', '.join(preset_names())}) or a mapping of fields."
+        f" preset's name ({', '.join(PRESETS)}) or a mapping of fields."
     )
-
-
-def preset_names() -> list[str]:
-    """Names that :meth:`TransformerConfig.preset` knows."""
-    return list(_PRESETS)
-
-
-def check_tensor_parallel(config: TransformerConfig | ModelShape, size: int) -> None:
-    """Whether a model can be split over ``size`` tensor-parallel ranks.
-
-    Raises:
-        ValueError: naming the size that does not divide, and what would.
-    """
-    shape = config if isinstance(config, ModelShape) else config.shape
-    shape.check_tensor_parallel(size)

@@ -1,24 +1,21 @@
-"""Initial values as a function of a seed and a parameter's name, and of nothing else.
-
-Each parameter is drawn whole, in float32 on the CPU, by a generator of its own that is seeded with
-a hash of the seed and the parameter's global name; a rank then keeps its shard. So the same model
-comes out on one process, under any tensor-parallel size and on any pipeline stage.
-
-Cost: every rank draws the whole of every parameter of which it holds a shard, and needs memory for
-the largest in float32. Not for models that start from a checkpoint.
-
-What a model must offer to be trained on packed documents and split over a mesh: one base class.
+"""What a model must offer to be trained on packed documents and split over a mesh: one base class.
 
 :class:`.Transformer` and the Hugging Face decoders are cases of :class:`Decoder`, and so is a model
-of one's own. Nothing of a model is asked for elsewhere: :class:`.LanguageModule` calls its forward
-and :meth:`~Decoder.initialise`, and :class:`.WLBStrategy` splits it by its three parts, ``tied``
-and :meth:`~Decoder.tensor_parallel_plan`.
+of one's own. Nothing else of a model is asked for: :class:`.LanguageModule` calls its forward and
+:meth:`~Decoder.initialise`, and :class:`.WLBStrategy` splits it by its three parts,
+:attr:`~Decoder.tied` and :meth:`~Decoder.tensor_parallel_plan`.
+
+Initial values are a function of the seed and a parameter's name, and of nothing else. Each
+parameter is drawn whole, in float32 on the CPU, by a generator of its own that is seeded with a
+hash of the two; a rank then keeps its shard. So the same model comes out on one process, under any
+tensor-parallel size and on any pipeline stage. Cost: every rank draws the whole of every parameter
+of which it holds a shard, and needs memory for the largest in float32.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +44,8 @@ class Decoder(nn.Module):
         head: the final norm and output projection; None on a stage that another one follows.
         attention_kernel: the kernel that the layers' attention calls; a strategy that measures
             attention sets its ``timer``.
-        activation_checkpointing: what the layers compute again in backward: ``"auto"`` if that is
-            what ``micro_batch.recompute`` says, each time; else the one thing that they always do,
-            ``"none"`` unless the model says otherwise.
+        activation_checkpointing: ``"auto"`` if the layers compute again in backward what
+            ``micro_batch.recompute`` says; else the one mode that they always have.
     """
 
     embed: nn.Module | None
@@ -123,32 +119,58 @@ class Decoder(nn.Module):
         return {}
 
     def initialise(self, seed: int) -> None:
-        """Fill the parameters that this rank holds; they have memory, and may be DTensors.
+        """Fill the parameters that this rank holds, which may be DTensors.
 
         The values must be a function of the seed and of global parameter names only, so that they
-        are the same on any mesh. Here: :func:`.initialise.initialise` with
+        are the same on any mesh. Here vectors are zeros where their name ends in ``bias``, else
+        ones (they are norm weights); everything else is normal with mean 0 and
         :meth:`initial_deviation`.
+
+        Raises:
+            ValueError: a parameter on the meta device, which has no memory to fill.
         """
-        initialise(self, seed, self.initial_deviation, self.tied)
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"initialise: parameter {name} is on the meta device. Give the model memory"
+                    " first, by model.to_empty(device=...)."
+                )
+            source = self.tied.get(name, name)
+            deviation = self.initial_deviation(source)
+            assign(parameter, initial_value(source, parameter.shape, seed, deviation))
 
     def initial_deviation(self, name: str) -> float:
         """Standard deviation of a parameter's initial values, by its name."""
         return 0.02
 
 
-def check_decoder(model: Decoder, activation_checkpointing: ActivationCheckpointing) -> None:
+def initial_value(name: str, shape: torch.Size, seed: int, deviation: float) -> Tensor:
+    """The whole initial value of one parameter, float32 on the CPU."""
+    if len(shape) <= 1:
+        return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return values.normal_(0.0, deviation, generator=generator)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what goes by this name in a run with that seed."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:
     """Refuse a model that does not do what was asked for, or cannot be trained exactly.
 
     Args:
-        model: the whole one.
-        activation_checkpointing: that was asked for; with ``"auto"`` plans ask for what the model
+        model: the whole model.
+        asked: the user's ``activation_checkpointing``; with ``"auto"`` plans ask for what the model
             does.
 
     Raises:
         ValueError: the model recomputes something else, or has dropout, with the remedy.
     """
-    name = type(model).__name__
-    asked, own = activation_checkpointing, model.activation_checkpointing
+    name, own = type(model).__name__, model.activation_checkpointing
     if "auto" not in (asked, own) and asked != own:
         raise ValueError(
             f"activation_checkpointing={asked!r}, but the {name} that build_model returned always"
@@ -168,14 +190,10 @@ def check_decoder(model: Decoder, activation_checkpointing: ActivationCheckpoint
 def check_micro_batches(
     micro_batches: Iterable[MicroBatchTensors], planned: ActivationCheckpointing
 ) -> None:
-    """Refuse micro-batches of plans that were made with another activation checkpointing.
-
-    Args:
-        micro_batches: of a step.
-        planned: what plans for the module and its model are made with.
+    """Refuse micro-batches of a plan that was made with another activation checkpointing.
 
     Raises:
-        ValueError: one recomputes something else, with the remedy.
+        ValueError: one recomputes something other than ``planned``, with the remedy.
     """
     for micro_batch in micro_batches:
         if planned not in ("auto", micro_batch.recompute):
@@ -184,51 +202,3 @@ def check_micro_batches(
                 f" for this module and its model have activation_checkpointing={planned!r}. Give"
                 " StepDataset.for_model activation_checkpointing=module.planned_checkpointing."
             )
-
-
-def initialise(
-    model: nn.Module,
-    seed: int,
-    standard_deviation: Callable[[str], float] = lambda name: 0.02,
-    tied: Mapping[str, str] | None = None,
-) -> None:
-    """Fill the parameters of ``model`` in place.
-
-    Vectors are zeros where their name ends in ``bias``, else ones (they are norm weights);
-    everything else is normal with mean 0.
-
-    Args:
-        model: its parameters are plain tensors or DTensors, on any device but meta.
-        seed: of the run, the same on every rank.
-        standard_deviation: by parameter name.
-        tied: parameter name -> the name under which its values are drawn, for a parameter that
-            equals one of another rank.
-
-    Raises:
-        ValueError: a parameter on the meta device, which has no memory to fill.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"initialise: parameter {name} is on the meta device. Give the model memory first,"
-                " by model.to_empty(device=...)."
-            )
-        source = (tied or {}).get(name, name)
-        assign(parameter, initial_values(source, parameter.shape, seed, standard_deviation(source)))
-
-
-def seed_of(seed: int, name: str) -> int:
-    """A seed for what goes by this name in a run with that seed."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def initial_values(
-    name: str, shape: torch.Size, seed: int, standard_deviation: float = 0.02
-) -> Tensor:
-    """The whole initial value of one parameter, float32 on the CPU."""
-    if len(shape) <= 1:
-        return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed_of(seed, name))
-    values = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return values.normal_(0.0, standard_deviation, generator=generator)

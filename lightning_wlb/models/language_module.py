@@ -18,8 +18,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, Literal, NoReturn, Protocol, Self, get_args, runtime_checkable
 
 import lightning.pytorch as L
 import torch
@@ -37,16 +36,18 @@ from lightning_wlb.data.datamodule import refuse_prediction
 from lightning_wlb.data.loader import StepLoader
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches
-from lightning_wlb.models.load_from_checkpoint import (
-    NOTHING_IMPORTED,
-    is_of_cli,
-    load_stored,
-    numbered,
-)
+from lightning_wlb.models.load_from_checkpoint import load_module, numbered
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 
 LossNormalisation = Literal["step", "nominal"]
+
+
+@runtime_checkable
+class DefersInitialisation(Protocol):
+    """A strategy that gives the model memory and initial values itself, after splitting it."""
+
+    defers_initialisation: bool
 
 
 class LanguageModule(L.LightningModule):
@@ -164,9 +165,8 @@ class LanguageModule(L.LightningModule):
         """
         if self.model is not None:
             return
-        deferred = self._trainer is not None and getattr(
-            self.trainer.strategy, "defers_initialisation", False
-        )
+        strategy = None if self._trainer is None else self.trainer.strategy
+        deferred = isinstance(strategy, DefersInitialisation) and strategy.defers_initialisation
         with torch.device("meta") if deferred else nullcontext():
             self.model = self.build_model()
         if isinstance(self.model, Decoder):  # else the strategy refuses it
@@ -186,16 +186,16 @@ class LanguageModule(L.LightningModule):
 
     @property
     def planned_checkpointing(self) -> ActivationCheckpointing:
-        """``activation_checkpointing`` of plans for this module, see :meth:`checkpointing_with`."""
+        """The ``activation_checkpointing`` that plans for this module are made with."""
         return self.checkpointing_with(self.model)
 
     def checkpointing_with(self, model: Decoder | None) -> ActivationCheckpointing:
-        """What was asked for; or what the model does, if that is always the same (None: any)."""
+        """The mode that ``model`` always has; what was asked for if it can do any, or is None."""
         own = "auto" if model is None else model.activation_checkpointing
         return self.activation_checkpointing if own == "auto" else own
 
     def init_weights(self) -> None:
-        """Fill the parameters: a function of the seed and their names, on any mesh the same."""
+        """Fill the parameters with values that depend on the seed and their names only."""
         assert self.model is not None
         self.model.initialise(self.initial_seed)
 
@@ -284,10 +284,7 @@ class LanguageModule(L.LightningModule):
         check_micro_batches(batch.micro_batches, self.planned_checkpointing)
 
     def log(self, *args: Any, **options: Any) -> None:
-        """As in Lightning; a mean over an epoch gives each step the same weight by default.
-
-        Lightning would look for a number of samples in the batch, and find none.
-        """
+        """Lightning's method, with batch size 1 by default: it would find no samples in a batch."""
         if options.get("batch_size") is None:
             options["batch_size"] = 1
         super().log(*args, **options)
@@ -336,11 +333,11 @@ class LanguageModule(L.LightningModule):
         return least + (1 - least) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put ``tokens_seen`` into the checkpoint."""
+        """Save ``tokens_seen``."""
         checkpoint["tokens_seen"] = self.tokens_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take ``tokens_seen`` from the checkpoint, and number optimizer state that has names."""
+        """Restore ``tokens_seen``, and number the parameters of optimizer state that has names."""
         self.tokens_seen = checkpoint.get("tokens_seen", 0)
         states = checkpoint.get("optimizer_states")
         if states and self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
@@ -359,8 +356,8 @@ class LanguageModule(L.LightningModule):
         """A module with the weights of a checkpoint, in this one process.
 
         Args:
-            checkpoint_path: the folder that :class:`.WLBStrategy` wrote, of any mesh, or what
-                Lightning takes: another strategy's file.
+            checkpoint_path: the folder that :class:`.WLBStrategy` wrote, of any mesh, or another
+                strategy's file.
             map_location: for a folder a device; None means the CPU.
             hparams_file: for a file only.
             strict: whether all weights must be there, and no others; None: what the module says.
@@ -372,25 +369,16 @@ class LanguageModule(L.LightningModule):
             ValueError: a folder that is no checkpoint, is damaged, or was given with what is for
                 files only.
         """
-        local = isinstance(checkpoint_path, str | Path)
-        path = Path(checkpoint_path).expanduser() if local else None
-        folder = path is not None and path.is_dir()
-        if folder and (hparams_file is not None or weights_only is False):
-            raise ValueError(
-                f"hparams_file={hparams_file!r}, weights_only={weights_only}: {checkpoint_path} is"
-                " a folder, which holds plain types and its own hyperparameters. Leave both out,"
-                " and give arguments that are to be others by name."
-            )
-        if weights_only is not False:
-            # Lightning would choose False for an address.
-            weights_only, options = True, options | NOTHING_IMPORTED
-        if path is not None and (folder or (weights_only and is_of_cli(path, hparams_file))):
-            module = load_stored(cls, path, strict, options)
-            return module if map_location is None else module.to(map_location)
-        loaded: Self = super().load_from_checkpoint(
-            checkpoint_path, map_location, hparams_file, strict, weights_only, **options
+        return load_module(
+            cls,
+            super().load_from_checkpoint,
+            checkpoint_path,
+            map_location,
+            hparams_file,
+            strict,
+            weights_only,
+            options,
         )
-        return loaded
 
 
 def _betas(given: Any) -> tuple[float, float]:

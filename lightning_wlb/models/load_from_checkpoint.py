@@ -1,13 +1,13 @@
-"""Modules out of checkpoints that the module's own strategy did not write.
+"""``LanguageModule.load_from_checkpoint``, and optimizer state from another strategy's checkpoint.
 
-A folder of :class:`.WLBStrategy` becomes a module in one process; and optimizer state that is keyed
-by the names of parameters, as in the file that ``lightning-wlb consolidate`` writes of a folder, is
-numbered as Lightning restores it, in the order that the module's own optimizers have.
+A folder that :class:`.WLBStrategy` wrote becomes a module in one process. Optimizer state that is
+keyed by the names of parameters, as in the file that ``lightning-wlb consolidate`` makes of a
+folder, is numbered in the order of the module's own optimizers, as Lightning restores it.
 
-A checkpoint of a run of LightningCLI says which class the module is of, and that LightningCLI is to
-make it, which imports and makes whatever other classes the arguments name. Here only a class is
-taken that is imported and a kind of the one that was asked for, and it gets the arguments as they
-are.
+The checkpoint of a run of LightningCLI says which class the module is of, and that LightningCLI is
+to make it, which would import and make whatever other classes the arguments name. Here only a
+class is taken that is imported already and a subclass of the one that was asked for, and it gets
+the arguments as they are.
 
 Cost: the weights twice in memory, or the optimizer state twice, until the second is loaded.
 """
@@ -15,7 +15,7 @@ Cost: the weights twice in memory, or the optimizer state twice, until the secon
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,51 +32,69 @@ from lightning_wlb.checkpoints.consolidate import StoredCheckpoint, consolidated
 
 _Module = TypeVar("_Module", bound=L.LightningModule)
 
-INSTANTIATOR = "_instantiator"
-"""Under which LightningCLI puts into hyperparameters that it is to make the module."""
-NOTHING_IMPORTED: dict[str, Any] = {INSTANTIATOR: None}
-"""An argument of Lightning's load_from_checkpoint: the class is called as it is."""
+_INSTANTIATOR = "_instantiator"  # LightningCLI's hyperparameter: it is to make the module
 
 
-def load_stored(
-    cls: type[_Module], path: Path, strict: bool | None, arguments: Mapping[str, Any]
+def load_module(
+    cls: type[_Module],
+    by_lightning: Callable[..., Any],
+    checkpoint: Any,
+    map_location: Any,
+    hparams_file: Any,
+    strict: bool | None,
+    weights_only: bool | None,
+    arguments: dict[str, Any],
 ) -> _Module:
-    """Make a module of the arguments in a checkpoint and give it the weights.
+    """A module of a class with the weights of a checkpoint.
 
-    Args:
-        cls: the module's class.
-        path: the folder that WLBStrategy wrote, which is verified, or another strategy's file.
-        strict: whether all weights must be there, and no others; None: what the module says.
-        arguments: in place of those that were saved; with those of :data:`NOTHING_IMPORTED`.
+    The arguments from ``checkpoint`` on are those of :meth:`.LanguageModule.load_from_checkpoint`.
+    ``by_lightning`` is Lightning's method of that name, for files that LightningCLI did not write.
 
     Raises:
-        ValueError: there is no checkpoint, or it is damaged.
+        ValueError: a folder that is no checkpoint, is damaged, or was given with what is for files
+            only.
     """
+    local = isinstance(checkpoint, str | Path)
+    path = Path(checkpoint).expanduser() if local else None
+    folder = path is not None and path.is_dir()
+    if folder and (hparams_file is not None or weights_only is False):
+        raise ValueError(
+            f"hparams_file={hparams_file!r}, weights_only={weights_only}: {checkpoint} is a folder,"
+            " which holds plain types and its own hyperparameters. Leave both out, and give"
+            " arguments that are to be others by name."
+        )
+    if weights_only is not False:
+        # Lightning would choose False for an address, and call LightningCLI where a file says so.
+        weights_only, arguments = True, arguments | {_INSTANTIATOR: None}
+    by_cli = (
+        path is not None
+        and path.is_file()
+        and weights_only
+        and hparams_file is None
+        and _INSTANTIATOR in StoredCheckpoint(path).hyper_parameters
+    )
+    if path is not None and (folder or by_cli):
+        module = _load_stored(cls, path, strict, arguments)
+        return module if map_location is None else module.to(map_location)
+    loaded: _Module = by_lightning(
+        checkpoint, map_location, hparams_file, strict, weights_only, **arguments
+    )
+    return loaded
+
+
+def _load_stored(
+    cls: type[_Module], path: Path, strict: bool | None, arguments: Mapping[str, Any]
+) -> _Module:
     checkpoint = consolidated(StoredCheckpoint(path), optimizers=False)
     given = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
-    made = _imported(cls, str(given.pop("_class_path", "")))
+    # Only a class that is imported already, and a subclass, takes the place of the one asked for.
+    module_name, _, class_name = str(given.pop("_class_path", "")).rpartition(".")
+    found = getattr(sys.modules.get(module_name), class_name, None)
+    made = found if isinstance(found, type) and issubclass(found, cls) else cls
     given.update(arguments)
     module = _load_state(made, checkpoint, strict=strict, **arguments)
     assert isinstance(module, cls)
     return module
-
-
-def is_of_cli(path: Path, hparams_file: Any) -> bool:
-    """Whether there is a file whose arguments LightningCLI saved, and no other file has others.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    if hparams_file is not None or not path.is_file():
-        return False
-    return INSTANTIATOR in StoredCheckpoint(path).hyper_parameters
-
-
-def _imported(cls: type[_Module], name: str) -> type[_Module]:
-    """The class of a name, if it is imported and a kind of ``cls``; else ``cls``."""
-    module, _, last = name.rpartition(".")
-    found = getattr(sys.modules.get(module), last, None)
-    return found if isinstance(found, type) and issubclass(found, cls) else cls
 
 
 def numbered(
@@ -86,7 +104,7 @@ def numbered(
 
     Args:
         module: attached to a Trainer, with its whole model.
-        states: of a checkpoint, one for each optimizer.
+        states: a checkpoint's, one for each optimizer.
     """
     if all("state" in each for each in states):
         return [dict(each) for each in states]

@@ -8,34 +8,28 @@ Under tensor parallelism each rank holds some rows of the output matrix ("vocabu
 Per chunk the ranks exchange three numbers per row: the maximum, the sum of exponentials and the
 logit of the target. Logits are never gathered. Every rank returns the same loss and calls backward
 with the same gradient. The gradient of a rank's weight rows is then complete; that of the hidden
-states is the part that flows through this rank's words, which the backward of ``gather_rows`` adds
-up.
-
-One process in float32 or float64 uses ``torch.nn.functional.linear_cross_entropy`` where torch has
-it, with ``reduction="none"`` and our chunks: its own are of so few rows for large vocabularies that
-a CPU takes 1.5 to 2 times as long (``benchmarks/loss_head.py``). Its ``reduction="sum"`` computes
-gradients in forward, so that each micro-batch whose backward has not run yet holds a gradient as
-large as the output matrix; and in bfloat16 it rounds the loss of every row and, by default, the
-weight gradient at every chunk. Liger's fused loss computes gradients in forward too, and has
-kernels for accelerators only.
+states is the part that flows through this rank's words, and the backward of ``gather_rows`` adds
+the parts up.
 
 Sums over chunks are in float32. On CUDA the products of half types come out in it too, and add to
 the gradient of the output matrix in place, without a copy in either type. That has been run with
 stand-ins for the two operators only (tests/models/test_loss.py).
 
 Cost: one extra product of hidden states and output matrix in backward, a third more than the head
-would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is faster.
+would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is faster. Torch's
+``linear_cross_entropy`` with the same chunks takes 1.1 to 1.3 times as long on a CPU, and with its
+own chunks 1.5 to 2 times (``benchmarks/loss_head.py``); in bfloat16 it rounds the loss of every
+row, and its ``reduction="sum"``, as Liger's fused loss, computes gradients in forward, so that each
+micro-batch whose backward has not run yet holds a gradient as large as the output matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -83,16 +77,14 @@ def slope_at_once(
     return (((logits - log_sums[:, None]).exp() - target) * scale[:, None]).to(dtype)
 
 
-@dataclass(frozen=True)
-class Softmax:
-    """The element-wise work on logits; the functions above, or others that are equal to them."""
+class Softmax(NamedTuple):
+    """The element-wise work on logits: the functions above, or compiled ones that equal them."""
 
     log_sum_exp: Callable[..., Tensor] = log_sum_exp
     slope: Callable[..., Tensor] = slope
 
 
-PLAIN = Softmax()
-"""The functions as they are."""
+EAGER_SOFTMAX = Softmax()
 
 
 def token_loss(
@@ -100,7 +92,7 @@ def token_loss(
     weight: Tensor,
     labels: Tensor,
     group: ProcessGroup | None = None,
-    softmax: Softmax = PLAIN,
+    softmax: Softmax = EAGER_SOFTMAX,
 ) -> Tensor:
     """Sum over rows of the cross-entropy of ``softmax(hidden @ weight.T)``.
 
@@ -110,34 +102,13 @@ def token_loss(
             many on each rank.
         labels: int64 [rows], global word numbers, ``IGNORE`` (-100) where a row has no target.
         group: the tensor-parallel group.
-        softmax: what of the work may be compiled.
+        softmax: the element-wise functions, compiled or not.
 
     Returns:
         0-dim, float32 (float64 for float64 inputs), the same on every rank. Zero, with zero
         gradients, where no row has a target.
     """
-    parallel = group_size(group) > 1
-    if not parallel and _torch_is_exact(hidden, weight):
-        losses = F.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            reduction="none",
-            ignore_index=IGNORE,
-            options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_chunk_rows(weight)),
-        )
-        return losses.sum()
-    return chunked_token_loss(hidden, weight, labels, group if parallel else None, softmax)
-
-
-def chunked_token_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    group: ProcessGroup | None = None,
-    softmax: Softmax = PLAIN,
-) -> Tensor:
-    """:func:`token_loss` by this module's own function, whatever torch offers."""
+    group = group if group_size(group) > 1 else None
     loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group, softmax)
     return loss
 
@@ -145,49 +116,36 @@ def chunked_token_loss(
 def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum over rows of the cross-entropy of logits that a model has made by code of its own.
 
-    Args:
-        logits: [rows, vocabulary]; with a group this rank's columns of it, in rank order and
-            equally many on each rank.
-        labels: as of :func:`token_loss`, like ``group`` and the result.
-        group: the tensor-parallel group. The gradient of the logits is then complete on each rank.
-
     Cost: a gradient as large as the logits is kept until backward. Give few rows at a time
     (:func:`chunks`), under a checkpoint.
+
+    Args:
+        logits: [rows, vocabulary]; with a group this rank's columns of it, in rank order and
+            equally many on each rank. Their gradient is complete on each rank.
+        labels: as in :func:`token_loss`, like ``group`` and the result.
+        group: the tensor-parallel group.
     """
-    loss: Tensor = _LogitsLoss.apply(logits, labels, group)
+    loss: Tensor = _LogitsLoss.apply(logits, labels, group if group_size(group) > 1 else None)
     return loss
 
 
-def _torch_is_exact(hidden: Tensor, weight: Tensor) -> bool:
-    return (
-        hasattr(F, "linear_cross_entropy")
-        and hasattr(torch.nn, "LinearCrossEntropyOptions")
-        and hidden.dtype == weight.dtype
-        and hidden.dtype in (torch.float32, torch.float64)
-    )
-
-
 def chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:
-    """Rows whose logits by ``weight`` [words, dim] exist at a time.
+    """The rows whose logits by ``weight`` [words, dim] exist at a time.
 
-    So many as fit where a logit takes ``times`` the memory of one of the plain loss.
+    They are as many as fit where a logit takes ``times`` the memory of one in the plain loss.
     """
-    size = max(_chunk_rows(weight) // times, 1)
+    size = max(chunk_rows(weight.shape[0], weight.device.type != "cpu") // times, 1)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _chunk_rows(weight: Tensor) -> int:
-    return chunk_rows(weight.shape[0], weight.device.type != "cpu")
-
-
 def _terms(
-    logits: Tensor, labels: Tensor, first_word: int, group: ProcessGroup | None, softmax: Softmax
+    logits: Tensor, labels: Tensor, group: ProcessGroup | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each row, and the logarithm of its sum of exponentials over all words.
 
     ``logits`` may be overwritten.
     """
-    column = _column(labels, first_word, logits.shape[1])
+    column = _column(labels, logits.shape[1], group)
     target = logits.gather(1, column.clamp_min(0)[:, None]).squeeze(1).masked_fill(column < 0, 0)
     log_sum = softmax.log_sum_exp(logits)
     if group is not None:
@@ -202,12 +160,9 @@ def _terms(
 class _LogitsLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup | None) -> Tensor:
-        group = group if group_size(group) > 1 else None
-        words = logits.shape[1]
-        first_word = 0 if group is None else dist.get_rank(group) * words
         wide = torch.promote_types(logits.dtype, torch.float32)
-        terms, log_sum = _terms(logits.to(wide, copy=True), labels, first_word, group, PLAIN)
-        column = _column(labels, first_word, words)
+        terms, log_sum = _terms(logits.to(wide, copy=True), labels, group, EAGER_SOFTMAX)
+        column = _column(labels, logits.shape[1], group)
         scale = (labels != IGNORE).to(wide)
         copy = logits.to(wide, copy=True)
         ctx.save_for_backward(slope(copy, log_sum, column, scale, logits.dtype))
@@ -230,16 +185,15 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         softmax: Softmax,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        first_word = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         loss = hidden.new_zeros((), dtype=wide)
         log_sums = hidden.new_empty(hidden.shape[0], dtype=wide)
         for chunk in chunks(hidden.shape[0], weight):
             logits = _wide_product(hidden[chunk], weight.T, wide)
-            terms, log_sums[chunk] = _terms(logits, labels[chunk], first_word, group, softmax)
+            terms, log_sums[chunk] = _terms(logits, labels[chunk], group, softmax)
             loss += terms.sum()
             del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, labels, log_sums)
-        ctx.first_word, ctx.softmax = first_word, softmax
+        ctx.group, ctx.softmax = group, softmax
         return loss
 
     @staticmethod
@@ -251,7 +205,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for chunk in chunks(hidden.shape[0], weight):
             logits = _wide_product(hidden[chunk], weight.T, wide)
-            column = _column(labels[chunk], ctx.first_word, weight.shape[0])
+            column = _column(labels[chunk], weight.shape[0], ctx.group)
             scale = gradient.to(wide) * (labels[chunk] != IGNORE)
             narrow = ctx.softmax.slope(logits, log_sums[chunk], column, scale, hidden.dtype)
             if hidden_gradient is not None:
@@ -264,9 +218,9 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None, None
 
 
-def _column(labels: Tensor, first_word: int, words: int) -> Tensor:
+def _column(labels: Tensor, words: int, group: ProcessGroup | None) -> Tensor:
     """Column of each row's target among this rank's words, -1 where it is not among them."""
-    column = labels - first_word
+    column = labels if group is None else labels - dist.get_rank(group) * words
     return column.masked_fill((column < 0) | (column >= words), -1)
 
 
@@ -288,5 +242,5 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _has_wide_products(a: Tensor) -> bool:
-    """Whether torch multiplies half types into float32 on the device (on CUDA; adds from 2.10)."""
+    """Whether torch multiplies half types into float32 on the device (CUDA only)."""
     return a.is_cuda and torch.version.hip is None

@@ -1,11 +1,11 @@
-"""Tensor parallelism with DTensor weights at rest and plain tensors in computation.
+"""Tensor parallelism: sharded parameters are DTensors, and computation is on plain tensors.
 
-At rest each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints,
-gradient norms and FSDP2 know what part of which global parameter a rank holds. Within a step of
-``WLBStrategy`` modules have plain tensors, the rank's shards; elsewhere :func:`local` hands them
-out. The model moves rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence
-parallelism: between the matrix products each rank holds 1/TP of the rows). DTensor's dispatch would
-cost more than a small layer.
+Each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints, gradient norms
+and FSDP2 know what part of which global parameter a rank holds. Within a step of ``WLBStrategy``
+modules have plain tensors, the rank's shards; elsewhere :func:`local` hands them out. The model
+moves rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism: between
+the matrix products each rank holds 1/TP of the rows). DTensor's dispatch would cost more than a
+small layer.
 
 Each rank uses a replicated parameter on other rows (norms) or for other heads (keys and values
 where TP exceeds their heads), so its gradient is ``Partial``: it has yet to be summed over ranks.
@@ -46,21 +46,19 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def assign(parameter: Tensor, full: Tensor) -> None:
-    """Give a parameter its values; of a DTensor each rank keeps its shard, and nothing is sent.
+    """Give a plain or sharded parameter its values, of which the rank keeps its own part.
 
-    Args:
-        parameter: plain or a DTensor, of any dtype, on any device.
-        full: the whole values, in the same shape, the same on every rank.
+    ``full`` has the whole values, in the parameter's shape and any dtype, the same on every rank.
     """
     with torch.no_grad():
         held(parameter).copy_(full[share_of(parameter)])
 
 
 def share_of(parameter: Tensor) -> tuple[slice, ...]:
-    """Which rectangle of the whole parameter this rank holds, its :func:`held` tensor.
+    """The rectangle of the whole parameter that this rank holds as its :func:`held` tensor.
 
-    Under FSDP over tensor parallelism, which both may split the same dim, it is one rectangle too:
-    FSDP cuts what tensor parallelism has left.
+    It is one rectangle also where FSDP and tensor parallelism split the same dim: FSDP cuts what
+    tensor parallelism has left.
     """
     sizes, first = tuple(parameter.shape), (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
@@ -71,7 +69,7 @@ def share_of(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def held(parameter: Tensor) -> Tensor:
-    """The tensor that this rank holds of a parameter, sharing its memory."""
+    """The rank's shard of a parameter, sharing its memory, outside of autograd."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -80,7 +78,7 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
     Args:
         x: [rows, ...], equally shaped on every rank.
-        group: the ranks; ``x`` is returned as it is if None or a group of one rank.
+        group: None or a group of one rank gives ``x`` back as it is.
 
     Returns:
         [group size · rows, ...]. Backward sums the gradients over the ranks, in
@@ -93,17 +91,17 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the ranks of a group, of which each rank gets its own rows.
+    """The sum of the ranks' tensors, of which each rank gets its own rows.
 
     Args:
         x: [group size · rows, ...], equally shaped on every rank.
-        group: as of :func:`gather_rows`.
+        group: None or a group of one rank gives ``x`` back as it is.
 
     Returns:
         [rows, ...]; summed in :func:`.reduce_dtype`. Backward gathers the gradient's rows.
 
     Raises:
-        ValueError: if the rows do not divide by the group's size.
+        ValueError: the rows do not divide by the group's size.
     """
     size = group_size(group)
     if size == 1 or x.shape[0] == 0:
@@ -116,9 +114,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _move_rows(x, group, reduce_scatter, all_gather)
 
 
-def shard_parameters(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement]
-) -> nn.Module:
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement]) -> None:
     """Replace every parameter of ``model`` with a DTensor on ``mesh``, in place.
 
     Real parameters must be the same on every rank: each rank keeps its part of its own copy, and
@@ -126,13 +122,10 @@ def shard_parameters(
     stays shared.
 
     Args:
-        model: its parameters' names are looked up in ``plan``.
+        model: the whole model or a stage.
         mesh: the tensor axis, one-dimensional.
         plan: parameter-name pattern (as in ``fnmatch``) -> ``Shard(dimension)`` or
             ``Replicate()``; the first pattern that fits a name counts.
-
-    Returns:
-        ``model``.
 
     Raises:
         ValueError: a parameter that no pattern names (it would be right on every rank by itself,
@@ -155,11 +148,10 @@ def shard_parameters(
         for attribute, own in module._parameters.items():
             if own is not None:
                 module._parameters[attribute] = replaced[own]
-    return model
 
 
 def placement_of(name: str, plan: Mapping[str, Placement]) -> Placement:
-    """How the plan of :func:`shard_parameters` places a parameter.
+    """How a tensor-parallel plan places a parameter.
 
     Raises:
         ValueError: no pattern names it.

@@ -1,8 +1,9 @@
 """The reference decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases.
 
-Made to be read in one sitting. It computes on packed rows, ``[rows, dim]`` without a batch
-dimension. Which rows see which is in the micro-batch's attention metadata, and where a row stands
-in its document is in its integer positions, never in its place in memory.
+It computes on packed rows, ``[rows, dim]`` without a batch dimension. Which rows see which is in
+the micro-batch's attention metadata, and where a row stands in its document is in its integer
+positions, never in its place in memory. The mathematics of norm, rotation and SwiGLU are functions
+of :mod:`.compiled_functions`; the modules here hold the parameters and say what ranks exchange.
 
 A pipeline stage is a :class:`Transformer` with parts left out: ``embed`` and ``head`` may be None
 and ``layers`` may hold some of the layers, under their global numbers.
@@ -12,15 +13,18 @@ all rows are gathered in front of the two halves of a layer and reduce-scattered
 context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
 other ranks' keys and values.
 
-What backward recomputes, each micro-batch says (``MicroBatchTensors.recompute``). ``"full"`` keeps
-a layer's input only and recomputes the layer (a third more compute). ``"selective"`` does so for
-the feed-forward half, which holds most of the activations, and keeps attention, the dear part of
-long documents.
+Each micro-batch says what backward recomputes (``MicroBatchTensors.recompute``). ``"full"`` keeps
+only a layer's input and recomputes the layer (a third more compute). ``"selective"`` does so for
+the feed-forward half, which holds most of the activations, and keeps attention, the expensive part
+of long documents.
+
+In the comments on shapes P is the number of a rank's rows, TP the tensor-parallel size; ``group``
+is the tensor-parallel group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -42,7 +46,7 @@ from lightning_wlb.distributed.process_groups import (
     group_rank,
     group_size,
 )
-from lightning_wlb.models.compiled_functions import EAGER, Dense, rotary_frequencies
+from lightning_wlb.models.compiled_functions import EAGER, BlockFunctions, rotary_frequencies
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.loss import token_loss
@@ -54,50 +58,29 @@ Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
 
 
 class Transformer(Decoder):
-    """A decoder, or one pipeline stage of it, whose parameters :func:`.initialise` fills.
+    """A decoder, or one pipeline stage of it, whose parameters :meth:`initialise` fills.
 
     Args:
         config: sizes of the whole model.
-        layers: global numbers of the layers to build; all if None.
-        embed: whether to build the embedding.
-        head: whether to build the final norm and the output projection.
         attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
 
     Attributes:
-        attention_kernel: the kernel that ``attend`` calls; its ``timer`` hook measures it.
         attention_options: of every layer.
         attend: what the layers call for attention. May be replaced on an instance, by dense
             attention in a test for example.
-
-    Raises:
-        ValueError: a layer number out of range.
     """
 
     embed: Embedding | None
     head: Head | None
     activation_checkpointing = "auto"
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        layers: Iterable[int] | None = None,
-        embed: bool = True,
-        head: bool = True,
-        attention_backend: str = "auto",
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, attention_backend: str = "auto") -> None:
         super().__init__()
-        numbers = range(config.layers) if layers is None else sorted(layers)
-        for number in numbers:
-            if not 0 <= number < config.layers:
-                raise ValueError(
-                    f"layer {number} is not one of the model's {config.layers} layers."
-                )
         self.config = config
-        self.embed = Embedding(config) if embed else None
-        self.layers = nn.ModuleDict({str(number): Layer(config) for number in numbers})
-        self.head = Head(config) if head else None
-        if config.tied_embeddings and self.embed is not None and self.head is not None:
+        self.embed = Embedding(config)
+        self.layers = nn.ModuleDict({str(number): Layer(config) for number in range(config.layers)})
+        self.head = Head(config)
+        if config.tied_embeddings:
             self.head.weight = self.embed.weight
         self.attention_kernel = VarlenAttention(attention_backend)
         self.attention_options = AttentionOptions(sliding_window=config.sliding_window)
@@ -109,7 +92,7 @@ class Transformer(Decoder):
         layers: range | None = None,
         groups: ProcessGroups = NO_GROUPS,
     ) -> Tensor:
-        """Run one stage; see :meth:`.Decoder.forward`."""
+        """See :meth:`.Decoder.forward`."""
         if hidden is None:
             assert self.embed is not None
             assert micro_batch.tokens is not None
@@ -134,24 +117,22 @@ class Transformer(Decoder):
         groups: ProcessGroups,
     ) -> Tensor:
         """Attention and its projection, with the arguments of :func:`.packed_attention`."""
-        kernel, options = self.attention_kernel, self.attention_options
-        return packed_attention(q, k, v, project, metadata, kernel, groups, options)
+        return packed_attention(
+            q, k, v, project, metadata, self.attention_kernel, groups, self.attention_options
+        )
 
     def compile_blocks(self) -> None:
         """Compile norms, rotations, feed-forward networks and the loss's softmax.
 
         Modules of a subclass's own are left as they are.
         """
-        dense = Dense.compiled()
+        functions = BlockFunctions.compiled()
         for module in self.modules():
             if isinstance(module, Attention | FeedForward | RMSNorm | Head):
-                module.dense = dense
+                module.functions = functions
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
-        """Parameter-name pattern -> how parameters are split over ``size`` tensor-parallel ranks.
-
-        Key and value matrices are split by heads where each rank gets a head, else replicated.
-        """
+        """Splits key and value matrices by heads where each rank gets a head, else replicates."""
         key_value = Replicate() if size > self.config.kv_heads else Shard(0)
         return {
             "embed.weight": Shard(0),
@@ -172,10 +153,9 @@ class Transformer(Decoder):
         return {"head.weight": "embed.weight"} if self.config.tied_embeddings else {}
 
     def initial_deviation(self, name: str) -> float:
-        """Standard deviation of a parameter's initial values.
+        """Less for matrices that write into the residual stream.
 
-        0.02, and less for the matrices that write into the residual stream, so that its variance
-        does not grow with the number of layers (GPT-2).
+        So its variance does not grow with the number of layers (GPT-2).
         """
         residual = name.endswith((".wo", ".w2"))
         return 0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02
@@ -199,7 +179,7 @@ class Layer(nn.Module):
         group: ProcessGroup | None,
         recompute: Recompute = "none",
     ) -> Tensor:
-        """[P/TP, dim] -> [P/TP, dim]; ``group`` is the tensor-parallel one, here and below."""
+        """[P/TP, dim] -> [P/TP, dim]."""
 
         def feed_forward(hidden: Tensor) -> Tensor:
             change: Tensor = self.feed_forward(self.feed_forward_norm(hidden), group)
@@ -221,7 +201,7 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention; the projections see all P rows, the residual stream P/TP."""
 
-    dense = EAGER
+    functions = EAGER
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -239,11 +219,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
         hidden, table = gather_rows(hidden, group), torch.view_as_real(freqs)
-        k = self.dense.rotated_heads(hidden, table, self._of_own_heads(self.wk, group))
+        k = self.functions.rotated_heads(hidden, table, self._of_own_heads(self.wk, group))
         v = F.linear(hidden, self._of_own_heads(self.wv, group)).view(k.shape)
 
         def queries() -> Tensor:
-            return self.dense.rotated_heads(hidden, table, local(self.wq))
+            return self.functions.rotated_heads(hidden, table, local(self.wq))
 
         def project(out: Tensor) -> Tensor:
             return F.linear(out.flatten(-2), local(self.wo))
@@ -262,7 +242,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
-    dense = EAGER
+    functions = EAGER
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -273,14 +253,14 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]."""
         hidden = gather_rows(hidden, group)
-        change = self.dense.swiglu(hidden, local(self.w1), local(self.w3), local(self.w2))
+        change = self.functions.swiglu(hidden, local(self.w1), local(self.w3), local(self.w2))
         return scatter_rows(change, group)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, along the last dimension."""
 
-    dense = EAGER
+    functions = EAGER
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -289,7 +269,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        return self.dense.rms_norm(hidden, local(self.weight), self.eps)
+        return self.functions.rms_norm(hidden, local(self.weight), self.eps)
 
 
 class Embedding(nn.Module):
@@ -313,7 +293,7 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection; under tensor parallelism each rank holds some words."""
 
-    dense = EAGER
+    functions = EAGER
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -325,7 +305,7 @@ class Head(nn.Module):
         hidden = gather_rows(self.norm(hidden), group)
         if labels is None:
             return F.linear(hidden, local(self.weight))
-        return token_loss(hidden, local(self.weight), labels, group, self.dense.softmax)
+        return token_loss(hidden, local(self.weight), labels, group, self.functions.softmax)
 
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:

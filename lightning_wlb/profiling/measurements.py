@@ -278,14 +278,12 @@ class Bench:
 
     def _stage(self, *, layers: int, embed: bool = False, head: bool = False) -> Transformer:
         config = replace(self.config, layers=max(layers, 1))
-        with self.device:  # a host takes seconds to draw a billion parameters
-            model = Transformer(
-                config,
-                layers=range(layers),
-                embed=embed,
-                head=head,
-                attention_backend=self.backend,
-            ).to(self.dtype)
+        with torch.device("meta"):  # a host takes seconds to draw a billion parameters
+            model = Transformer(config, attention_backend=self.backend).to(self.dtype)
+        model.embed, model.head = model.embed if embed else None, model.head if head else None
+        if not layers:
+            del model.layers["0"]
+        model = model.to_empty(device=self.device)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         return model

@@ -34,7 +34,6 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.distributed.device_mesh import Size
 from lightning_wlb.heterogeneous.setup import Dynamic
-from lightning_wlb.models.config import check_tensor_parallel
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.strategy.checks import (
@@ -242,7 +241,7 @@ class WLBStrategy(ChoosingStrategy):
     def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
         model = checked_model(module)
         shape, mesh = module.model_shape, self.mesh
-        check_tensor_parallel(shape, mesh.tensor)
+        shape.check_tensor_parallel(mesh.tensor)
         # What a layer costs per token depends on how much a token attends to.
         attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
         stages = model_stages(shape, mesh.stages, attended)

@@ -47,7 +47,7 @@ def parallelize(
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
         group: the ranks that share the parameters, as :class:`.ParameterBuckets` wants it.
         initialise: fills every parameter of the module with its first value. Parameters are
-            DTensors then, of any placement (:func:`.initialise.assign`).
+            DTensors then, of any placement (:func:`.tensor_parallel.assign`).
         device: where the parameters live.
         dtype: of the parameters at rest.
         compute_dtype: of the parameters in a step.

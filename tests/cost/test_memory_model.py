@@ -19,6 +19,7 @@ from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Recompute, Scheme
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.sharding import layout, rank_indices
+from tests.models.steps import stage
 
 CONFIG = TransformerConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=176, vocab_size=256)
 LAYER = CONFIG.shape.each_layer[0]
@@ -62,7 +63,7 @@ def saved_bytes(model: Transformer, batch: MicroBatchTensors, *, hidden: bool) -
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("lengths", [[512], [300, 200, 12], [64] * 5])
 def test_a_middle_stage_saves_what_the_model_says(recompute: Recompute, lengths: list[int]) -> None:
-    model = Transformer(CONFIG, embed=False, head=False)
+    model = stage(Transformer(CONFIG), range(CONFIG.layers))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     batch = replace(micro_batch(lengths), recompute=recompute)
@@ -72,13 +73,12 @@ def test_a_middle_stage_saves_what_the_model_says(recompute: Recompute, lengths:
 
 
 def test_a_last_stage_saves_what_the_model_says() -> None:
-    model = Transformer(CONFIG, layers=[2], embed=False)
+    model = stage(Transformer(CONFIG), [2], head=True)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     batch = micro_batch([100, 156])
     memory = MemoryModel(CONFIG.shape, dtype="float32", accelerator=False)
     predicted = memory.micro_batch_bytes(StageParts((1,), head=True), batch.rows)
-    # torch's own loss in float32 keeps the head's input and no log-sums; ours keeps both.
     assert saved_bytes(model, batch, hidden=True) == pytest.approx(predicted, rel=0.01)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, Recompute, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.sharding import layout
 
@@ -76,3 +77,21 @@ def step_batch(
         nominal_tokens=200,
     ).validate()
     return make_step_batch(plan, store, rank, {}, 0, False)
+
+
+def stage(
+    model: Transformer, layers: Collection[int], embed: bool = False, head: bool = False
+) -> Transformer:
+    """A pipeline stage: the model, of which only some parts are left."""
+    for number in set(map(int, model.layers)) - set(layers):
+        del model.layers[str(number)]
+    model.embed = model.embed if embed else None
+    model.head = model.head if head else None
+    return model
+
+
+def spread(model: Transformer, seed: int = 7) -> Transformer:
+    """The model with larger initial values than real ones: attention is far from uniform."""
+    model.initial_deviation = lambda name: 0.3
+    model.initialise(seed)
+    return model

@@ -10,11 +10,15 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.models import loss
-from lightning_wlb.models.compiled_functions import Compiled, Compiler, Dense, uncompiled
-from lightning_wlb.models.decoder import Decoder, initialise
+from lightning_wlb.models.compiled_functions import (
+    BlockFunctions,
+    CompiledFunction,
+    uncompiled,
+)
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
-from tests.models.steps import config, documents, step_batch
+from tests.models.steps import config, documents, spread, step_batch
 from tests.oracle import oracle, relative_error
 
 needs_compiler = pytest.mark.skipif(
@@ -24,9 +28,7 @@ needs_compiler = pytest.mark.skipif(
 
 def build(dtype=torch.float64, **overrides):
     # As many key heads as heads: one graph less to compile.
-    model = Transformer(config(**{"kv_heads": 4} | overrides)).to(dtype)
-    initialise(model, 7, lambda name: 0.3, model.tied)
-    return model
+    return spread(Transformer(config(**{"kv_heads": 4} | overrides)).to(dtype))
 
 
 def other_parameters(model):
@@ -36,18 +38,12 @@ def other_parameters(model):
             setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
 
 
-@pytest.fixture
-def own_loss(monkeypatch):
-    """The loss of half types and of ranks, also where torch's own would be exact."""
-    monkeypatch.setattr(loss, "_torch_is_exact", lambda hidden, weight: False)
-
-
 def graphs():
     return counters["stats"]["unique_graphs"]
 
 
 @needs_compiler
-def test_gradients_and_few_compilations_whatever_the_lengths(own_loss):
+def test_gradients_and_few_compilations_whatever_the_lengths():
     model, plain = build(), build()
     model.compile_blocks()
     before = graphs()
@@ -86,7 +82,7 @@ def compiled(monkeypatch):
 
 
 def test_one_row_or_none_and_what_a_mode_looks_at_run_uncompiled(compiled):
-    double = Compiled(Compiler(), lambda x: 2 * x)
+    double = CompiledFunction(lambda x: 2 * x, [])
     for rows in (0, 1):
         assert double(torch.ones(rows)).shape == (rows,)
     with Nothing():
@@ -99,7 +95,7 @@ def test_one_row_or_none_and_what_a_mode_looks_at_run_uncompiled(compiled):
     assert options == {"fullgraph": True, "dynamic": False, "options": None}
     torch.use_deterministic_algorithms(True)
     try:
-        Compiled(Compiler(), torch.neg)(torch.ones(3))
+        CompiledFunction(torch.neg, [])(torch.ones(3))
     finally:
         torch.use_deterministic_algorithms(False)
     assert compiled[-1][1]["options"] == {"deterministic": True}
@@ -111,8 +107,8 @@ def broken(x):
 
 
 def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning(monkeypatch):
-    compiler = Compiler()
-    first, second = Compiled(compiler, broken), Compiled(compiler, broken)
+    failures = []
+    first, second = CompiledFunction(broken, failures), CompiledFunction(broken, failures)
     with pytest.warns(UserWarning, match=r"(?s)uncompiled.*Unsupported.*compile=False") as said:
         values = [function(torch.ones(2)).tolist() for function in (first, second)]
     assert values == [[2, 2], [2, 2]]
@@ -122,7 +118,7 @@ def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: tried.append(1) or function)
     assert first(torch.ones(3)).tolist() == [2, 2, 2]
     assert not tried
-    Compiled(compiler, torch.neg)(torch.ones(3))
+    CompiledFunction(torch.neg, failures)(torch.ones(3))
     assert tried
 
 
@@ -135,7 +131,7 @@ def test_a_backward_that_cannot_be_compiled_is_known_in_forward_behind_a_validat
 
     backend = aot_autograd(fw_compiler=eager, bw_compiler=refuse, inference_compiler=eager)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    square = Compiled(Compiler(), lambda x: x * x)
+    square = CompiledFunction(lambda x: x * x, [])
     x = torch.ones(3, requires_grad=True)
     with torch.no_grad():
         square(x)
@@ -158,12 +154,12 @@ def test_without_a_compiler_of_c_the_blocks_run_uncompiled():
 
 
 def test_errors_of_the_function_itself_are_raised():
-    product = Compiled(Compiler(), torch.mm)
+    product = CompiledFunction(torch.mm, [])
     with pytest.raises(RuntimeError, match=r"expected|shapes|size"):
         product(torch.ones(2, 3), torch.ones(2, 3))
 
 
-def test_the_module_compiles_the_blocks_and_says_so_in_its_hyperparameters(compiled, own_loss):
+def test_the_module_compiles_the_blocks_and_says_so_in_its_hyperparameters(compiled):
     module = LanguageModule(config(), compile=True, seed=1)
     assert module.hparams.compile is True
     module.configure_model()
@@ -215,7 +211,7 @@ def check_functions(device, dtype, most):
         "rotated_heads": (hidden, table, draw(dim, dim)),
         "swiglu": (hidden, *swiglu),
     }
-    plain, compiled = Dense(), Dense.compiled()
+    plain, compiled = BlockFunctions(), BlockFunctions.compiled()
     for name, given in calls.items():
         leaves = [each for each in given if isinstance(each, torch.Tensor) and each.requires_grad]
         results = []
@@ -227,7 +223,7 @@ def check_functions(device, dtype, most):
     weight, labels = draw(512, dim), torch.arange(rows, device=device) % 512
     results = []
     for functions in (plain, compiled):
-        total = loss.chunked_token_loss(hidden, weight, labels, None, functions.softmax)
+        total = loss.token_loss(hidden, weight, labels, None, functions.softmax)
         results.append([total, *torch.autograd.grad(total, (hidden, weight))])
     for value, wanted in zip(*results, strict=True):
         assert relative_error(value.detach(), wanted.detach()) <= most

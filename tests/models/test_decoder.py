@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_wlb.models.decoder import Decoder, check_decoder, initial_values
+from lightning_wlb.models.decoder import Decoder, check_decoder, initial_value
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.tensor_parallel import assign, held, shard_parameters, share_of
 from tests.models.steps import config, documents, step_batch
@@ -35,7 +35,7 @@ def test_initial_values_are_a_function_of_seed_and_name():
     model.initialise(3)
     for name, parameter in model.named_parameters():
         deviation = 0.5 if name.startswith("layers.") else 0.25
-        assert torch.equal(parameter, initial_values(name, parameter.shape, 3, deviation))
+        assert torch.equal(parameter, initial_value(name, parameter.shape, 3, deviation))
     assert not model.layers["0"].bias.any()
 
 

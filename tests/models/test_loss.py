@@ -5,7 +5,6 @@ import torch.nn.functional as F
 
 from lightning_wlb.models import loss as module
 from lightning_wlb.models.loss import (
-    chunked_token_loss,
     log_sum_exp,
     logits_loss,
     slope,
@@ -30,10 +29,10 @@ def dense(hidden, weight, labels):
     return F.cross_entropy(hidden @ weight.T, labels, reduction="sum", ignore_index=-100)
 
 
-@pytest.fixture(params=["token_loss", "chunked_token_loss"])
-def function(request, monkeypatch):
+@pytest.fixture
+def function(monkeypatch):
     monkeypatch.setattr(module, "chunk_rows", lambda words, accelerator: 64)
-    return getattr(module, request.param)
+    return token_loss
 
 
 @pytest.mark.parametrize("scale", [1.0, 500.0])
@@ -117,11 +116,9 @@ def test_logits_never_exist_for_all_rows():
                 largest.append(result.numel())
             return result
 
-    for function in (token_loss, chunked_token_loss):
-        largest.clear()
-        with Watch():
-            function(hidden, weight, labels).backward()
-        assert max(largest) <= rows * words // 3
+    with Watch():
+        token_loss(hidden, weight, labels).backward()
+    assert max(largest) <= rows * words // 3
 
 
 def test_the_logits_of_one_chunk_are_gone_before_those_of_the_next(monkeypatch):
@@ -136,7 +133,7 @@ def test_the_logits_of_one_chunk_are_gone_before_those_of_the_next(monkeypatch):
 
     hidden, weight, labels = example(rows=3 * chunk, dim=4, words=words, dtype=torch.float32)
     with Held() as held:
-        chunked_token_loss(hidden, weight, labels).backward()
+        token_loss(hidden, weight, labels).backward()
     logits, gradient = 4 * chunk * words, 4 * words * weight.shape[1]
     assert logits < max(held.held_bytes) < 1.1 * logits + gradient
 
@@ -170,7 +167,7 @@ def test_an_accelerator_takes_more_rows_at_a_time(device, rows):
     hidden = torch.zeros(2 * rows + 1, 2, device=device, requires_grad=True)
     labels = torch.zeros(len(hidden), dtype=torch.int64, device=device)
     with Watch():
-        chunked_token_loss(hidden, torch.zeros(words, 2, device=device), labels).backward()
+        token_loss(hidden, torch.zeros(words, 2, device=device), labels).backward()
     assert products == [rows, rows, 1] * 2
 
 
@@ -194,7 +191,7 @@ def test_products_of_half_types_add_up_in_float32_in_place(monkeypatch):
     monkeypatch.setattr(torch, "mm", wide_mm)
     monkeypatch.setattr(torch, "addmm", wide_addmm)
     hidden, weight, labels = example(dtype=torch.bfloat16)
-    loss = chunked_token_loss(hidden, weight, labels)
+    loss = token_loss(hidden, weight, labels)
     loss.backward()
     exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     wanted = dense(*exact, labels)

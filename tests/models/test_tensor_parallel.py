@@ -11,19 +11,24 @@ from lightning_wlb.distributed import collectives
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows, shard_parameters
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE
-from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
+from tests.models.steps import (
+    MICRO_BATCHES,
+    PIECES,
+    config,
+    documents,
+    loss_masks,
+    spread,
+    step_batch,
+)
 from tests.oracle import oracle, relative_error
 from tests.ranks import run_ranks
 
 
 def build(options):
-    model = Transformer(config(**options)).double()
-    initialise(model, 7, lambda name: 0.3, model.tied)
-    return model
+    return spread(Transformer(config(**options)).double())
 
 
 def _gradients(rank, context_size, tensor_size, options, recompute, masked, meta):
@@ -37,7 +42,7 @@ def _gradients(rank, context_size, tensor_size, options, recompute, masked, meta
     shard_parameters(model, mesh["tp"], model.tensor_parallel_plan(tensor_size))
     if meta:
         model.to_empty(device=DEVICE)
-        initialise(model, 7, lambda name: 0.3, model.tied)
+        spread(model)
     at = Mesh(context=context_size, tensor=tensor_size).coordinate(rank)
     masks = loss_masks() if masked else None
     batch = step_batch(documents(), MICRO_BATCHES, masks, at, recompute=recompute).to(DEVICE)
@@ -92,7 +97,7 @@ def _values(rank, tied):
     shard_parameters(model, mesh, model.tensor_parallel_plan(mesh.size()))
     shared = tied and model.head.weight is model.embed.weight
     model.to_empty(device="cpu")
-    initialise(model, 5, model.initial_deviation, model.tied)
+    model.initialise(5)
     sizes = {name: parameter.to_local().numel() for name, parameter in model.named_parameters()}
     return shared, sizes, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
@@ -100,7 +105,7 @@ def _values(rank, tied):
 @pytest.mark.parametrize("tied", [False, True])
 def test_initial_values_do_not_depend_on_the_mesh(tied):
     model = Transformer(config(kv_heads=1, tied_embeddings=tied))
-    initialise(model, 5, model.initial_deviation, model.tied)
+    model.initialise(5)
     wanted = dict(model.named_parameters())
     for shared, sizes, values in run_ranks(_values, 2, tied):
         assert shared == tied
@@ -141,8 +146,8 @@ def test_parameters_left_out_or_indivisible_are_refused():
 
 def test_initialise_is_a_function_of_seed_and_name():
     first, second = (Transformer(config()) for _ in range(2))
-    initialise(first, 5, first.initial_deviation)
-    initialise(second, 6, second.initial_deviation)
+    first.initialise(5)
+    second.initialise(6)
     for name, parameter in first.named_parameters():
         other = second.get_parameter(name)
         if name.endswith("norm.weight"):
@@ -151,13 +156,13 @@ def test_initialise_is_a_function_of_seed_and_name():
             assert not torch.equal(parameter, other), name
     assert not torch.equal(first.layers["0"].attention.wq, first.layers["1"].attention.wq)
     large = Transformer(config(dim=128, ffn_dim=256))
-    initialise(large, 5, large.initial_deviation)
+    large.initialise(5)
     assert large.layers["0"].feed_forward.w1.std().item() == pytest.approx(0.02, rel=0.02)
     assert large.layers["0"].feed_forward.w2.std().item() == pytest.approx(0.01, rel=0.02)
     with torch.device("meta"):
         without_memory = Transformer(config())
     with pytest.raises(ValueError, match="on the meta device"):
-        initialise(without_memory, 5)
+        without_memory.initialise(5)
 
 
 def exchange(rank: int) -> dict[str, list[float]]:

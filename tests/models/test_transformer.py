@@ -4,20 +4,24 @@ import pytest
 import torch
 
 from lightning_wlb.models.compiled_functions import rotary_frequencies, rotate, rotate_real
-from lightning_wlb.models.config import TransformerConfig, check_tensor_parallel
-from lightning_wlb.models.decoder import initialise
+from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE
-from tests.models.steps import MICRO_BATCHES, PIECES, config, documents, loss_masks, step_batch
+from tests.models.steps import (
+    MICRO_BATCHES,
+    PIECES,
+    config,
+    documents,
+    loss_masks,
+    spread,
+    stage,
+    step_batch,
+)
 from tests.oracle import count_targets, oracle, relative_error
 
 
 def build(dtype=torch.float64, **overrides):
-    options = {key: overrides.pop(key) for key in ("layers", "embed", "head") if key in overrides}
-    model = Transformer(config(**overrides), **options).to(dtype)
-    # Larger than the real initial values: attention far from uniform.
-    initialise(model, 7, lambda name: 0.3, model.tied)
-    return model
+    return spread(Transformer(config(**overrides)).to(dtype))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -52,16 +56,17 @@ def test_gradients_of_packed_micro_batches_equal_dense_attention(options, masked
 
 def test_stages_pass_hidden_states_on():
     texts = documents()
-    whole = build(layers=None)
-    first = build(layers=[0], head=False)
-    last = build(layers=[1], embed=False)
+    whole = build()
+    first = stage(build(), [0], embed=True)
+    last = stage(build(), [1], head=True)
     assert set(first.state_dict()) | set(last.state_dict()) == set(whole.state_dict())
     for micro_batch in step_batch(texts).micro_batches:
         assert last(micro_batch, first(micro_batch)).item() == whole(micro_batch).item()
 
 
 def test_layers_run_in_numeric_order():
-    model = Transformer(config(layers=12), layers=[10, 9, 2], embed=False, head=False)
+    model = stage(Transformer(config(layers=12)), [10, 9, 2])
+    model.layers = torch.nn.ModuleDict({name: model.layers[name] for name in ("10", "9", "2")})
     ran = []
     for number, layer in model.layers.items():
         layer.register_forward_hook(lambda *_, number=number: ran.append(number))
@@ -142,7 +147,8 @@ def test_tied_embeddings_are_one_parameter_on_one_stage():
     assert model.head.weight is model.embed.weight
     assert "head.weight" not in dict(model.named_parameters())
     # On another stage the head alone begins with the embedding's values.
-    assert torch.equal(build(tied_embeddings=True, embed=False).head.weight, model.embed.weight)
+    last = spread(stage(Transformer(config(tied_embeddings=True)).double(), [1], head=True))
+    assert torch.equal(last.head.weight, model.embed.weight)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +202,7 @@ def test_sizes_that_do_not_fit_are_refused(overrides, message):
 )
 def test_tensor_parallel_sizes_that_do_not_fit_are_refused(overrides, size, message):
     with pytest.raises(ValueError, match=message):
-        check_tensor_parallel(config(**overrides), size)
-
-
-def test_options_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="layer 2 is not one of the model's 2 layers"):
-        Transformer(config(), layers=[2])
+        config(**overrides).shape.check_tensor_parallel(size)
 
 
 def test_checkpointing_keeps_less():

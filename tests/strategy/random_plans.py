@@ -16,7 +16,6 @@ from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.schedule.actions import Action
@@ -102,7 +101,7 @@ def model_of(
     model = Transformer(
         config(dim=8, heads=2, kv_heads=1, ffn_dim=8, layers=layers, sliding_window=sliding_window),
     ).double()
-    initialise(model, 3, model.initial_deviation, None)
+    model.initialise(3)
     return model.to(DEVICE)
 
 

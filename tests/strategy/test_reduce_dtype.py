@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_wlb.distributed.collectives import reduce_dtype, reducing_in
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.decoder import initialise
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.precision import WLBPrecision
-from tests.models.steps import config, documents, step_batch
+from tests.models.steps import config, documents, spread, step_batch
 from tests.oracle import relative_error
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
@@ -30,8 +29,7 @@ def errors(rank: int, context: int, tensor: int) -> dict[str, float]:
     """How far the gradients of four ranks move that add up in bfloat16."""
     mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("cp", "tp"))
     groups = ProcessGroups(mesh["cp"].get_group(), mesh["tp"].get_group())
-    model = Transformer(config()).bfloat16()
-    initialise(model, 7, lambda name: 0.3, model.tied)
+    model = spread(Transformer(config()).bfloat16())
     shard_parameters(model, mesh["tp"], model.tensor_parallel_plan(tensor))
     at = Mesh(context=context, tensor=tensor).coordinate(rank)
     batch = step_batch(documents(), rank=at)
