@@ -21,7 +21,7 @@ from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronD
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.stores.stdlib import StdlibDocuments
-from lightning_wlb.data.tokenising import tokenised_chats, tokenised_texts
+from lightning_wlb.data.tokenising import TokeniseRequest, tokenised_once
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.planning.global_batches import document_numbers
 
@@ -93,17 +93,18 @@ def _stdlib(
 
 def _texts(
     source: str | Path,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Path = "",
     column: str | None = None,
     eos: bool | str = True,
 ) -> ArrowDocuments:
-    return ArrowDocuments(tokenised_texts(source, tokenizer, column, eos))
+    request = TokeniseRequest(source, tokenizer, "texts", column, eos)
+    return ArrowDocuments(tokenised_once(request))
 
 
 def _chats(
-    source: str | Path, tokenizer: str | Path | None = None, column: str | None = None
+    source: str | Path, tokenizer: str | Path = "", column: str | None = None
 ) -> ArrowDocuments:
-    return ArrowDocuments(tokenised_chats(source, tokenizer, column))
+    return ArrowDocuments(tokenised_once(TokeniseRequest(source, tokenizer, "chats", column)))
 
 
 def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:

@@ -210,19 +210,19 @@ def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
     """The Arrow files in order, and what their folder says of them."""
     if not path.is_dir():
         return [path], {}
-    facts = _json(path / FACTS)
+    facts = read_json(path / FACTS)
     if not facts and (path / PARTIAL).exists():
         raise ValueError(
             f"{name}: lightning-wlb tokenize has not completed this folder ({PARTIAL} is there,"
             f" {FACTS} is not). Run the same command again: it continues."
         )
-    splits = _json(path / "dataset_dict.json").get("splits")
+    splits = read_json(path / "dataset_dict.json").get("splits")
     if splits:
         raise ValueError(
             f"{name} has several splits. Give the folder of one: "
             + ", ".join(str(path / split) for split in splits)
         )
-    state = _json(path / "state.json")
+    state = read_json(path / "state.json")
     if state.get("_indices_data_files"):
         raise ValueError(
             f"{name} has an indices file of an old version of datasets. Write it again with"
@@ -232,8 +232,12 @@ def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
     return listed or shards(path, ".arrow", name), facts
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """What a file says; empty where there is none."""
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a folder says; empty where there is none.
+
+    Raises:
+        ValueError: a file that is damaged.
+    """
     if not path.exists():
         return {}
     try:

@@ -1,7 +1,7 @@
 """Texts and chats, through a tokenizer, to documents that a store opens.
 
-``TokeniseRequest`` says what is asked for, ``tokenise`` writes it to a folder; ``tokenised_texts``
-and ``tokenised_chats`` do so once in the user's cache folder.
+``TokeniseRequest`` says what is asked for, ``tokenise`` writes it to a folder, ``tokenised_once``
+to one in the user's cache.
 """
 
 from lightning_wlb.data.tokenising.run import (
@@ -9,8 +9,7 @@ from lightning_wlb.data.tokenising.run import (
     Kind,
     TokeniseRequest,
     tokenise,
-    tokenised_chats,
-    tokenised_texts,
+    tokenised_once,
 )
 
-__all__ = ["COLUMNS", "Kind", "TokeniseRequest", "tokenise", "tokenised_chats", "tokenised_texts"]
+__all__ = ["COLUMNS", "Kind", "TokeniseRequest", "tokenise", "tokenised_once"]

@@ -1,4 +1,4 @@
-"""From chats to token numbers and masks, by the chat template of a Hugging Face tokenizer.
+"""Token numbers and masks of chats, by the chat template of a Hugging Face tokenizer.
 
 A chat is a list of messages, ``[{"role": ..., "content": ...}, ...]``. Its text is what the
 template makes of it, and only what the assistant said may be a target:
@@ -41,11 +41,11 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatEncoder:
-    """Documents of chats; see the module.
+    """Makes documents of rows with chats, in any process; attributes as for ``TextEncoder``.
 
     Args:
         name: folder or name of a Hugging Face tokenizer with a chat template.
-        column: of a row that holds the messages.
+        column: the rows' column that holds the messages.
 
     Raises:
         ValueError: no such tokenizer, or one without a chat template.
@@ -69,11 +69,8 @@ class ChatEncoder:
             ) from error
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         definition = self._tokenizer.backend_tokenizer.to_str().encode()
-        self.digest = digest_of(
-            definition,
-            self._tokenizer.chat_template,
-            sorted(self._tokenizer.special_tokens_map.items()),
-        )
+        special = sorted(self._tokenizer.special_tokens_map.items())
+        self.digest = digest_of(definition, self._tokenizer.chat_template, special)
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
@@ -98,11 +95,9 @@ class ChatEncoder:
 
     def describe(self) -> str:
         """How the assistant's part is found, in words."""
-        how = (
-            "as the chat template marks it"
-            if _MARKS.search(self._template)
-            else "as the difference between the chat with and without each of its turns"
-        )
+        how = "as the difference between the chat with and without each of its turns"
+        if _MARKS.search(self._template):
+            how = "as the chat template marks it"
         return (
             f"Targets are what the assistant says, {how}. Documents begin and end as the template"
             " writes them."
@@ -167,11 +162,9 @@ class ChatEncoder:
 
 
 def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
-    """Which tokens, by their ranges of characters, lie in one of the spans, bool [tokens].
-
-    The end of a token decides: tokenizers may count the space before a word to it or not.
-    """
-    ends = np.array([stop for _, stop in offsets], np.int64).reshape(-1)
+    """Which tokens, given by their ranges of characters, lie in one of the spans, bool [tokens]."""
+    # The end of a token decides: tokenizers may count the space before a word to it or not.
+    ends = np.array([stop for _, stop in offsets], np.int64)
     mask = np.zeros(len(ends), bool)
     for start, stop in spans:
         mask |= (ends > start) & (ends <= stop)

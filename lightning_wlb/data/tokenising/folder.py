@@ -2,10 +2,14 @@
 
 A whole folder is one that ``datasets.load_from_disk`` opens: ``data-00000-of-00003.arrow`` and so
 on (Arrow streams; columns ``input_ids``, list of int32, and of chats ``loss_mask``, list of bool),
-``dataset_info.json`` and ``state.json``; and beside them ``lightning_wlb.json`` with the number of
-documents and tokens, the vocabulary and what was asked for, which is written last. Until then
-there is ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that
-is done, and shards have other names: no reader takes the half for the whole.
+``dataset_info.json`` and ``state.json``; and beside them ``lightning_wlb.json`` with the figures of
+the documents, the vocabulary and what was asked for, which is written last. Until then there is
+``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that is done,
+and shards have other names: no reader takes the half for the whole.
+
+The figures of documents are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens
+that may be targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and
+``by_length``: entry k holds the number of documents of 2^k to 2^(k+1) - 1 tokens, and their tokens.
 
 Every file is written aside and renamed, so that it is there as a whole or not at all.
 
@@ -17,93 +21,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 
-from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL
+from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL, read_json
 from lightning_wlb.data.tokenising.texts import Document
 
 FORMAT = 1
 
-_BUCKETS = 40
+Figures = dict[str, Any]
+"""Figures of documents as the module describes them, as JSON holds them."""
 
 
-@dataclass
-class Figures:
-    """What is in some documents, and what was skipped on the way.
-
-    Args:
-        documents: how many there are.
-        tokens: of all of them.
-        targets: tokens that may be targets by the mask.
-        longest: tokens of the longest one.
-        skipped: rows of the source that gave no document.
-        by_length: documents and tokens by powers of two: number k counts the lengths from
-            2^k to 2^(k+1) - 1.
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    targets: int = 0
-    longest: int = 0
-    skipped: int = 0
-    by_length: list[list[int]] = field(default_factory=lambda: [[0, 0] for _ in range(_BUCKETS)])
-
-    def count(self, document: Document | None) -> None:
-        """Take another row's document in."""
-        if document is None:
-            self.skipped += 1
-            return
-        tokens = len(document.tokens)
-        self.documents += 1
-        self.tokens += tokens
-        self.targets += tokens if document.mask is None else int(document.mask.sum())
-        self.longest = max(self.longest, tokens)
-        bucket = self.by_length[tokens.bit_length() - 1]
-        bucket[0] += 1
-        bucket[1] += tokens
-
-    @classmethod
-    def total(cls, parts: Iterable[Mapping[str, Any]]) -> Self:
-        """The figures of several shards together."""
-        whole = cls()
-        for part in parts:
-            for name in ("documents", "tokens", "targets", "skipped"):
-                setattr(whole, name, getattr(whole, name) + part[name])
-            whole.longest = max(whole.longest, part["longest"])
-            for bucket, counts in enumerate(part["by_length"]):
-                whole.by_length[bucket][0] += counts[0]
-                whole.by_length[bucket][1] += counts[1]
-        return whole
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it, without the lengths that no document has."""
-        plain = asdict(self)
-        while plain["by_length"] and plain["by_length"][-1] == [0, 0]:
-            plain["by_length"].pop()
-        return plain
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """What a file of ours holds; None where there is none.
-
-    Raises:
-        ValueError: a file that has been damaged.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}. Remove {path.parent} and begin anew.") from (
-            error
-        )
+def total(parts: Sequence[Figures]) -> Figures:
+    """The figures of several shards or record batches together."""
+    names = ("documents", "tokens", "targets", "longest", "skipped")
+    columns = {name: [part[name] for part in parts] for name in names}
+    lengths = zip_longest(*(part["by_length"] for part in parts), fillvalue=(0, 0))
+    return {
+        **{name: (max if name == "longest" else sum)(columns[name]) for name in names},
+        "by_length": [[sum(each) for each in zip(*counts, strict=True)] for counts in lengths],
+    }
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -117,9 +61,45 @@ def shard_path(folder: Path, shard: int) -> Path:
     return folder / f"shard-{shard:05d}.part"
 
 
-def unfinished_files(folder: Path) -> list[Path]:
-    """What writers that were ended have left aside; nobody may be writing to the folder."""
-    return list(folder.glob(".*.aside"))
+def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """What a whole folder says of itself; None where the folder is not whole.
+
+    Raises:
+        ValueError: it was made for another request.
+    """
+    content = read_json(out / FACTS)
+    if content:
+        _check_same(out, content["request"], identity, "was made")
+    return content or None
+
+
+def check_free(out: Path) -> None:
+    """Refuse a folder in which something else lies."""
+    if out.is_file():
+        raise ValueError(f"{out} is a file. Name a folder that does not exist yet.")
+    # A run that was ended in its first moments leaves hidden files alone.
+    names = [each.name for each in out.iterdir()] if out.is_dir() else []
+    found = sorted(name for name in names if not name.startswith("."))
+    if found and PARTIAL not in found:
+        raise ValueError(
+            f"{out} holds something else ({', '.join(found[:3])}). Name an empty folder, or one"
+            " that does not exist yet."
+        )
+
+
+def begun(out: Path, identity: dict[str, Any]) -> dict[str, Figures]:
+    """Figures of the shards that an earlier run has done, by number; what it left aside goes.
+
+    Raises:
+        ValueError: the folder was begun for another request.
+    """
+    for left in out.glob(".*.aside"):
+        left.unlink()
+    partial = read_json(out / PARTIAL)
+    if partial:
+        _check_same(out, partial["request"], identity, "was begun")
+    done: dict[str, Figures] = partial.get("done", {})
+    return done
 
 
 def write_shard(
@@ -129,32 +109,27 @@ def write_shard(
 
     Args:
         path: of the file.
-        batches: documents in order; None in place of what is skipped.
-        masked: whether they have masks.
-        vocab_size: of the tokenizer, that no token may exceed.
+        batches: documents in order; None in place of a row that is skipped.
+        masked: whether the documents have masks.
+        vocab_size: of the tokenizer; no token may exceed it.
 
     Raises:
         ValueError: a token outside the vocabulary.
     """
-    fields = {"input_ids": pa.list_(pa.int32())} | (
-        {"loss_mask": pa.list_(pa.bool_())} if masked else {}
-    )
-    schema, figures = pa.schema(fields), Figures()
+    schema = pa.schema([(name, pa.list_(kind)) for name, kind in _columns(masked).items()])
+    figures = _figures([])
     with _aside(path) as file, pa.ipc.new_stream(file, schema) as stream:
         for batch in batches:
-            for document in batch:
-                figures.count(document)
+            figures = total([figures, _figures(batch)])
             documents = [document for document in batch if document is not None]
             if documents:
-                columns = _columns(documents, masked, vocab_size)
-                stream.write_batch(pa.record_batch(columns, schema=schema))
+                lists = _lists(documents, masked, vocab_size)
+                stream.write_batch(pa.record_batch(lists, schema=schema))
     return figures
 
 
-def finish(
-    folder: Path, content: Mapping[str, Any], shards: list[dict[str, Any]], masked: bool
-) -> None:
-    """Name the shards as they shall be called, and write what makes the folder whole.
+def finish(folder: Path, content: Mapping[str, Any], shards: list[Figures], masked: bool) -> None:
+    """Give the shards their final names, and write what makes the folder whole.
 
     May be called again where an earlier call was cut short.
 
@@ -177,14 +152,69 @@ def finish(
             )
     for number in range(len(shards)):
         shard_path(folder, number).unlink(missing_ok=True)
-    write_json(folder / "dataset_info.json", _dataset_info(masked))
-    fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    write_json(folder / "state.json", _dataset_state(names, fingerprint))
+    info = {"citation": "", "description": "", "features": {}, "homepage": "", "license": ""}
+    features = {
+        name: {"feature": {"dtype": str(kind), "_type": "Value"}, "_type": "List"}
+        for name, kind in _columns(masked).items()
+    }
+    write_json(folder / "dataset_info.json", info | {"features": features})
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": digest[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    write_json(folder / "state.json", state)
     write_json(folder / FACTS, content)
     (folder / PARTIAL).unlink(missing_ok=True)
 
 
-def _columns(documents: list[Document], masked: bool, vocab_size: int) -> list[pa.Array]:
+def _check_same(out: Path, saved: dict[str, Any], identity: dict[str, Any], how: str) -> None:
+    differing = [
+        f"{name} {saved.get(name)!r} there, {identity.get(name)!r} here"
+        for name in {**identity, **saved}
+        if saved.get(name) != identity.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{out} {how} for another request: {'; '.join(differing)}. (The digests are of the"
+            " source files' names, sizes and times of change, and of the tokenizer.) Ask for the"
+            f" same again, name another folder, or remove this one: rm -r {out}"
+        )
+
+
+def _columns(masked: bool) -> dict[str, pa.DataType]:
+    """The columns by name, and the type of their lists' values."""
+    return {"input_ids": pa.int32(), **({"loss_mask": pa.bool_()} if masked else {})}
+
+
+def _figures(batch: list[Document | None]) -> Figures:
+    documents = [document for document in batch if document is not None]
+    lengths = [len(document.tokens) for document in documents]
+    longest = max(lengths, default=0)
+    by_length = [[0, 0] for _ in range(longest.bit_length())]
+    for length in lengths:
+        by_length[length.bit_length() - 1][0] += 1
+        by_length[length.bit_length() - 1][1] += length
+    return {
+        "documents": len(documents),
+        "tokens": sum(lengths),
+        "targets": sum(
+            length if document.mask is None else int(document.mask.sum())
+            for document, length in zip(documents, lengths, strict=True)
+        ),
+        "longest": longest,
+        "skipped": len(batch) - len(documents),
+        "by_length": by_length,
+    }
+
+
+def _lists(documents: list[Document], masked: bool, vocab_size: int) -> list[pa.Array]:
+    """A record batch's columns."""
     lengths = [len(document.tokens) for document in documents]
     offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))), pa.int32())
     tokens = np.concatenate([document.tokens for document in documents])
@@ -198,28 +228,6 @@ def _columns(documents: list[Document], masked: bool, vocab_size: int) -> list[p
         masks = np.concatenate([document.mask for document in documents])
         columns.append(pa.ListArray.from_arrays(offsets, pa.array(masks, pa.bool_())))
     return columns
-
-
-def _dataset_info(masked: bool) -> dict[str, Any]:
-    def lists_of(dtype: str) -> dict[str, Any]:
-        return {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
-
-    features = {"input_ids": lists_of("int32")}
-    if masked:
-        features["loss_mask"] = lists_of("bool")
-    return {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-
-
-def _dataset_state(files: list[str], fingerprint: str) -> dict[str, Any]:
-    return {
-        "_data_files": [{"filename": name} for name in files],
-        "_fingerprint": fingerprint,
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
 
 
 @contextmanager

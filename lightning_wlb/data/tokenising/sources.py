@@ -1,4 +1,4 @@
-"""Where texts and chats lie, cut into shards, and their rows with the place of each.
+"""Files of texts and chats, cut into shards, and their rows with the place of each.
 
 A source is a file of JSON lines (``.jsonl``, ``.jsonl.gz``), a text file (``.txt``, ``.md``: one
 document), or a folder of one of these kinds, searched with everything below it, in order of path.
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One record, and where it begins and how long it is in bytes of the (uncompressed) file."""
+    """One record, which begins at byte ``at`` of the (uncompressed) file and has ``size`` bytes."""
 
     record: dict[str, Any]
     path: Path
@@ -56,13 +56,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a source, in order.
-
-    Args:
-        path: of the file or folder.
-        files: what is read of it.
-        left_out: files of the folder that are not read, by their names relative to it.
-    """
+    """The files of a source in order, and the names of those in its folder that are not read."""
 
     path: Path
     files: tuple[Path, ...]

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,33 +33,19 @@ class Document(NamedTuple):
     mask: npt.NDArray[np.bool_] | None = None
 
 
-class Encoder(Protocol):
-    """What makes documents of rows, in any process."""
-
-    digest: str
-    """A fingerprint of all that decides which tokens come out."""
-
-    vocab_size: int
-    """Tokens are in ``[0, vocab_size)``."""
-
-    masked: bool
-    """Whether documents have masks."""
-
-    def documents(self, rows: Sequence[Row]) -> list[Document | None]:
-        """The document of each row; None for a row in which there is nothing to learn."""
-
-    def describe(self) -> str:
-        """Which tokens mark the beginning and the end of a document, in words."""
-
-
 class TextEncoder:
-    """Documents of texts.
+    """Makes documents of rows with texts, in any process.
 
     Args:
         name: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
-        column: of a row that holds the text.
+        column: the rows' column that holds the text.
         eos: the end-of-document token: True, the tokenizer's own, where it has one; a token, by
             its text; or False, none.
+
+    Attributes:
+        vocab_size: tokens are in ``[0, vocab_size)``.
+        digest: a fingerprint of all that decides which tokens come out.
+        masked: whether documents have masks.
 
     Raises:
         ValueError: no such tokenizer, or no such token in it.
@@ -91,12 +77,11 @@ class TextEncoder:
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """The tokens of each row's text; None for an empty text, or one of white space alone."""
-        texts = [text_of(row, self._column) for row in rows]
+        texts = [_text_of(row, self._column) for row in rows]
         wanted = [number for number, text in enumerate(texts) if text and not text.isspace()]
+        encoded = self._encode([texts[each] for each in wanted])
         result: list[Document | None] = [None] * len(rows)
-        for number, tokens in zip(
-            wanted, self._encode([texts[each] for each in wanted]), strict=True
-        ):
+        for number, tokens in zip(wanted, encoded, strict=True):
             if not tokens:
                 continue
             if self._end_number is not None and tokens[-1] != self._end_number:
@@ -139,16 +124,12 @@ class TextEncoder:
         """The tokens that the tokenizer puts before every text by itself."""
         plain, whole = self._encode(["a"], special=False)[0], self._encode(["a"])[0]
         before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-        names = self._hf.convert_ids_to_tokens if self._hf is not None else _names(self._file)
-        return " ".join(map(repr, names(whole[:before])))
+        if self._hf is not None:
+            return " ".join(map(repr, self._hf.convert_ids_to_tokens(whole[:before])))
+        return " ".join(repr(self._file.id_to_token(number)) for number in whole[:before])
 
 
-def text_of(row: Row, column: str) -> str:
-    """The text of a row.
-
-    Raises:
-        ValueError: naming file and line where there is none.
-    """
+def _text_of(row: Row, column: str) -> str:
     text = column_of(row, column)
     if not isinstance(text, str):
         raise ValueError(
@@ -261,7 +242,3 @@ def _eos_beside(file: Path) -> str | None:
             f" {error}. Mend or remove it."
         ) from error
     return token["content"] if isinstance(token, dict) else token
-
-
-def _names(tokenizer: Tokenizer) -> Any:
-    return lambda numbers: [tokenizer.id_to_token(number) for number in numbers]

@@ -20,8 +20,7 @@ from lightning_wlb.data.tokenising import (
     TokeniseRequest,
     sources,
     tokenise,
-    tokenised_chats,
-    tokenised_texts,
+    tokenised_once,
 )
 from lightning_wlb.data.tokenising import run as job
 from tests.data.tokenising.support import (
@@ -302,36 +301,27 @@ def cache(tmp_path, monkeypatch) -> Path:
 def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monkeypatch) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox", "body": "jumps"}])
     path = saved(tmp_path)
-    folder = tokenised_texts(source, path)
+    folder = tokenised_once(TokeniseRequest(source, path))
     assert folder.parent == cache
     assert columns(folder) == {"input_ids": [tokenizer().encode("the fox").ids]}
     runs: list[Any] = []
     work = job._work
     monkeypatch.setattr(job, "_work", lambda *given: runs.append(given) or work(*given))
-    assert tokenised_texts(source, tokenizer=path) == folder
+    assert tokenised_once(TokeniseRequest(source, path)) == folder
     assert not runs
     others = [
-        tokenised_texts(source, path, column="body"),
-        tokenised_texts(source, path, eos="</s>"),
+        tokenised_once(TokeniseRequest(source, path, **options))
+        for options in ({"column": "body"}, {"eos": "</s>"})
     ]
     write_lines(source, [{"text": "the fox is quick"}])
-    others.append(tokenised_texts(source, path))
+    others.append(tokenised_once(TokeniseRequest(source, path)))
     tokenizer(starts=True).save(path)
-    others.append(tokenised_texts(source, path))
+    others.append(tokenised_once(TokeniseRequest(source, path)))
     assert len({folder, *others}) == 5
     assert len(runs) == 4
     assert columns(others[3]) == {
         "input_ids": [tokenizer(starts=True).encode("the fox is quick").ids]
     }
-
-
-def test_chats_are_what_the_command_makes_of_them(tmp_path) -> None:
-    pytest.importorskip("transformers")
-    model = saved_chat_tokenizer(tmp_path / "model", PLAIN)
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    source = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
-    tokenise(TokeniseRequest(source, model, "chats"), tmp_path / "out")
-    assert contents(tokenised_chats(source, model)) == contents(tmp_path / "out")
 
 
 def test_one_of_several_ranks_does_the_work(tmp_path, cache, monkeypatch) -> None:
@@ -345,7 +335,8 @@ def test_one_of_several_ranks_does_the_work(tmp_path, cache, monkeypatch) -> Non
 
     monkeypatch.setattr(job, "_work", counted)
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=tokenised_texts, args=(source, path)) for _ in range(4)]
+    request = TokeniseRequest(source, path)
+    ranks = [context.Process(target=tokenised_once, args=(request,)) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -356,16 +347,16 @@ def test_one_of_several_ranks_does_the_work(tmp_path, cache, monkeypatch) -> Non
 
 
 def test_a_tokenizer_must_be_named(tmp_path) -> None:
-    for opened in (tokenised_texts, tokenised_chats):
+    for kind in ("texts", "chats"):
         with pytest.raises(ValueError, match=r"a.jsonl' need a tokenizer. Name a tokenizer.json"):
-            opened(tmp_path / "a.jsonl")
+            lightning_wlb.documents({kind: str(tmp_path / "a.jsonl")})
 
 
 def test_where_nothing_can_be_written_the_command_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(job, "cache_folders", lambda: [Path("/dev/null/no")])
     source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}])
     with pytest.raises(ValueError, match=r"/dev/null/no can be written to. Tokenise by the comm"):
-        tokenised_texts(source, saved(tmp_path))
+        tokenised_once(TokeniseRequest(source, saved(tmp_path)))
 
 
 def test_documents_opens_texts_chats_and_mixtures_of_them(tmp_path) -> None:
