@@ -256,19 +256,17 @@ class ProfileScorer:
         predictor, given = self.predictor, self.activation_checkpointing
         decides = given == "auto"
         replicas = recomputing(replicas, "none" if given == "auto" else given)
+        executed, costs = predictor.executed(replicas)
         if not has_totals(predictor):
-            step = predictor.prepare(replicas)
             if decides:
-                costs = least_recomputation(predictor, replicas, step.executed, step.costs, None)
-                step = step._replace(costs=costs)
-            simulated = predictor.run(step)
+                costs = least_recomputation(predictor, replicas, executed, costs, None)
+            simulated = predictor.run(executed, costs)
             ends = tuple(
                 max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
                 for each in simulated.simulations
             )
             times = StepTimes(simulated.simulations[0].total_ns, ends)
             return times, simulated.peak_bytes
-        executed, costs = predictor.executed(replicas)
         orders = orders_of(executed)
         peak = peak_bytes(predictor, costs, orders)
         if decides and peak > self.limit:

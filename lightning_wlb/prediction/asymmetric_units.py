@@ -1,14 +1,13 @@
-"""What runs where forward and backward micro-batches differ (SlimPack §4.1.2).
+"""Units of asymmetric plans: the parts that forward and backward micro-batches have in common.
 
-The backward micro-batches of an asymmetric plan have other slices than its forward ones. Without
-computing anything twice, what one forward and one backward micro-batch have in common is the
-largest part that can have an autograd graph of its own. So the executor runs these parts, the
-*units*, in place of micro-batches: forward in the order of the forward micro-batches, backward in
-that of the backward ones. A plan that is not asymmetric runs as it is.
+The backward micro-batches of an asymmetric plan have other slices than its forward ones (SlimPack
+§4.1.2). Without computing anything twice, what one forward and one backward micro-batch have in
+common is the largest part that can have an autograd graph of its own. So the executor runs these
+parts, the *units*, in place of micro-batches: forward in the order of the forward micro-batches,
+backward in that of the backward ones. A plan that is not asymmetric runs as it is.
 
-Units are more and smaller than micro-batches, and so are their kernels and messages: there are at
-most as many as forward and backward micro-batches together, less one, where pieces are cut in
-order.
+Units are more and smaller than micro-batches, and so are their kernels and messages. Where pieces
+are cut in order there are at most as many as forward and backward micro-batches together, less one.
 
 Cost: linear in slices.
 """
@@ -25,17 +24,13 @@ from lightning_wlb.sharding import Layout, layout
 def units(
     replica: ReplicaPlan, context_parallel_size: int, tensor_parallel_size: int
 ) -> ReplicaPlan:
-    """The plan as it is executed.
-
-    Args:
-        replica: any valid plan of a replica.
-        context_parallel_size: ranks that share a micro-batch's tokens.
-        tensor_parallel_size: every rank's rows are padded to a multiple of it.
+    """The plan of a replica as it is executed.
 
     Returns:
         ``replica`` itself if it is not asymmetric. Else the same slices in units, which are the
         same in both passes; a unit has the sharding and the replicas of its forward micro-batch,
-        and rows of its own.
+        and its own number of rows on each of the context-parallel ranks, a multiple of the
+        tensor-parallel size.
     """
     passes = [[each.slices for each in micro_batches] for _, micro_batches in replica.passes]
     if not set(passes[0]).issuperset(passes[1]):

@@ -1,13 +1,12 @@
-"""When parameters have been gathered and gradients reduced, behind the actions of a step.
+"""When parameters have been gathered and gradients reduced, while the actions of a step run.
 
-As :mod:`~lightning_wlb.training.parameter_buckets` does it: each pipeline rank gathers its units
-(layers
-and ends) one after another from the step's begin on, in the order of its stages, and a forward goes
-on where its next unit is there. Gradients of a unit are reduced when the last backward of every
-replica has passed through it, from the last unit to the first, one after another.
+:mod:`~lightning_wlb.training.parameter_buckets` gathers a pipeline rank's buckets (layers and ends)
+one after another from the step's begin on, in the order of its stages, and a forward goes on as
+soon as its next bucket is there. The gradients of a bucket are reduced when the last backward of
+every replica has passed through it, from the last bucket to the first, one after another.
 
-In closed form: the units of a stage are taken to be equal in traffic and in time, so that only the
-first and the last of them can hold a rank up.
+This is a closed form: the buckets of a stage are taken to be equal in bytes and in time, so that
+only the first and the last of them can hold a rank up. A test holds it to buckets one by one.
 
 Cost: O(stages).
 """
@@ -25,22 +24,22 @@ LastBackward = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Of one rank of each stage with the other replicas' ranks; times in ns.
+class ParameterTraffic:
+    """What one rank of each stage exchanges with the ranks that share its parameters; times in ns.
 
     Args:
-        ranks: of the pipeline.
-        units: of each stage, virtual ones in order.
-        gather: all of a stage.
-        reduce: likewise.
-        optimise: the optimizer's pass over the shards of the slowest rank.
-        before: until the first unit can travel: in a step whose pipelines differ from the mesh's,
-            over the first of two hops.
-        after: when the last unit has travelled, until gradients are where they rest.
+        ranks: ranks of the pipeline.
+        buckets: number of buckets of each stage, virtual ones in order.
+        gather: time to gather all buckets of a stage.
+        reduce: time to reduce the gradients of all buckets of a stage.
+        optimise: time of the optimizer on the shards of the slowest rank.
+        before: until the first bucket can be sent: the first of two hops, where there are two
+            (:mod:`~lightning_wlb.heterogeneous.planning.exchange_times`).
+        after: from when the last gradient has been sent until it is where it is sharded.
     """
 
     ranks: int
-    units: tuple[int, ...]
+    buckets: tuple[int, ...]
     gather: tuple[int, ...]
     reduce: tuple[int, ...]
     optimise: int
@@ -48,12 +47,12 @@ class Traffic:
     after: int = 0
 
     @staticmethod
-    def of(latency: LatencyModel, memory: StepMemory) -> Traffic:
-        """On the mesh of the two."""
+    def of(latency: LatencyModel, memory: StepMemory) -> ParameterTraffic:
+        """The traffic of parameters that are sharded over data × context of the models' mesh."""
         parts = memory.parts
         counts = [memory.model.parameters(each) for each in parts]
         of_ranks = map(memory.model.parameters, memory.rank_parts)
-        return Traffic(
+        return ParameterTraffic(
             latency.mesh.pipeline,
             tuple(sum(each.layers) + each.embedding + each.head for each in parts),
             tuple(map(latency.gather_ns, counts)),
@@ -62,28 +61,28 @@ class Traffic:
         )
 
     def begins(self, stage: int, forward_ns: int) -> int:
-        """From when on the first forward of a stage can run without a pause."""
+        """The earliest begin of a stage's first forward with which it need not pause."""
         before = self.before + sum(self.gather[stage % self.ranks : stage : self.ranks])
-        each, units = self.gather[stage], self.units[stage]
-        last = before + each - (forward_ns - forward_ns // units)
-        return max(before + each // units, last)
+        each, buckets = self.gather[stage], self.buckets[stage]
+        last = before + each - (forward_ns - forward_ns // buckets)
+        return max(before + each // buckets, last)
 
     def ends(self, last: Mapping[int, Sequence[LastBackward]]) -> int:
-        """When the last gradient is there; 0 without any.
+        """When the last gradient has been reduced; 0 without any.
 
         Args:
-            last: of stages on which a backward runs, the last one of each replica.
+            last: for each stage that runs a backward, the last one of each replica.
         """
         ends = [0]
         for rank in range(self.ranks):
             queue = 0
-            for stage in reversed(range(rank, len(self.units), self.ranks)):
+            for stage in reversed(range(rank, len(self.buckets), self.ranks)):
                 backwards = last.get(stage)
                 if backwards is None:
                     continue
-                units, each = self.units[stage], self.reduce[stage]
-                first = max(end - (took - took // units) for end, took in backwards)
+                buckets, each = self.buckets[stage], self.reduce[stage]
+                first = max(end - (took - took // buckets) for end, took in backwards)
                 end = max(end for end, _ in backwards)
-                queue = max(max(queue, first) + each, end + each // units)
+                queue = max(max(queue, first) + each, end + each // buckets)
             ends.append(queue)
         return max(ends) + self.after if last else 0

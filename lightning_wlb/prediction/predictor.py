@@ -3,16 +3,17 @@
 The predictor connects the plan, the cost model and the simulator. A micro-batch is laid out on its
 context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
 takes the time of its stage's layers, its ends and its overhead; messages between stages are the
-simulator's transfers; parameters and gradients travel behind the actions
+simulator's transfers; parameters are gathered and gradients reduced while actions run
 (:mod:`~lightning_wlb.prediction.parameter_traffic`). A micro-batch of several replicas (DP-Merge)
-begins when all of them can, and its keys travel over the links of the data-parallel axis. What the
-passes hold is in :mod:`~lightning_wlb.prediction.step_memory`.
+begins when all of them can, and its keys are sent over the links of the data-parallel axis. Bytes
+come from :mod:`~lightning_wlb.prediction.step_memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
 action. Other communication is not overlapped with computation.
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
-simulation.
+simulation. Where only the end of a step and its peak are wanted,
+:mod:`~lightning_wlb.prediction.step_totals` takes a tenth of that.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_co
 from lightning_wlb.prediction.asymmetric_units import layout_of, units
 from lightning_wlb.prediction.estimate import Estimates
 from lightning_wlb.prediction.micro_batch import PASSES, MicroBatchCost, micro_batch_cost, most_keys
-from lightning_wlb.prediction.parameter_traffic import Traffic
-from lightning_wlb.prediction.step import PreparedReplicas, SimulatedReplicas, StepPrediction
+from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
+from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.layer_split import split_stages
@@ -58,7 +59,7 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     Args:
         shape: of the whole model.
         stages: number of stages, virtual ones counted.
-        mean_context: see :func:`mean_context_of`.
+        mean_context: tokens that a token attends to on average (:func:`mean_context_of`).
 
     Raises:
         ValueError: more stages than layers.
@@ -88,13 +89,13 @@ class Predictor:
     """Predicts steps of one model on one mesh of one device.
 
     Args:
-        latency: of the model on the mesh.
+        latency: the latency model on the mesh.
         stages: layers of each stage, virtual ones in order.
-        schedule: name in ``lightning_wlb.schedule.programs.SCHEDULES``.
-        rest_dtype: of parameters and optimizer state at rest.
-        linked: when parameters are there and gradients gone, where they rest on another mesh; None:
-            they are gathered and reduced over data × context.
-        groups: process groups of a rank, which take memory; None: those of its mesh.
+        schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``.
+        rest_dtype: dtype of sharded parameters and optimizer state.
+        linked: times of gathering and reducing parameters that are sharded over another mesh; by
+            default they are sharded over data × context of this one.
+        groups: process groups of a rank, which take memory; by default those of the mesh.
 
     Raises:
         ValueError: another number of stages than the mesh has, or a schedule that cannot run so
@@ -105,7 +106,7 @@ class Predictor:
     stages: tuple[range, ...]
     schedule: str = "1f1b"
     rest_dtype: str = "float32"
-    linked: Traffic | None = None
+    linked: ParameterTraffic | None = None
     groups: int | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class Predictor:
 
     @cached_property
     def memory(self) -> StepMemory:
-        """What the ranks hold, of the same model on the same mesh."""
+        """Bytes that the ranks hold."""
         latency = self.latency
         model = MemoryModel(
             latency.shape,
@@ -133,9 +134,9 @@ class Predictor:
         return StepMemory.of(model, self.stages)
 
     @cached_property
-    def traffic(self) -> Traffic:
-        """When parameters are there, and gradients."""
-        return self.linked or Traffic.of(self.latency, self.memory)
+    def traffic(self) -> ParameterTraffic:
+        """When parameters have been gathered, and gradients reduced."""
+        return self.linked or ParameterTraffic.of(self.latency, self.memory)
 
     @property
     def usable_bytes(self) -> int:
@@ -143,9 +144,9 @@ class Predictor:
         return usable_bytes(self.latency.profile, self.latency.mesh, self.groups)
 
     def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
-        """L_max: tokens of a micro-batch of which a replica can run ``micro_batches``; 0 if none.
+        """L_max: tokens of the longest micro-batch, if a replica runs so many of that length.
 
-        The schedule decides how many are open at once on each rank. ``recompute`` is that of each.
+        The schedule decides how many are open at once on each rank. 0 where the state fills all.
         """
         mesh = self.latency.mesh
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
@@ -162,7 +163,7 @@ class Predictor:
     def micro_batch(
         self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, kept: bool = False
     ) -> MicroBatchCost:
-        """The cost of a micro-batch under the sharding of that name, see ``micro_batch_cost``."""
+        """The cost of a micro-batch under the sharding of that name (:func:`.micro_batch_cost`)."""
         lengths = [each.tokens for each in slices]
         mesh = self.latency.mesh
         placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
@@ -202,29 +203,20 @@ class Predictor:
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
         """The step of replicas that share micro-batches with each other only."""
-        return self.run(self.prepare(replicas))
+        return self.run(*self.executed(replicas))
 
     def executed(
         self, replicas: Sequence[ReplicaPlan], *, estimated: bool = False
     ) -> tuple[list[ReplicaPlan], list[list[MicroBatchCost]]]:
-        """The replicas as they are executed, and the costs of their micro-batches; see
-        :meth:`costs`.
-        """
+        """The replicas as they are executed, and the :meth:`costs` of their micro-batches."""
         mesh = self.latency.mesh
         executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
         return executed, [self.costs(replica, estimated=estimated) for replica in executed]
 
-    def prepare(self, replicas: Sequence[ReplicaPlan]) -> PreparedReplicas:
-        """All that :meth:`run` simulates, of replicas that share with each other only."""
-        executed, costs = self.executed(replicas)
-        return PreparedReplicas(executed, costs, *self.programs(executed, costs))
-
     def programs(
-        self,
-        executed: Sequence[ReplicaPlan],
-        costs: Sequence[Sequence[MicroBatchCost]],
+        self, executed: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
     ) -> tuple[list[list[list[Action]]], list[Mapping[Action, int]]]:
-        """``programs`` and ``freed`` of :class:`.PreparedReplicas`."""
+        """[replicas][ranks], the actions of each rank; and what they free (:meth:`.freed`)."""
         mesh = self.latency.mesh
         programs = [
             [
@@ -241,10 +233,12 @@ class Predictor:
         ]
         return programs, freed
 
-    def run(self, prepared: PreparedReplicas) -> SimulatedReplicas:
-        """Simulate what :meth:`prepare` has made; its costs may have other recomputation by now."""
-        replicas, costs, programs, freed = prepared
+    def run(
+        self, executed: Sequence[ReplicaPlan], costs: list[list[MicroBatchCost]]
+    ) -> SimulatedReplicas:
+        """Simulate what :meth:`executed` made; its costs may have got other recomputation."""
         memory = self.memory
+        programs, freed = self.programs(executed, costs)
         durations = [self._durations(of_replica) for of_replica in costs]
         saved = [memory.saved(of_replica).tolist() for of_replica in costs]
 
@@ -264,7 +258,7 @@ class Predictor:
             ),
             reduced=self.traffic.ends,
             synchronisation_ns=self.traffic.optimise,
-            shared=meetings_of(replicas),
+            shared=meetings_of(executed),
         )
         peaks = [
             memory.peak(of_ranks, simulation.held_bytes, of_replica)
@@ -275,7 +269,7 @@ class Predictor:
     def stage_durations(
         self, costs: Sequence[MicroBatchCost]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Forwards, and backwards, of every micro-batch: for each stage those in forward order."""
+        """Forward and backward times in ns, each [stages][micro-batches in forward order]."""
         layers = np.array([cost.layer_ns for cost in costs], dtype=np.int64)
         layers = layers.reshape(len(costs), len(self.latency.shape.kinds), 2)
         like: dict[StageParts, list[list[int]]] = {}
@@ -288,7 +282,7 @@ class Predictor:
         return [forward for forward, _ in every], [backward for _, backward in every]
 
     def _rest_ns(self, parts: StageParts, rows: int) -> tuple[int, int]:
-        """What a stage takes for so many rows beside its layers, forward and backward."""
+        """Time of a stage beside its layers for so many rows, forward and backward."""
         key = parts, rows
         if key not in self._rests:
             latency = self.latency
@@ -305,7 +299,7 @@ class Predictor:
 
     @cached_property
     def _rests(self) -> dict[tuple[StageParts, int], tuple[int, int]]:
-        """By parts and rows: rows recur from plan to plan, there are thousands of them at most."""
+        """By parts and rows, which recur from plan to plan; there are thousands of them at most."""
         return {}
 
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
@@ -319,10 +313,10 @@ class Predictor:
         }
 
     def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
-        """Of every micro-batch of a replica that is as it is executed.
+        """The costs of a replica's micro-batches, as it is executed.
 
-        They are estimates (:mod:`~lightning_wlb.prediction.estimate`) where that is asked for, or
-        where a sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
+        They are estimates (:mod:`~lightning_wlb.prediction.estimate`) if asked for, or if a
+        sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
         last = {  # micro-batch of each piece
             (part.document, part.origin): at
@@ -350,7 +344,7 @@ class Predictor:
         return Estimates(self.latency)
 
     def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        """:meth:`costs` of a replica that is laid out, with its sizes, but estimated times."""
+        """:meth:`costs` with the sizes of a replica's layout, but with estimated times."""
         if any(each.sharding == HEADS for each in replica.forward):
             return self.costs(replica)
         mesh, costs = self.latency.mesh, self.costs(replica, estimated=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,26 +10,10 @@ import numpy.typing as npt
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import ReplicaPlan, StepPlan
+from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.micro_batch import MicroBatchCost
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.simulator import Simulation
-
-
-class PreparedReplicas(NamedTuple):
-    """Everything about the steps of some replicas that is known before they are simulated.
-
-    Attributes:
-        executed: the replicas as they are executed (``prediction.asymmetric_units``).
-        costs: [replicas][micro-batches].
-        programs: [replicas][pipeline ranks], the actions of each rank.
-        freed: for each replica what its actions free, see :meth:`.StepMemory.freed`.
-    """
-
-    executed: list[ReplicaPlan]
-    costs: list[list[MicroBatchCost]]
-    programs: list[list[list[Action]]]
-    freed: list[Mapping[Action, int]]
 
 
 class SimulatedReplicas(NamedTuple):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.prediction.parameter_traffic import Traffic
+from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from tests.prediction.test_predictor import FREE_MEMORY, SHAPE, predictor
 
 stages = st.lists(
@@ -18,10 +18,10 @@ stages = st.lists(
 )
 
 
-def traffic_of(stages: list[tuple[int, ...]], ranks: int) -> Traffic:
+def traffic_of(stages: list[tuple[int, ...]], ranks: int) -> ParameterTraffic:
     """Whose units take whole numbers of ns."""
     units, gather, reduce, _ = zip(*stages, strict=True)
-    return Traffic(
+    return ParameterTraffic(
         ranks,
         units,
         tuple(a * b for a, b in zip(units, gather, strict=True)),
@@ -73,6 +73,6 @@ def test_of_a_mesh_and_of_a_single_rank() -> None:
     model = predictor(Mesh(data=2, pipeline=2), shape=shape)
     parameters = model.memory.model.parameters(model.memory.parts[0])
     traffic = model.traffic
-    assert traffic.units == (5, 5)  # four layers and an end
+    assert traffic.buckets == (5, 5)  # four layers and an end
     assert traffic.gather[0] == model.latency.gather_ns(parameters) > 0
     assert traffic.reduce[0] == model.latency.reduce_ns(parameters) > traffic.gather[0]

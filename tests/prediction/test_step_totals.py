@@ -42,21 +42,21 @@ def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
         for number, own in enumerate(merged.own)
     ]
     model = predictor(mesh)
-    prepared = model.prepare(replicas)
+    executed, exact = model.executed(replicas)
     costs = [
         [
             cost._replace(recompute=modes[at % len(modes)] if at >= shared_here else "full")
             for at, cost in enumerate(of_replica)
         ]
         for of_replica, shared_here in zip(
-            prepared.costs,
+            exact,
             (sum(len(each.replicas) > 1 for each in replica.forward) for replica in replicas),
             strict=True,
         )
     ]
-    step = model.run(prepared._replace(costs=costs))
-    orders = orders_of(prepared.executed)
-    times = step_times(model, prepared.executed, costs, orders)
+    step = model.run(executed, costs)
+    orders = orders_of(executed)
+    times = step_times(model, executed, costs, orders)
     assert times.total_ns == step.simulations[0].total_ns
     assert max(times.ends_ns) == step.simulations[0].compute_ns
     assert peak_bytes(model, costs, orders) == step.peak_bytes

@@ -33,7 +33,7 @@ from lightning_wlb.cost.profile import Link
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme, schemes_of
-from lightning_wlb.prediction.parameter_traffic import Traffic
+from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.predictor import Predictor
 
 Floats = NDArray[np.float64]
@@ -52,7 +52,7 @@ class Volume(NamedTuple):
     within: Floats
 
 
-def linked_traffic(base: Predictor, strategy: Sequence[Scheme]) -> dict[Scheme, Traffic]:
+def linked_traffic(base: Predictor, strategy: Sequence[Scheme]) -> dict[Scheme, ParameterTraffic]:
     """The traffic of each pipeline of a strategy.
 
     Args:
@@ -92,7 +92,7 @@ def linked_traffic(base: Predictor, strategy: Sequence[Scheme]) -> dict[Scheme, 
     found = {}
     for scheme in strategy:
         units = tuple(map(len, _units(scheme)))
-        found[scheme] = Traffic(
+        found[scheme] = ParameterTraffic(
             len(units),
             units,
             tuple(_through(*(each[:n] for each in pulled)) - before for n in units),

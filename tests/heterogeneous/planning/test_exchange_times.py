@@ -80,7 +80,7 @@ def test_a_slots_time_is_a_latency_and_its_elements_over_the_link() -> None:
     assert others == [traffic] * 7
     model = base(Mesh(8)).memory.model
     whole = model.parameters(base(Mesh(8)).memory.parts[0])
-    assert (traffic.ranks, traffic.units) == (1, (6,))
+    assert (traffic.ranks, traffic.buckets) == (1, (6,))
     assert traffic.gather == (round(6 * 7 * 1000 + whole * 7 / 8 * 2),)
     assert traffic.reduce == (round(6 * 7 * 1000 + whole * 7 / 8 * 4),)
     assert traffic.before == traffic.after == 0
@@ -112,7 +112,7 @@ def test_a_stage_waits_for_its_own_slots_only() -> None:
     own = base(Mesh(4))
     found = linked_traffic(own, strategy)
     slots = volume(own, strategy, 4).within
-    assert found[strategy[2]].units == (3, 3)
+    assert found[strategy[2]].buckets == (3, 3)
     first = round(3 * 3 * 1000 + slots[:3].sum() * 2)
     assert found[strategy[2]].gather == (first, first)
     assert found[strategy[0]].gather == (round(6 * 3 * 1000 + slots.sum() * 2),)

@@ -17,7 +17,7 @@ from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
-from lightning_wlb.prediction.parameter_traffic import Traffic
+from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.predictor import Predictor
 from tests.heterogeneous.planning.test_dealing import SHAPE
 
@@ -89,7 +89,7 @@ def test_what_parameters_take_to_travel_decides() -> None:
         rules = planner().rules
         (made,) = Pool.of([ALONE], predictor).arranged(pieces, rules, DATA.packer).values()
         times.append(made.time_ns)
-    total = Traffic.of(base().latency, base().memory)
+    total = ParameterTraffic.of(base().latency, base().memory)
     assert total.gather == (0,)
     # The model of 2 bytes and its gradients of 4 cross a link once; actions hide a part.
     size = 3 / 4 * 6 * base(Mesh(4)).memory.model.parameters(base(Mesh(4)).memory.parts[0])
