@@ -22,7 +22,7 @@ MOST_RANKS = 8
 DEVICE = torch.device(os.environ.get("TESTS_DEVICE") or "cpu")
 ON_CUDA = DEVICE.type == "cuda"
 BACKEND = os.environ.get("TESTS_ATTENTION_BACKEND") or ("exact" if ON_CUDA else None)
-BACKENDS: Mapping[str, varlen.Loader] = dict(varlen.BACKENDS)
+BACKENDS: Mapping[str, varlen.AttentionBackend] = dict(varlen.BACKENDS)
 """Every backend by its own name, for tests of their choice."""
 
 if BACKEND is not None:

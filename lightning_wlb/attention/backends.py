@@ -1,7 +1,7 @@
-"""Causal attention over packed segments of different length: one signature, several kernels.
+"""Which kernel runs: causal attention over packed segments of different length, by several backends.
 
-Segments (:class:`.kernel.Kernel`) are whole documents, with as many keys as queries, or the chunks
-of context-parallel sharding, with a prefix of keys before them. The backend is chosen when
+Segments (:class:`.Kernel`) are whole documents, with as many keys as queries, or the chunks of
+context-parallel sharding, with a prefix of keys before them. The backend is chosen when
 :class:`VarlenAttention` is made:
 
 =========  ============================================  ==================  ======  ==============
@@ -16,10 +16,10 @@ name       kernel                                        dtypes              dev
 =========  ============================================  ==================  ======  ==============
 
 ``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
-an option (:class:`.kernel.AttentionOptions`) that the backend lacks is refused.
+an option (:class:`.AttentionOptions`) that the backend lacks is refused.
 
-A new backend is a loader and a line in :data:`BACKENDS`. The CUDA backends have not been run by
-this project (:mod:`.kernels_gpu`).
+A new backend is an entry in :data:`BACKENDS`. The CUDA backends have not been run by this project
+(:mod:`.kernels_gpu`).
 
 Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
 packing, where ``scaled_dot_product_attention`` is simpler and as fast.
@@ -28,7 +28,7 @@ packing, where ``scaled_dot_product_attention`` is simpler and as fast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -43,10 +43,7 @@ from lightning_wlb.attention.refetch import call_in_backward
 
 
 class Timer(Protocol):
-    """What ``VarlenAttention.timer`` is: it is started and stopped around each kernel.
-
-    On CUDA a kernel runs after its call has returned, so a timer there records events.
-    """
+    """Times kernels; on CUDA it records events, since a kernel runs after its call has returned."""
 
     def start(self) -> None:
         """The kernel is about to be called."""
@@ -55,30 +52,51 @@ class Timer(Protocol):
         """The kernel has been called."""
 
 
-Loader = Callable[[], tuple[str, Kernel]]
-"""Returns a kernel behind what profiles call it; ImportError says why there is none."""
+@dataclass(frozen=True)
+class AttentionBackend:
+    """A kernel that a user may choose.
 
-BACKENDS: dict[str, Loader] = {
-    "cpu": lambda: ("cpu", cpu_attention),
-    "torch": lambda: ("torch (FlashAttention-2)", load_torch()),
-    "flash": load_flash,
-    "exact": lambda: ("exact", exact_attention),
-}
-"""What a user names, and what loads its kernel."""
+    Args:
+        load: returns the kernel behind the name that profiles give it; ImportError says why there
+            is none.
+        devices: kinds of device that it runs on.
+        needs: what must be installed for it.
+    """
 
-# What the backends for CUDA alone need.
-_PACKAGES = {
-    "torch": "torch 2.11 or newer built for CUDA",
-    "flash": "flash-attn (2.4.1 or newer), FlashAttention-3 on Hopper, or flash-attn-4",
+    load: Callable[[], tuple[str, Kernel]]
+    devices: tuple[str, ...]
+    needs: str = ""
+
+    def loaded(self) -> tuple[str, Kernel]:
+        """What ``load`` returns, where there is a device for it."""
+        if "cpu" not in self.devices and not torch.cuda.is_available():
+            raise ImportError("there is no CUDA device")
+        return self.load()
+
+
+BACKENDS: dict[str, AttentionBackend] = {
+    "cpu": AttentionBackend(lambda: ("cpu", cpu_attention), ("cpu",)),
+    "torch": AttentionBackend(
+        lambda: ("torch (FlashAttention-2)", load_torch()),
+        ("cuda",),
+        "torch 2.11 or newer built for CUDA",
+    ),
+    "flash": AttentionBackend(
+        load_flash,
+        ("cuda",),
+        "flash-attn (2.4.1 or newer), FlashAttention-3 on Hopper, or flash-attn-4",
+    ),
+    "exact": AttentionBackend(lambda: ("exact", exact_attention), ("cpu", "cuda")),
 }
+"""What a user may name besides ``"auto"``."""
 
 
 def available_backends() -> list[str]:
     """Names of the backends that could be chosen on this machine."""
     names = []
-    for name in BACKENDS:
+    for name, backend in BACKENDS.items():
         try:
-            _load(name)
+            backend.loaded()
         except ImportError:
             continue
         names.append(name)
@@ -92,18 +110,12 @@ def kernel_name(backend: str, device: torch.device | str) -> str:
     ``"flash_attn 4"`` and ``"exact"``. A library for CUDA is imported for CUDA devices only.
 
     Raises:
-        ValueError: as :class:`.VarlenAttention` does, or if the backend does not run there.
+        ValueError: as :class:`VarlenAttention` does, or if the backend does not run there.
     """
     device_type = torch.device(device).type
     if backend == "auto" and device_type == "cpu":
         backend = "cpu"
     return VarlenAttention(backend).kernel_name(device_type)
-
-
-def _load(name: str) -> tuple[str, Kernel]:
-    if name in _PACKAGES and not torch.cuda.is_available():
-        raise ImportError("there is no CUDA device")
-    return BACKENDS[name]()
 
 
 class VarlenAttention:
@@ -132,24 +144,22 @@ class VarlenAttention:
         self.backend = backend
         self._kernels: dict[str, tuple[str, Kernel]] = {}
         if backend == "auto":
-            self._kernels["cpu"] = _load("cpu")
+            self._kernels["cpu"] = BACKENDS["cpu"].loaded()
             if torch.cuda.is_available():
                 try:
-                    self._kernels["cuda"] = _load("flash")
+                    self._kernels["cuda"] = BACKENDS["flash"].loaded()
                 except ImportError:
-                    self._kernels["cuda"] = _load("torch")
+                    self._kernels["cuda"] = BACKENDS["torch"].loaded()
             return
+        chosen = BACKENDS[backend]
         try:
-            loaded = _load(backend)
+            self._kernels = dict.fromkeys(chosen.devices, chosen.loaded())
         except ImportError as reason:
             raise ValueError(
                 f"attention backend {backend!r} is not available: {reason}. It needs"
-                f" {_PACKAGES[backend]}. Available here:"
-                f" {', '.join(available_backends())}. Install what is missing, choose one of"
-                " these, or leave the choice to 'auto'."
+                f" {chosen.needs}. Available here: {', '.join(available_backends())}. Install what"
+                " is missing, choose one of these, or leave the choice to 'auto'."
             ) from reason
-        devices = {"cpu": ["cpu"], "exact": ["cpu", "cuda"]}.get(backend, ["cuda"])
-        self._kernels = dict.fromkeys(devices, loaded)
 
     def __call__(
         self,
@@ -161,7 +171,7 @@ class VarlenAttention:
     ) -> Tensor:
         """Attention of packed queries, of which there may be none, over packed keys and values.
 
-        Arguments and result are those of :class:`.kernel.Kernel`.
+        Arguments and result are those of :class:`.Kernel`.
 
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the metadata, or the backend
@@ -192,7 +202,7 @@ class VarlenAttention:
         return out
 
     def kernel_name(self, device_type: str) -> str:
-        """The kernel for tensors on a kind of device, named as by :func:`.varlen.kernel_name`.
+        """The kernel for tensors on a kind of device; :func:`kernel_name` lists the names.
 
         Raises:
             ValueError: if the chosen backend has no kernel for such a device.

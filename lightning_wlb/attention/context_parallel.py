@@ -1,6 +1,6 @@
 """Exchange of keys and values around variable-length attention, and its backward.
 
-Every rank of a context-parallel group holds some rows of a micro-batch (:mod:`.sharding`). In
+Every rank of a context-parallel group holds some rows of a micro-batch (:mod:`lightning_wlb.sharding`). In
 forward the keys and values that other ranks read travel in the collective that the layout chooses.
 An index then puts what this rank's queries see in document order, both prefixes of a document at
 once, so that one kernel call does the work. Backward scatter-adds the gradients of these rows and

@@ -1,7 +1,21 @@
-"""What every kernel of variable-length attention is: one call with one signature.
+"""What a kernel of variable-length attention is, and what several kernels need: segments and sinks.
 
-:mod:`.varlen` chooses a kernel, checks its arguments and calls it. What may differ from layer to
-layer of a model is in the :class:`AttentionOptions` of each call.
+A kernel is one call with one signature (:class:`Kernel`). :mod:`.backends` chooses it, checks its
+arguments and calls it. What differs from layer to layer of a model is in the
+:class:`AttentionOptions` of each call.
+
+A *sink* is a score without a value. With lse the log-sum-exp of a query's scores, s the sink of its
+head and out the attention without it,
+
+    lse' = log(exp lse + exp s),   out' = out · exp(lse - lse').
+
+A kernel's backward recomputes probabilities as exp(score - lse) and subtracts grad · out from their
+gradients. Given out' and lse' in place of its own it therefore yields exactly the gradients of
+queries, keys and values with sinks. The sink's own probability exp(s - lse') leaves
+
+    grad s = - Σ over rows of exp(s - lse') · (grad · out').
+
+Cost of sinks: one pass over the output in forward, one over it and its gradient in backward.
 """
 
 from __future__ import annotations
@@ -87,11 +101,10 @@ class Kernel(Protocol):
         Args:
             q: [queries, heads, head_dim], at least one query, without padding rows.
             k: [keys, kv_heads, head_dim], heads a multiple of kv_heads; in the order of
-                ``metadata.cu_seqlens_k``.
+                ``metadata.cu_seqlens_k``, so that ``metadata.key_index`` has been applied already.
             v: [keys, kv_heads, head_dim].
-            metadata: the segments, on the same device: ``cu_seqlens_q``, ``cu_seqlens_k`` and the
-                two maxima. ``key_index`` has been applied already.
-            options: of the layer; sinks, on the same device, get their gradient too.
+            metadata: says where segments begin; on the device of ``q``, as are the sinks.
+            options: of the layer; sinks get their gradient too.
 
         Returns:
             [queries, heads, head_dim] in the dtype of q.

@@ -7,7 +7,7 @@ and causally over the last n keys. Their results are merged by log-sum-exp,
 
     out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse),   lse = log(exp lse_1 + exp lse_2).
 
-Sinks (:mod:`.sinks`) are merged in the same way, as one more part, and their gradient is left over.
+Sinks (:mod:`.kernel_interface`) are merged in the same way, as one more part, and their gradient is left over.
 
 With a sliding window of W keys the queries are cut into blocks of fewer than W. Each block is a
 segment that reads the W - 1 keys in front of it and its own, and only the former are masked.
@@ -21,7 +21,8 @@ over which keys and values have stride 0: nothing is copied.
 Cost: the pairs that a causal mask leaves, up to twice as many with a sliding window, and a constant
 for each call, which dominates where many segments have a few tokens; no memory that grows with
 queries · keys. Not for windows of a few tokens. Half types are accumulated in float32.
-Soft-capped scores are not in torch's kernel: :mod:`.kernels_capped` has them.
+Soft-capped scores are not in torch's kernel: :mod:`.kernels_exact` computes them, at two to three
+times the cost.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from torch.autograd.function import once_differentiable
 from lightning_wlb.attention.kernel_interface import (
     AttentionOptions,
     Segment,
+    blocks_of,
     gradient_of_sinks,
     segments_of,
     with_sinks,
 )
-from lightning_wlb.attention.kernels_capped import capped_attention
+from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.distributed.collectives import sum_dtype
 
@@ -59,31 +61,26 @@ def cpu_attention(
     metadata: AttentionMetadata,
     options: AttentionOptions,
 ) -> Tensor:
-    """The CPU's :class:`.kernel.Kernel`.
+    """The :class:`.Kernel` of the CPU.
 
     Raises:
         ValueError: if a segment has no query, or fewer keys than queries.
     """
-    segments, sliding_window = list(segments_of(metadata)), options.sliding_window
     if options.softcap is not None:
-        return capped_attention(q, k, v, segments, options)
+        return exact_attention(q, k, v, metadata, options)
+    segments, sliding_window = list(segments_of(metadata)), options.sliding_window
     if sliding_window is not None:
-        segments = [block for each in segments for block in _blocks(*each, sliding_window)]
+        segments = [block for each in segments for block in _in_window(each, sliding_window)]
     inputs = _dense(q), _dense(k), _dense(v), options.sinks
     return _attend(*inputs, segments, options.scale, sliding_window)
 
 
-def _blocks(
-    first_query: int, queries: int, first_key: int, before: int, sliding_window: int
-) -> Iterator[Segment]:
-    """The segment in blocks, so short that no query's mask hides all keys in front of its block."""
-    size = min(max(sliding_window - 1, 1), BLOCK)
-    if before + queries <= sliding_window:
-        size = queries
-    for start in range(0, queries, size):
-        missed = max(before + start - (sliding_window - 1), 0)
-        count = min(size, queries - start)
-        yield first_query + start, count, first_key + missed, before + start - missed
+def _in_window(segment: Segment, sliding_window: int) -> Iterator[Segment]:
+    """The segment in blocks so short that no query's mask hides all keys in front of its block."""
+    _, queries, _, before = segment
+    fits = before + queries <= sliding_window
+    size = queries if fits else min(max(sliding_window - 1, 1), BLOCK)
+    return blocks_of(segment, size, sliding_window)
 
 
 def _mask(query: Tensor, before: int, sliding_window: int | None) -> Tensor | None:

@@ -1,25 +1,28 @@
-"""Dense attention, segment by segment, on any device: slow, and right to the last digits.
+"""Dense masked attention: the definition of what is correct, and a slow kernel made of it.
 
-The CUDA kernels of :mod:`.kernels_gpu` know half types alone, in which no gradient can be told from
-another to more than two or three digits. This one has float32 and float64 there, so that a model's
-gradients on a GPU can be compared with those of one process, or on a CPU.
+:func:`dense_attention` is plain torch operations over all pairs of queries and keys. Every other
+attention of this package is tested against it, and so are the gradients of whole models.
 
-It is :func:`.dense_attention`, the definition of right, on the queries of a block and the keys that
-they may see. Backward makes each block's weights again and lets autograd differentiate them, so
-that a block is the most that is in memory. Half types are computed in float32, which on CUDA is
-what ``torch.set_float32_matmul_precision`` says. Results are bit for bit the same on every call:
-nothing is added up in an order that depends on time.
+:func:`exact_attention` runs it segment by segment as a :class:`.Kernel`. The CUDA kernels of
+:mod:`.kernels_gpu` know half types alone, in which no gradient can be told from another to more
+than two or three digits. This one has float32 and float64 there, so that a model's gradients on a
+GPU can be compared with those of one process, or on a CPU. Backward makes each block's weights
+again and lets autograd differentiate them, so that a block is the most that is in memory. Half
+types are computed in float32, which on CUDA is what ``torch.set_float32_matmul_precision`` says.
+Results are bit for bit the same on every call: nothing is added up in an order that depends on
+time.
 
-Cost: all pairs of a block of :data:`BLOCK` queries with its keys, masked ones included, in
-several tensors of heads · block · keys elements at a time, keys and values repeated for each query
-head, a few dozen small kernels for each block, and a wait for the device in each call. Never for
-training at length. It has not been run on CUDA.
+Cost: all pairs of a block of :data:`BLOCK` queries with its keys, masked ones included, in several
+tensors of heads · block · keys elements at a time, keys and values repeated for each query head, a
+few dozen small kernels for each block, and a wait for the device in each call. Never for training
+at length. It has not been run on CUDA.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +37,9 @@ from lightning_wlb.attention.kernel_interface import (
 )
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.distributed.collectives import sum_dtype
+
+BLOCK = 256
+"""Most queries of a block."""
 
 
 def dense_attention(
@@ -60,7 +66,7 @@ def dense_attention(
         document_ids: int [queries], equal for two tokens that may see each other.
         positions: int [queries], in tokens.
         key_document_ids: int [keys]; the queries' own where the keys are the same tokens.
-        key_positions: int [keys]; likewise.
+        key_positions: int [keys]; the queries' own where the keys are the same tokens.
         scale: factor of the scores; 1 / sqrt(head_dim) if None.
         sliding_window: most tokens that a token sees, itself included; all if None.
         softcap: scaled scores s become softcap · tanh(s / softcap); none if None.
@@ -88,10 +94,6 @@ def dense_attention(
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-BLOCK = 256
-"""Most queries of a block."""
-
-
 def exact_attention(
     q: Tensor,
     k: Tensor,
@@ -99,7 +101,7 @@ def exact_attention(
     metadata: AttentionMetadata,
     options: AttentionOptions,
 ) -> Tensor:
-    """A :class:`.kernel.Kernel` that has every option, for any floating dtype and device.
+    """A :class:`.Kernel` that has every option, for any floating dtype and device.
 
     Raises:
         ValueError: if a segment has no query, or fewer keys than queries.
@@ -108,23 +110,28 @@ def exact_attention(
     blocks = [
         block for segment in segments_of(metadata) for block in blocks_of(segment, BLOCK, window)
     ]
-    return _attend(q, k, v, options.sinks, blocks, options.scale, window, options.softcap)
+    return _attend(q, k, v, options.sinks, blocks, replace(options, sinks=None))
 
 
-def _one_block(
-    block: Segment,
-    inputs: Any,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _one_block(block: Segment, inputs: Any, options: AttentionOptions) -> Tensor:
     """The output of a block's rows from their queries, the keys that they read, and sinks."""
     _, count, _, before = block
     q, k, v, sinks = inputs
     positions = torch.arange(before + count, device=q.device)
     document = torch.zeros_like(positions)
-    of_queries = document[before:], positions[before:]
-    return dense_attention(q, k, v, *of_queries, document, positions, scale, window, softcap, sinks)
+    return dense_attention(
+        q,
+        k,
+        v,
+        document[before:],
+        positions[before:],
+        document,
+        positions,
+        options.scale,
+        options.sliding_window,
+        options.softcap,
+        sinks,
+    )
 
 
 def _rows(block: Segment) -> tuple[slice, slice]:
@@ -142,7 +149,7 @@ class _ExactAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         blocks: list[Segment],
-        *options: Any,
+        options: AttentionOptions,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks)
         ctx.blocks, ctx.options = blocks, options
@@ -152,7 +159,7 @@ class _ExactAttention(torch.autograd.Function):
         for block in blocks:
             queries, seen = _rows(block)
             inputs = [x.to(dtype) for x in (q[queries], k[seen], v[seen])]
-            out[queries] = _one_block(block, [*inputs, wide], *options).to(q.dtype)
+            out[queries] = _one_block(block, [*inputs, wide], options).to(q.dtype)
         return out
 
     @staticmethod
@@ -169,7 +176,7 @@ class _ExactAttention(torch.autograd.Function):
                 for x, place in zip(every, places, strict=True)
             ]
             with torch.enable_grad():
-                out = _one_block(block, leaves, *ctx.options)
+                out = _one_block(block, leaves, ctx.options)
             given = [leaf for leaf in leaves if leaf is not None]
             found = iter(torch.autograd.grad(out, given, grad_out[queries].to(dtype)))
             for total, place in zip(totals, places, strict=True):
@@ -179,7 +186,7 @@ class _ExactAttention(torch.autograd.Function):
             None if total is None else total.to(x.dtype)
             for total, x in zip(totals, every, strict=True)
         ]
-        return *gradients, *[None] * (1 + len(ctx.options))
+        return *gradients, None, None
 
 
 _attend: Callable[..., Tensor] = _ExactAttention.apply

@@ -1,12 +1,12 @@
 """Variable-length attention on CUDA: FlashAttention, from its own packages or from inside torch.
 
-Each loader imports a library and returns its function as a :class:`.kernel.Kernel`, or raises
+Each loader imports a library and returns its function as a :class:`.Kernel`, or raises
 ImportError with the reason. All libraries align the causal mask at the bottom right, take
 grouped-query attention as it is, know float16 and bfloat16 only, and read no tile of keys outside
 of a sliding window.
 
-Sinks take torch's kernel, between whose forward and backward :mod:`.sinks` stands; the packages do
-not show their backward. A soft cap takes FlashAttention 3, or 2 in version 2.6.2 or newer: torch's
+Sinks take torch's kernel, with the sinks merged between its forward and backward (:mod:`.kernel_interface`);
+the packages do not show their backward. A soft cap takes FlashAttention 3, or 2 in version 2.6.2 or newer: torch's
 kernel has none, older versions and 4.x have none in their backward. What is missing is refused.
 
 Backward adds the gradients of queries up by atomic additions, in an order that differs from call to

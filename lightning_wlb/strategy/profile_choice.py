@@ -252,7 +252,7 @@ def nearest(name: str, memory_bytes: int, kernel: str) -> Profile:
     Args:
         name: of the GPU.
         memory_bytes: that it has.
-        kernel: of attention, as :func:`.varlen.kernel_name` calls it.
+        kernel: of attention, as :func:`.backends.kernel_name` calls it.
     """
     shipped = [Profile.load(each) for each in shipped_profiles()]
     gpus = [

@@ -47,7 +47,7 @@ def test_on_cpu_the_name_of_the_kernel_takes_no_library(
     monkeypatch: pytest.MonkeyPatch, cuda: None
 ) -> None:
     """Which may take seconds to import, as CUDA does to start."""
-    monkeypatch.setitem(varlen.BACKENDS, "flash", pytest.fail)
+    monkeypatch.setitem(varlen.BACKENDS, "flash", varlen.AttentionBackend(pytest.fail, ("cuda",)))
     assert kernel_name("auto", "cpu") == kernel_name("cpu", torch.device("cpu")) == "cpu"
     with pytest.raises(ValueError, match="'torch' runs on cuda, but the tensors are on cpu"):
         kernel_name("torch", "cpu")

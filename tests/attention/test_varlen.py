@@ -189,7 +189,8 @@ def test_timer_brackets_the_kernel_in_forward_and_backward(
         result: Tensor = Kernel.apply(q, k, v)
         return result
 
-    monkeypatch.setitem(varlen.BACKENDS, "cpu", lambda: ("cpu", kernel))
+    stand_in = varlen.AttentionBackend(lambda: ("cpu", kernel), ("cpu",))
+    monkeypatch.setitem(varlen.BACKENDS, "cpu", stand_in)
     attention = VarlenAttention("cpu")
     attention.timer = timer
     q, k, v = (torch.randn(3, 1, 2, requires_grad=True) for _ in range(3))
