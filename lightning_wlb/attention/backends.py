@@ -1,4 +1,4 @@
-"""Which kernel runs: causal attention over packed segments of different length, by several backends.
+"""Which kernel runs: the backends of causal attention over packed segments of different length.
 
 Segments (:class:`.Kernel`) are whole documents, with as many keys as queries, or the chunks of
 context-parallel sharding, with a prefix of keys before them. The backend is chosen when

@@ -1,21 +1,22 @@
-"""Exchange of keys and values around variable-length attention, and its backward.
+"""Context-parallel attention: ranks exchange keys and values around one kernel call.
 
-Every rank of a context-parallel group holds some rows of a micro-batch (:mod:`lightning_wlb.sharding`). In
-forward the keys and values that other ranks read travel in the collective that the layout chooses.
-An index then puts what this rank's queries see in document order, both prefixes of a document at
-once, so that one kernel call does the work. Backward scatter-adds the gradients of these rows and
-sends them back the same way, and their owners add them up.
+Every rank of a context-parallel group holds some rows of a micro-batch
+(:mod:`lightning_wlb.sharding`). In forward each rank receives the keys and values that its queries
+read, by the collective that the layout chooses: an all-gather, or an all-to-all of what is read. An
+index then puts them in document order, both prefixes of a document at once, so that one kernel call
+does the work. Backward scatter-adds the gradients of these rows and sends them back the same way,
+and their owners add them up.
 
-The queries are computed while the keys travel. Autograd runs backward in the reverse order of
-forward, so the queries' own backward runs while the gradients travel back. The output is projected
-here too, so that the keys that backward refetches (:mod:`.refetch`) travel while the projection's
-own backward runs. Nothing else overlaps (docs/design.md says why).
+The queries are computed while the keys are under way. Autograd runs backward in the reverse order
+of forward, so the queries' own backward runs while the gradients are sent back. The output is
+projected here too, so that the keys that backward refetches (:mod:`.refetch`) are received while
+the projection's own backward runs. Nothing else overlaps (docs/design.md says why).
 
-Sums over segments are taken in float32 for half types, and so are those over ranks, where a step
+Sums over segments are taken in float32 for half types, and so are those over ranks where a step
 does not ask for less (:func:`.reduce_dtype`), so that a gradient does not depend on the number of
-ranks beyond rounding. Padding rows, at the local end, are cut off before
-the kernel. They are exactly zero in the output and in every gradient, whatever they hold. Every
-rank of the group runs the same collectives, also one without any token.
+ranks beyond rounding. Padding rows, at the local end, are cut off before the kernel. They are
+exactly zero in the output and in every gradient, whatever they hold. Every rank of the group runs
+the same collectives, also one without any token.
 
 Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
 backward. Those that are read are in memory meanwhile, 1 + 1 / (2·CP) times the micro-batch for

@@ -7,7 +7,7 @@ and causally over the last n keys. Their results are merged by log-sum-exp,
 
     out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse),   lse = log(exp lse_1 + exp lse_2).
 
-Sinks (:mod:`.kernel_interface`) are merged in the same way, as one more part, and their gradient is left over.
+Sinks (:mod:`.kernel_interface`) are merged in the same way, as one more part.
 
 With a sliding window of W keys the queries are cut into blocks of fewer than W. Each block is a
 segment that reads the W - 1 keys in front of it and its own, and only the former are masked.

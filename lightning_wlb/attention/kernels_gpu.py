@@ -5,9 +5,10 @@ ImportError with the reason. All libraries align the causal mask at the bottom r
 grouped-query attention as it is, know float16 and bfloat16 only, and read no tile of keys outside
 of a sliding window.
 
-Sinks take torch's kernel, with the sinks merged between its forward and backward (:mod:`.kernel_interface`);
-the packages do not show their backward. A soft cap takes FlashAttention 3, or 2 in version 2.6.2 or newer: torch's
-kernel has none, older versions and 4.x have none in their backward. What is missing is refused.
+Sinks take torch's kernel, which lets them be merged between its forward and its backward
+(:mod:`.kernel_interface`); the packages do not show their backward. A soft cap takes FlashAttention
+3, or 2 in version 2.6.2 or newer: torch's kernel has none, older versions and 4.x have none in
+their backward. What is missing is refused.
 
 Backward adds the gradients of queries up by atomic additions, in an order that differs from call to
 call, unless ``torch.use_deterministic_algorithms`` is on: torch's own kernel asks for that itself
