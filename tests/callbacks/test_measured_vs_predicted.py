@@ -3,11 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-import lightning.pytorch as L
 import pytest
 
 from lightning_wlb.callbacks import ImbalanceMonitor
-from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure
+from lightning_wlb.callbacks.measured_vs_predicted import departure
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.callbacks.test_monitor import make_data, make_module, make_trainer
@@ -40,15 +39,25 @@ def test_where_they_part_the_level_and_the_profile_are_named():
 
 
 def predict(rank: int, folder: Path) -> dict:
+    """A run whose profile is of another device, and one whose profile says so."""
     monitor = ImbalanceMonitor(heat_map=False, profile=FAST)
-    trainer = make_trainer(
-        WLBStrategy(), folder, [monitor], devices=1, max_steps=STEPS + 4, max_epochs=-1,
-        logger=False,
-    )  # fmt: skip
+    options = {"devices": 1, "max_steps": 7, "max_epochs": -1, "logger": False}
+    trainer = make_trainer(WLBStrategy(), folder, [monitor], **options)
+    compared = pytest.MonkeyPatch()
+    compared.setattr("lightning_wlb.callbacks.monitor.STEPS", 3)
     with pytest.warns(UserWarning, match="departs from prediction") as caught:
         trainer.fit(make_module(), make_data())
+    compared.undo()
     said = [str(each.message) for each in caught if "departs" in str(each.message)]
-    return {"said": said, "summary": monitor.summary(), "logged": dict(trainer.callback_metrics)}
+    other = make_trainer(WLBStrategy(), folder, [ImbalanceMonitor(profile="h100")], **options)
+    with pytest.raises(ValueError, match="h100") as refused:
+        other.fit(make_module(), make_data())
+    return {
+        "said": said,
+        "summary": monitor.summary(),
+        "logged": dict(trainer.callback_metrics),
+        "refused": str(refused.value),
+    }
 
 
 def test_a_cpu_is_not_an_h100(tmp_path: Path):
@@ -59,17 +68,4 @@ def test_a_cpu_is_not_an_h100(tmp_path: Path):
     assert summary["imbalance_pipeline_predicted_aggregate"] >= 1
     assert summary["imbalance_context_predicted_aggregate"] == 1
     assert result["logged"]["wlb/step_seconds_predicted"] > 0
-
-
-def refuse(rank: int, folder: Path) -> str:
-    trainer: L.Trainer = make_trainer(
-        WLBStrategy(), folder, [ImbalanceMonitor(profile="h100")], devices=1, logger=False
-    )
-    with pytest.raises(ValueError, match="h100") as refused:
-        trainer.fit(make_module(), make_data())
-    return str(refused.value)
-
-
-def test_a_profile_of_another_device_is_refused(tmp_path: Path):
-    (said,) = run_ranks(refuse, 1, tmp_path, process_group=False)
-    assert "cpu" in said
+    assert "cpu" in result["refused"]
