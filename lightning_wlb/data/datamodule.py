@@ -23,12 +23,17 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader
-from lightning_wlb.data.open_documents import Documents, check_documents, hold_out, is_documents
+from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader, refuse_prediction
+from lightning_wlb.data.open_documents import (
+    Documents,
+    check_documents,
+    documents_or_number,
+    hold_out,
+)
 from lightning_wlb.data.planning_context import PlanningStrategy, context_of, own_shape
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
-from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, NAMES
 
@@ -44,7 +49,7 @@ class WLBDataModule(L.LightningDataModule):
 
     Args:
         documents: whatever :func:`~lightning_wlb.data.open_documents.documents` opens: a path of a
-        corpus, a mapping ``{"path": ..., option: value}``, a document store, sequences of token
+            corpus, a mapping ``{"path": ..., option: value}``, a document store, sequences of token
             numbers, or ``"stdlib"`` (the standard library's top-level definitions as bytes).
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
@@ -71,7 +76,7 @@ class WLBDataModule(L.LightningDataModule):
         num_workers: loader worker processes, which plan and read ahead of training; more than one
             helps only where reading is slow. 0: in the training process, between steps.
         validation_documents: further documents, or how many of ``documents`` to hold out.
-        test_documents: likewise, for ``trainer.test``; those that are held out are others.
+        test_documents: further documents for ``trainer.test``, or how many others to hold out.
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
             LightningModule.
         pin_memory: None: where the device is a CUDA GPU.
@@ -114,34 +119,24 @@ class WLBDataModule(L.LightningDataModule):
         self._described = False
         super().__init__()
         self.settings = DataSettings(
-            context_window=context_window,
-            micro_batches=micro_batches,
-            packing=packing,
-            cap=cap,
-            long_documents=long_documents,
-            seed=seed,
-            shuffle=shuffle,
-            max_tokens=max_tokens,
+            context_window, micro_batches, packing, cap, long_documents, seed, shuffle, max_tokens
         )
         check_documents("documents", documents)
-        validation_documents = _documents_or_number("validation_documents", validation_documents)
-        test_documents = _documents_or_number(
-            "test_documents", 0 if test_documents is None else test_documents
-        )
+        self.documents = documents
+        held_out = validation_documents, 0 if test_documents is None else test_documents
+        names = "validation_documents", "test_documents"
+        self.validation_documents, self.test_documents = map(documents_or_number, names, held_out)
         if model_shape is not None and not isinstance(model_shape, ModelShape):
             raise MisconfigurationException(
                 f"model_shape={model_shape!r} is of type {type(model_shape).__name__}. Give a"
                 " lightning_wlb.cost.shape.ModelShape, or None for that of the LightningModule."
             )
-        self.documents = documents
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
         self.measures = profile is None
         given = None if profile == "none" else profile
         self.profile = Profile.load(given) if isinstance(given, str) else given
         self.measured: str | None = None
         self.num_workers = whole("num_workers", num_workers, 0)
-        self.validation_documents = validation_documents
-        self.test_documents = test_documents
         self.model_shape = model_shape
         self.pin_memory = None if pin_memory is None else flag("pin_memory", pin_memory)
 
@@ -153,7 +148,7 @@ class WLBDataModule(L.LightningDataModule):
     @trainer.setter
     def trainer(self, trainer: L.Trainer | None) -> None:
         home = type(trainer).__module__
-        if home.split(".")[0] == "pytorch_lightning":
+        if home.startswith("pytorch_lightning."):
             raise MisconfigurationException(
                 f"WLBDataModule was given to a Trainer of {home}. {_OTHER_NAMESPACE}"
             )
@@ -164,9 +159,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def __iter__(self) -> Any:
         """Refuse: a Trainer that does not know this data module takes it for a loader."""
-        raise MisconfigurationException(
-            "WLBDataModule is not a loader, it makes them. " + _OTHER_NAMESPACE
-        )
+        raise MisconfigurationException(f"WLBDataModule is not a loader. {_OTHER_NAMESPACE}")
 
     def prepare_data(self) -> None:
         """Make what is made of documents once per node, while the node's other ranks wait."""
@@ -180,18 +173,24 @@ class WLBDataModule(L.LightningDataModule):
         if self.trainer is None:
             return
         if stage == TrainerFn.FITTING:
-            refuse_overfitting(self.trainer)
-            names = "limit_train_batches", "val_check_interval"
-            refuse_fractions(self.trainer, store, self.settings, *names)
+            times = self.trainer.overfit_batches  # type: ignore[attr-defined]
+            if times > 0:
+                raise MisconfigurationException(
+                    f"Trainer(overfit_batches={times}) would repeat batches of a loader, but each"
+                    " step is planned from the documents that come next. To overfit, give"
+                    " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
+                )
+            self._refuse_fractions(store, "limit_train_batches", "val_check_interval")
         if held_out is not None and stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            refuse_fractions(self.trainer, held_out, self.settings, "limit_val_batches")
+            self._refuse_fractions(held_out, "limit_val_batches")
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
         dataset = self._dataset(self._stores()[0], self.settings)
         if not self._described:
             self._described = True
-            _describe(dataset.store, dataset.planner(), self.settings)
+            for sentence in dataset.describe():
+                rank_zero_info(sentence)
         return self._loader(dataset, lambda: self._begin_at(dataset))
 
     def val_dataloader(self) -> StepLoader | list[StepLoader]:
@@ -218,13 +217,33 @@ class WLBDataModule(L.LightningDataModule):
                     " documents, or the number of documents to hold out."
                 )
             store = opening.documents(self.test_documents)
-        if self.trainer is not None:
-            refuse_fractions(self.trainer, store, self.settings, "limit_test_batches")
+        self._refuse_fractions(store, "limit_test_batches")
         return self._evaluation(store)
 
     def predict_dataloader(self) -> NoReturn:
-        """Refused, by :func:`.refuse_prediction`."""
+        """Refuse, as :func:`refuse_prediction` says."""
         refuse_prediction()
+
+    def _refuse_fractions(self, store: DocumentStore, *names: str) -> None:
+        """Refuse options of the Trainer that are a fraction of an epoch over the store.
+
+        Lightning takes such a fraction of a loader's length, which a step loader has not.
+
+        Raises:
+            MisconfigurationException: with the number of steps that the fraction is about.
+        """
+        for name in names:
+            value = getattr(self.trainer, name, None)
+            if not isinstance(value, float) or value in (0.0, 1.0):
+                continue
+            steps, counted = about_steps(store, self.settings), ""
+            if steps is not None:
+                counted = f": an epoch has about {steps}, so {name}={max(round(value * steps), 1)}"
+            raise MisconfigurationException(
+                f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
+                " documents arrive and not counted beforehand. Give a whole number of"
+                f" steps{counted}."
+            )
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
         if isinstance(store, MixedDocuments):
@@ -262,11 +281,11 @@ class WLBDataModule(L.LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the documents: the planner's state after the last step taken.
+        """The planner's state after the last step taken, and the profile measured for the run.
 
-        And the profile that was measured for the run, if one was, by which it goes on. The state is
-        None before the first one. (Lightning would not restore an empty dictionary, and leave a run
-        that goes back to its beginning, as after a search for a learning rate, where it was.)
+        The planner's state is None before the first step. (Lightning would not restore an empty
+        dictionary, and leave a run that goes back to its beginning where it was, as after a search
+        for a learning rate.)
         """
         state = {"planner": self._state()}
         return state if self.measured is None else {**state, "profile": self.measured}
@@ -277,11 +296,7 @@ class WLBDataModule(L.LightningDataModule):
         self.measured = state_dict.get("profile")
 
     def keep_measurement(self, profile: Profile | None) -> None:
-        """Keep the profile that was measured for this run, also for runs that resume from it.
-
-        Args:
-            profile: None where the devices could not be measured.
-        """
+        """Keep the profile measured for this run and those resumed from it; None: it failed."""
         self.measured = "" if profile is None else profile.to_json()
 
     def _state(self) -> dict[str, Any] | None:
@@ -370,74 +385,6 @@ class WLBDataModule(L.LightningDataModule):
         return StepLoader(dataset, begin, self.num_workers, pin)
 
 
-def _documents_or_number(name: str, given: int | Documents) -> int | Documents:
-    if is_documents(given):
-        check_documents(name, given)
-        return given
-    return whole(name, given, 0)
-
-
-def _describe(store: DocumentStore, planner: Planner, settings: DataSettings) -> None:
-    lengths = np.asarray(store.lengths)
-    if isinstance(store, MixedDocuments):
-        rank_zero_info(store.describe() + ".")
-    queues = (
-        f"outlier queues from {', '.join(map(str, planner.thresholds))} tokens"
-        if planner.thresholds
-        else "no outlier queues"
-    )
-    rank_zero_info(
-        f"Documents: {len(lengths)} with {int(lengths.sum())} tokens (longest {lengths.max()}),"
-        f" {settings.micro_batches} x {settings.context_window} tokens per step, packing"
-        f" {settings.packing_choice.method!r}, {queues}."
-    )
-    if planner.dropped_tokens:
-        rank_zero_info(
-            f"Truncation at the context window of {settings.context_window} tokens drops"
-            f" {planner.dropped_tokens} tokens per epoch; long_documents='split' keeps them."
-        )
-
-
-def refuse_overfitting(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException where a Trainer asks for the same batches again and again."""
-    if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
-        raise MisconfigurationException(
-            f"Trainer(overfit_batches={trainer.overfit_batches}) would repeat batches of a loader,"  # type: ignore[attr-defined]
-            " but each step is planned from the documents that come next. To overfit, give"
-            " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
-        )
-
-
-def refuse_fractions(
-    trainer: L.Trainer, store: DocumentStore, settings: DataSettings, *names: str
-) -> None:
-    """Refuse options that are a fraction of an epoch over the documents.
-
-    Args:
-        trainer: whose options they are.
-        store: the documents that the epoch passes.
-        settings: which of them enter a step.
-        names: of the options.
-
-    Raises:
-        MisconfigurationException: with the number of steps that the fraction is about.
-    """
-    for name in names:
-        value = getattr(trainer, name)
-        if not isinstance(value, float) or value in (0.0, 1.0):
-            continue
-        steps = about_steps(store, settings)
-        counted = (
-            ""
-            if steps is None
-            else f": an epoch has about {steps}, so {name}={max(round(value * steps), 1)}"
-        )
-        raise MisconfigurationException(
-            f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
-            f" documents arrive and not counted beforehand. Give a whole number of steps{counted}."
-        )
-
-
 def about_steps(store: DocumentStore, settings: DataSettings) -> int | None:
     """Steps of an epoch if each took its N · C tokens; None for a mixture, whose epoch is longer.
 
@@ -449,13 +396,3 @@ def about_steps(store: DocumentStore, settings: DataSettings) -> int | None:
     if settings.long_documents == "truncate":
         lengths = np.minimum(lengths, settings.context_window)
     return -(-int(lengths.sum()) // (settings.micro_batches * settings.context_window))
-
-
-def refuse_prediction() -> NoReturn:
-    """Raise MisconfigurationException: there is no ``trainer.predict``."""
-    raise MisconfigurationException(
-        "trainer.predict is not there: a step's documents are split over ranks, and no rank has the"
-        " logits of a whole document. For losses use WLBDataModule(test_documents=...) and"
-        " trainer.test; to score or generate, take the model elsewhere: lightning-wlb export writes"
-        " a Hugging Face folder, and LanguageModule.load_from_checkpoint reads a consolidated file."
-    )

@@ -1,4 +1,4 @@
-"""The steps of one epoch, from wherever the run stands, and what "stands" means.
+"""The steps of one epoch, from wherever the run stands, and how a run knows where it stands.
 
 Every rank runs the same planner on the same lengths and so knows every step's plan. A
 :class:`StepDataset` makes this rank's tensors of it. It plans one step ahead, so that a batch
@@ -7,9 +7,9 @@ collective, before they hang.
 
 Planning runs ahead of training in loader workers: processes, because planning is Python, and a
 thread would take the interpreter's lock from the step. With W workers each makes the tensors of
-every W-th step, so that the order is that of the plans. It plans these steps and, for the digest,
-the ones after them; of the others it only finds out what enters them. So W workers plan W / 2 times
-as fast as one or two.
+every W-th step, in the order of the plans. It plans these steps and, for the digest, the ones after
+them; of the others it only finds out what enters them. So W workers plan W / 2 times as fast as one
+or two.
 
 The position of a run is the planner's state after a step. The step's batch carries it, since
 workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is
@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -72,20 +72,19 @@ class StepDataset(IterableDataset[StepBatch]):
     Args:
         store: the documents.
         data: which documents enter a step.
-        work: forward and backward work of the model, for the packing. Keys beyond its window do not
-            travel.
+        work: forward and backward work of the model, for the packing. Keys beyond its window are
+            not sent between ranks.
         rank: where this rank stands in the mesh.
-        sharding: how micro-batches are spread over the context-parallel group: a name, or
+        sharding: how micro-batches are spread over the context-parallel group, such as
             ``"adaptive"``.
         schedule: name of the pipeline's schedule.
         state: where to begin (a batch's ``state``: after its step); None: the first step of the
             first epoch. Set it between iterations to begin elsewhere.
-        predictor: of times on a device, by which an adaptive sharding and packings that try several
-            plans of a step choose; None: by the reference kernel cost and by work alone.
-        vocab_size: of the model: no step is made of a token outside ``[0, vocab_size)``; None: any
-            token from 0 on.
-        activation_checkpointing: of every micro-batch; ``"auto"``: by a predictor the least that
-            fits in memory, for each of them, else none.
+        predictor: predicts the times by which an adaptive sharding and packings that try several
+            plans of a step choose; None: they choose by the reference kernel cost and by work.
+        vocab_size: no step is made of a token outside ``[0, vocab_size)``; None: any from 0 on.
+        activation_checkpointing: what backward computes again; ``"auto"``: the least with which
+            each micro-batch fits in memory by the predictor, else nothing.
         step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
     """
 
@@ -115,22 +114,14 @@ class StepDataset(IterableDataset[StepBatch]):
     ) -> Self:
         """The steps of a model of this shape: documents weigh what it computes on them.
 
-        Args:
-            documents: whatever :func:`~lightning_wlb.data.open_documents.documents` opens.
-            data: which documents enter a step.
-            shape: of the model, such as ``LanguageModule.model_shape``.
-            rank: where this rank stands in the mesh; None: the only rank.
-            sharding: as for the class.
-            schedule: as for the class.
-            predictor: as for the class.
-            activation_checkpointing: as for the class.
+        ``documents`` are whatever :func:`~lightning_wlb.data.open_documents.documents` opens, and
+        ``shape`` is such as ``LanguageModule.model_shape``. Without a ``rank`` it is the only one.
 
         Raises:
             MisconfigurationException: documents that are no store, or a vocabulary smaller than
                 theirs.
             ValueError: documents that cannot be opened, lengths that are no whole numbers of at
-                least 1, or heads that the sharding cannot spread
-                over the context-parallel group.
+                least 1, or heads that the sharding cannot spread over the context-parallel group.
         """
         opening.check_documents("documents", documents)
         store, rank = opening.documents(documents), rank or Rank()
@@ -219,6 +210,25 @@ class StepDataset(IterableDataset[StepBatch]):
                 yield batch
             release, plan = following, ahead
             index += 1
+
+    def describe(self) -> Iterator[str]:
+        """The documents and how they are packed, in sentences for the log."""
+        if isinstance(self.store, MixedDocuments):
+            yield self.store.describe() + "."
+        lengths, planner, data = np.asarray(self.store.lengths), self.planner(), self.data
+        queues = "no outlier queues"
+        if planner.thresholds:
+            queues = f"outlier queues from {', '.join(map(str, planner.thresholds))} tokens"
+        yield (
+            f"Documents: {len(lengths)} with {int(lengths.sum())} tokens (longest {lengths.max()}),"
+            f" {data.micro_batches} x {data.context_window} tokens per step, packing"
+            f" {data.packing_choice.method!r}, {queues}."
+        )
+        if planner.dropped_tokens:
+            yield (
+                f"Truncation at the context window of {data.context_window} tokens drops"
+                f" {planner.dropped_tokens} tokens per epoch; long_documents='split' keeps them."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch yielded; empty before the first step."""
@@ -376,3 +386,13 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         """
         if self.begin_at is None:
             self.dataset.load_state_dict(state_dict)
+
+
+def refuse_prediction() -> NoReturn:
+    """Raise MisconfigurationException: there is no ``trainer.predict``."""
+    raise MisconfigurationException(
+        "trainer.predict is not there: a step's documents are split over ranks, and no rank has the"
+        " logits of a whole document. For losses use WLBDataModule(test_documents=...) and"
+        " trainer.test; to score or generate, take the model elsewhere: lightning-wlb export writes"
+        " a Hugging Face folder, and LanguageModule.load_from_checkpoint reads a consolidated file."
+    )

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_wlb.arguments import whole
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronDocuments, has_index
@@ -205,9 +206,17 @@ def check_documents(name: str, given: Any) -> None:
         raise MisconfigurationException(str(error)) from error
 
 
-def is_documents(given: Any) -> bool:
-    """Whether this may be meant as documents, rather than as a number of them."""
-    return isinstance(given, DocumentStore | Sequence | Mapping | Path)
+def documents_or_number(name: str, given: Any) -> int | Documents:
+    """What was given in place of a number of documents to hold out, checked by type alone.
+
+    Raises:
+        MisconfigurationException: documents that :func:`documents` would not recognise.
+        ValueError: a number that is not whole, or below 0.
+    """
+    if isinstance(given, DocumentStore | Sequence | Mapping | Path):
+        check_documents(name, given)
+        return given
+    return whole(name, given, 0)
 
 
 def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, Any, dict[str, Any]]:

@@ -32,8 +32,7 @@ from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.datamodule import refuse_prediction
-from lightning_wlb.data.loader import StepLoader
+from lightning_wlb.data.loader import StepLoader, refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches
 from lightning_wlb.models.load_from_checkpoint import load_module, numbered

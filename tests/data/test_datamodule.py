@@ -215,12 +215,12 @@ def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
     runner.fit(module, datamodule)
     assert module.steps == list(range(6))
     # A sanity check of up to two batches, then three passes, always the same.
-    one_pass = len(list(documents.val_dataloader()))
+    one_pass = len(list(datamodule.val_dataloader()))
     sanity = min(2, one_pass)
     assert len(module.validated) == sanity + 3 * one_pass
     assert module.validated[sanity:] == 3 * module.validated[-one_pass:]
     assert {number for step in module.validated[-one_pass:] for number in step} == set(range(10))
-    assert documents.state_dict()["planner"]["step"] == 6
+    assert datamodule.state_dict()["planner"]["step"] == 6
     trainer(tmp_path).validate(module, data(validation_documents=10), verbose=False)
 
 

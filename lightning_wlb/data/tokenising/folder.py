@@ -159,7 +159,7 @@ def finish(folder: Path, content: Mapping[str, Any], shards: list[Figures], mask
     }
     write_json(folder / "dataset_info.json", info | {"features": features})
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": digest[:16],
         "_format_columns": None,
