@@ -31,9 +31,10 @@ TILE = 128
 """Rows of a query tile and columns of a key/value tile."""
 
 OVERHEAD = 2
+"""Key/value tiles that a query tile costs besides those it reads, by the fit above."""
 
 UNITS = 4
-"""Units in one key/value tile."""
+"""Units of cost in one key/value tile."""
 
 
 def reference_kernel_cost(
@@ -72,16 +73,13 @@ def reference_kernel_cost(
 def layers_kernel_cost(
     queries: Integers, keys: Integers, windows: Mapping[int | None, int]
 ) -> Integers:
-    """:func:`reference_kernel_cost` of layers whose windows differ, together.
+    """The sum of :func:`reference_kernel_cost` over layers whose windows differ, int64 [segments].
 
     Args:
-        queries: as there.
-        keys: as there.
+        queries: int64 [segments].
+        keys: int64 [segments].
         windows: how much the layers of each window weigh, such as ``PassWork.windows``; None is no
-            bound.
-
-    Returns:
-        int64 [segments], the costs in the smallest whole proportions of the weights.
+            bound. The costs count in the smallest whole proportions of the weights.
     """
     each = gcd(*windows.values()) or 1
     costs = (

@@ -1,4 +1,6 @@
-"""How long messages between devices take: latency + bytes / bandwidth, over the right link.
+"""What communication costs: the time of messages between devices, and the memory of process groups.
+
+A message takes latency + bytes / bandwidth of the right link.
 
 Which link an axis of the mesh uses follows from the order of the ranks (:mod:`lightning_wlb.mesh`)
 and from the devices per node: a process group whose ranks are all in one node uses the node's link;
@@ -50,7 +52,7 @@ class Communication:
 
     @cached_property
     def links(self) -> dict[str, Link]:
-        """Links of collectives; ``"data"`` is data × context, which parameters are sharded over."""
+        """Links of collectives; ``"data"`` is data × context, over which parameters are sharded."""
         return {
             "tensor": self._of_groups("tensor"),
             "context": self._of_groups("context"),
@@ -70,16 +72,12 @@ class Communication:
         Args:
             axis: a key of :attr:`links`.
             ranks: number of ranks of the group.
-            size: bytes of the whole tensor, which every rank has after an all-gather or before a
-                reduce-scatter.
+            size: bytes of the whole tensor, as after an all-gather or before a reduce-scatter.
         """
         return self.exchange_ns(axis, ranks, size * (ranks - 1) // ranks)
 
     def exchange_ns(self, axis: str, ranks: int, size: int) -> int:
-        """An exchange in which the busiest rank sends or receives ``size`` bytes, in n - 1 steps.
-
-        ``axis`` and ``ranks`` are those of :meth:`collective_ns`.
-        """
+        """An exchange in n - 1 steps in which the busiest rank sends or receives ``size`` bytes."""
         if ranks == 1 or size == 0:
             return 0
         link = self.links[axis]
@@ -135,13 +133,13 @@ class Communication:
 
 
 COMMUNICATOR_BYTES = 24 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
-"""What a process group takes of a GPU under NCCL once it has reduced or gathered: a ring receives
-into buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30), of which
-eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not measured."""
+"""Memory that a process group takes of a GPU under NCCL once it has reduced or gathered: a ring
+receives into buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30), of
+which eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not measured."""
 
 
 def communicators(mesh: Mesh) -> int:
-    """Process groups over which a rank communicates, with all that sharing of replicas may add."""
+    """Process groups of a rank on a mesh, with all that sharing of micro-batches may add."""
     channels = 4 if mesh.virtual_stages > 1 else 2
     return (
         (mesh.devices > 1)
@@ -154,14 +152,14 @@ def communicators(mesh: Mesh) -> int:
     )
 
 
-def communicators_elsewhere(strategies: Sequence[Sequence[Scheme]], per_node: int) -> int:
-    """Process groups that steps on pipelines of their own add, on the rank that gets most.
+def heterogeneous_communicators(strategies: Sequence[Sequence[Scheme]], per_node: int) -> int:
+    """Process groups that heterogeneous pipelines add, on the rank that gets most.
 
-    Of each strategy those of its pipelines, and what sharing of micro-batches may add; for all of
-    them together those over which parameters travel.
+    Each strategy adds those of its pipelines, and what sharing of micro-batches may add; all
+    together add those over which parameters are sent. O(pipelines).
 
     Args:
-        strategies: that steps may take; none: no group.
+        strategies: the pipelines of each strategy that steps may take.
         per_node: ranks of a node.
     """
     if not strategies:

@@ -28,7 +28,6 @@ from functools import cached_property
 from math import isqrt
 from typing import NamedTuple
 
-from lightning_wlb.arguments import whole
 from lightning_wlb.cost.shape import LayerShape, ModelShape, window_width
 
 
@@ -88,7 +87,7 @@ class _Stretch(NamedTuple):
     """Tokens of a piece in which the same layers' windows are full: work is quadratic there.
 
     Attributes:
-        start: tokens before it.
+        start: tokens of the piece before it.
         first: work of its first token.
         per_pair: by how much each token has more work than the one before.
     """
@@ -98,7 +97,7 @@ class _Stretch(NamedTuple):
     per_pair: int
 
     def work(self, tokens: int) -> int:
-        """Of its first tokens."""
+        """Work of its first tokens."""
         return tokens * self.first + self.per_pair * (tokens * (tokens - 1) // 2)
 
     def tokens_within(self, work: int) -> int:
@@ -121,11 +120,8 @@ class PassWork:
         per_token: work of a token, at least 1.
         per_pair: work of a query and a key that it sees, at least 0, in the layers that see most.
         window: most keys that a query sees there, its own included; None for no bound.
-        narrower: (window, per_pair) of the layers that see less, from narrow to wide, each window
-            once.
-
-    Raises:
-        ValueError: a coefficient out of range, or windows out of order.
+        narrower: (window, per_pair) of the layers that see less, ascending and each below
+            ``window``; :meth:`of_windows` sorts them.
     """
 
     per_token: int
@@ -133,25 +129,9 @@ class PassWork:
     window: int | None = None
     narrower: tuple[tuple[int, int], ...] = ()
 
-    def __post_init__(self) -> None:
-        for name, least in (("per_token", 1), ("per_pair", 0), ("window", 1)):
-            if (value := getattr(self, name)) is not None or name != "window":
-                object.__setattr__(self, name, whole(name, value, least))
-        narrower = tuple(
-            (whole("narrower window", window, 1), whole("narrower per_pair", per_pair, 0))
-            for window, per_pair in self.narrower
-        )
-        object.__setattr__(self, "narrower", narrower)
-        windows = [window for window, _ in narrower]
-        if sorted({*windows, window_width(self.window)}) != [*windows, window_width(self.window)]:
-            raise ValueError(
-                f"PassWork: narrower={narrower} with window={self.window}: give windows that"
-                " ascend, all below window."
-            )
-
     @staticmethod
     def of_windows(per_token: int, per_pair: Mapping[int | None, int]) -> PassWork:
-        """From the work per pair of each window; None is no bound."""
+        """The pass with this work per pair in the layers of each window; None is no bound."""
         *narrower, (window, widest) = sorted(
             per_pair.items(), key=lambda each: window_width(each[0])
         )
@@ -216,7 +196,7 @@ class Work:
 
     @staticmethod
     def of(shape: ModelShape) -> Work:
-        """The FLOPs of a model; backward has twice the linear and 2.5 times the attention work."""
+        """A model's FLOPs; backward has twice the linear and 2.5 times the attention work."""
         linear = linear_flops(shape, 1)
 
         def of_pass(per_token: int, per_pair: Callable[[LayerShape], int]) -> PassWork:

@@ -7,16 +7,16 @@ Every time is that of one rank, forward and backward apart:
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
-* communication of all axes (communication.py), which overlaps with nothing.
+* communication of all axes (:mod:`~lightning_wlb.cost.communication`), which overlaps with nothing.
 
-What a backward computes again (activation checkpointing) is a matter of the micro-batch, not of the
-model: :mod:`lightning_wlb.prediction.micro_batch` adds it.
+:mod:`lightning_wlb.prediction.micro_batch` adds up what a micro-batch takes, recomputation
+included.
 
-Where layers differ, each kind of layer has a model of its own (:attr:`LatencyModel.kinds`), and
-methods of one layer are asked of those. What decoders of other families do beside matrix products
-and attention is taken to be what a plain decoder does that has feed-forward matrices of the same
-size; an expert's products are taken to run at the rate of the whole micro-batch's rows, though it
-sees only those sent to it, so that mixtures are predicted too fast where micro-batches are short.
+Where layers differ, each kind of layer has a model of its own (:attr:`LatencyModel.kinds`), which
+answers what concerns one layer. Decoders of other families are taken to do as much beside matrix
+products and attention as a plain decoder with feed-forward matrices of the same size. An expert's
+products are taken to run at the rate of the whole micro-batch's rows, though it sees only those
+sent to it, so mixtures are predicted too fast where micro-batches are short.
 
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
 Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
@@ -36,14 +36,7 @@ import numpy as np
 
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
-from lightning_wlb.cost.profile import (
-    AttentionTable,
-    Integers,
-    LinearTable,
-    Profile,
-    inverse_rate_of_rows,
-    inverse_rates,
-)
+from lightning_wlb.cost.profile import AttentionTable, Integers, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
@@ -54,12 +47,12 @@ _PICOSECONDS = 1e12
 
 
 class RowsTime(NamedTuple):
-    """A layer on so many rows of a rank, without its attention kernel and the exchange of keys.
+    """Times in ns of a layer on a rank, without its attention kernel and the exchange of keys.
 
     Attributes:
-        forward: in ns.
-        backward: without recomputation.
-        again: what each mode of ``Recompute`` adds to it.
+        forward: the forward pass.
+        backward: the backward pass, without recomputation.
+        again: what each mode of ``Recompute`` adds to the backward.
     """
 
     forward: int
@@ -72,13 +65,13 @@ class LatencyModel:
     """Times of a model's parts on one device of a mesh.
 
     Args:
-        profile: of the device.
-        shape: of the whole model.
+        profile: rates of the device.
+        shape: sizes of the whole model.
         mesh: ranks along each axis.
-        reduce_dtype: of sums over tensor- and context-parallel ranks; at least the profile's.
+        reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
 
     Raises:
-        ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
+        ValueError: a profile for a dtype that is not in :data:`DTYPE_BYTES`, a mesh that spans
             nodes under a profile without network, or a tensor-parallel size that does not divide
             the model.
     """
@@ -94,13 +87,7 @@ class LatencyModel:
                 f"The device profile {self.profile.name!r} is for dtype {self.profile.dtype!r};"
                 f" known are {', '.join(DTYPE_BYTES)}."
             )
-        size = self.mesh.tensor
-        for name, value in self.shape.split_sizes:
-            if value % size:
-                raise ValueError(
-                    f"tensor_parallel_size={size} does not divide the model's {name}={value};"
-                    " choose one that does."
-                )
+        self.shape.check_tensor_parallel(self.mesh.tensor)
         # Made here, so that a mesh without links is refused at once.
         self.communication  # noqa: B018
 
@@ -126,8 +113,8 @@ class LatencyModel:
         """The attention kernel of one layer on one rank, its part of the heads.
 
         Args:
-            queries: int64 [segments], queries of each.
-            keys: int64 [segments], keys of each, at least its queries.
+            queries: int64 [segments].
+            keys: int64 [segments], at least the queries.
             backward: the backward pass; else the forward pass.
             head_split: context-parallel ranks that split the heads.
         """
@@ -156,17 +143,17 @@ class LatencyModel:
             before = np.minimum(before, window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
         flops = np.outer((4, 10), pairs) * (layer.head_width * (layer.heads // self.mesh.tensor))
-        time = flops * inverse_rates(table, padded, padded + before)
+        time = flops * table.inverse_rates(padded, padded + before)
         result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
         return result
 
     def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
-        """Forward + backward time of each segment in ps: what a sharding is chosen by.
+        """Forward + backward time of each segment in ps, by which a sharding is chosen.
 
-        The kernel, and under context parallelism the copy of the keys that the segment reads:
-        a sharding of many short segments copies a long document's keys many times. Of one layer;
-        where layers differ, of the fewest that have every kind in the model's proportions.
-        Arguments as for :meth:`attention_ns`; int64 [segments].
+        It counts the kernel, and under context parallelism the copy of the keys that the segment
+        reads: a sharding of many short segments copies a long document's keys many times. It is
+        that of one layer; where layers differ, of the fewest that have every kind in the model's
+        proportions. Arguments as for :meth:`attention_ns`; int64 [segments].
         """
         counts = self.shape.kinds.values()
         each = gcd(*counts)
@@ -187,9 +174,8 @@ class LatencyModel:
     def linear_ns(self, rows: int, *, backward: bool) -> int:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
         flops = layer_linear_flops(self._layer, rows) // self.mesh.tensor
-        return self._product_ns(
-            self.profile.layer, rows, (2 if backward else 1) * flops, backward
-        ) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
+        seconds = self.profile.layer.seconds((1 + backward) * flops, rows, backward=backward)
+        return round(seconds * 1e9) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
 
     def again_ns(self, rows: int, recompute: Recompute) -> int:
         """What recomputation adds to the backward of one layer, attention and its keys left out.
@@ -207,7 +193,7 @@ class LatencyModel:
         return forward * share // 1000 + self.tensor_parallel_ns(rows) // 2
 
     def rows_ns(self, rows: int) -> RowsTime:
-        """What depends on rows only; remembered, because rows recur from plan to plan."""
+        """What a layer takes that depends on rows only; remembered, as rows recur in every plan."""
         if rows not in self._of_rows:
             parallel = self.tensor_parallel_ns(rows)
             self._of_rows[rows] = RowsTime(
@@ -233,12 +219,11 @@ class LatencyModel:
     def head_ns(self, rows: int, *, backward: bool) -> int:
         """The output projection and the loss of ``rows`` rows; backward recomputes the logits."""
         flops = head_flops(self.shape, rows) // self.mesh.tensor
-        return self._product_ns(
-            self.profile.head, rows, 3 * flops if backward else flops, backward
-        ) + self._traffic_ns(self.head_traffic(rows, backward=backward))
+        seconds = self.profile.head.seconds((1 + 2 * backward) * flops, rows, backward=backward)
+        return round(seconds * 1e9) + self._traffic_ns(self.head_traffic(rows, backward=backward))
 
     def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
-        """Besides layers and ends: rows, and parameters of the stage, are those of the rank."""
+        """Overhead of a pass through a stage with so many rows and parameters on the rank."""
         overhead = self.profile.action
         sums = parameters * overhead.parameter_ns if backward else 0.0
         return round(overhead.ns[backward] + rows * overhead.row_ns[backward] + sums)
@@ -298,17 +283,17 @@ class LatencyModel:
         return self.communication.message_ns(source, size)
 
     def gather_ns(self, parameters: int) -> int:
-        """Parameters gathered, of a rank's tensor share before sharding over data × context."""
+        """Gathering so many parameters of a rank that are sharded over data × context."""
         ranks = self.mesh.data * self.mesh.context
         return self.communication.collective_ns("data", ranks, parameters * self._width)
 
     def reduce_ns(self, parameters: int) -> int:
-        """The gradients of as many summed, which leaves each rank its shard."""
+        """Summing the gradients of so many parameters, which leaves each rank its shard."""
         ranks = self.mesh.data * self.mesh.context
         return self.communication.collective_ns("data", ranks, parameters * self._wide)
 
     def optimise_ns(self, parameters: int) -> int:
-        """The optimizer's update of this rank's shard of as many."""
+        """The optimizer's update of a rank's shard of so many parameters."""
         shard = -(-parameters // (self.mesh.data * self.mesh.context))
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
         return self._traffic_ns(28 * shard)
@@ -351,7 +336,7 @@ class LatencyModel:
         return self.profile.attention_table(self._layer.head_width)
 
     def _copied_bytes(self, *, backward: bool) -> int:
-        """Memory traffic per key that is put in a segment's order, or whose gradient is added."""
+        """Memory traffic of each key put in a segment's order, or of each gradient added."""
         return self._key_elements * (self._width + 2 * self._wide if backward else 2 * self._width)
 
     def layer_traffic(self, rows: int, *, backward: bool) -> int:
@@ -370,16 +355,6 @@ class LatencyModel:
     def head_traffic(self, rows: int, *, backward: bool) -> int:
         """Bytes of memory traffic of the softmax over float32 logits, forward or backward."""
         return (28 if backward else 20) * rows * self.shape.vocab_size // self.mesh.tensor
-
-    def _product_ns(self, table: LinearTable, rows: int, flops: int, backward: bool) -> int:
-        if rows == 0 or flops == 0:
-            return 0
-        rates = table.backward if backward else table.forward
-        first = table.rows[0]
-        if rows < first:
-            # A call on fewer rows than the table's first takes as long as on those.
-            return round(flops / rows * first / rates[0] * 1e9)
-        return round(flops * inverse_rate_of_rows(rows, table.rows, rates) * 1e9)
 
     def _traffic_ns(self, size: int) -> int:
         return round(size * 1e9 / self.profile.element_bytes_per_second)

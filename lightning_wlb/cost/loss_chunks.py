@@ -23,12 +23,7 @@ ACCELERATOR_ROWS = 4096
 
 
 def chunk_rows(words: int, accelerator: bool) -> int:
-    """Rows of a chunk.
-
-    Args:
-        words: of the vocabulary, on this rank.
-        accelerator: whether the device is no CPU.
-    """
+    """Rows of a chunk, where the rank has so many words of the vocabulary."""
     if accelerator:
         return max(min(ACCELERATOR_LOGITS // max(words, 1), ACCELERATOR_ROWS), LEAST_ROWS)
     return max(CPU_LOGITS // max(words, 1), LEAST_ROWS)

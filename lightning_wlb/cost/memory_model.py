@@ -1,27 +1,27 @@
 """What a rank holds in memory: parameters and their state, and activations.
 
-State is that of ZeRO-1 within a step (training/parameter_buckets.py): a rank holds its stage's
-tensor-parallel share of the parameters in the compute dtype and of their gradients in at least
-float32, and its data × context shard of the parameters at rest, of AdamW's two moments and, at the
-step's end, of the gradients. Where a rank has no others to share with, its sums of gradients are
-the gradients, and parameters at rest in the compute dtype are those of the step.
+*State*, as of ZeRO-1 within a step (:mod:`~lightning_wlb.training.parameter_buckets`): a rank holds
+its stage's tensor-parallel share of the parameters in the compute dtype and of their gradients in
+at least float32, and its data × context shard of the parameters, of AdamW's two moments and, at the
+step's end, of the gradients. A rank without others to share with has one copy of the gradients, and
+of the parameters too if they are kept in the compute dtype.
 
-Activations are the tensors that autograd saves of the reference decoder, tensor by tensor, from a
+*Activations* are the tensors that autograd saves of the reference decoder, tensor by tensor, from a
 micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
 values of other ranks or of earlier slices are not among them, because backward refetches them.
-What lives only inside one pass (the gradients of one layer, its recomputation, keys that were
-fetched, the loss head's logits of one chunk and the gradient of its matrix, what attention's kernel
-adds gradients up in) is counted once, at the largest. Kernels under
-``torch.use_deterministic_algorithms`` take more than is counted.
+Layers of another family count as those of a plain decoder with as many heads and feed-forward
+parameters, which is an estimate.
 
-Of layers of another family they are those of a plain decoder's layer with as many heads and
-feed-forward parameters, which is an estimate.
+*Transient* bytes live only inside one pass: the gradients of one layer, its recomputation, keys
+that were fetched, the loss head's logits of one chunk and the gradient of its matrix, the kernel's
+sums of gradients. They are counted once, at the largest. Kernels under
+``torch.use_deterministic_algorithms`` take more than is counted.
 
 tests/cost/test_memory_model.py holds the activations to what autograd saves, byte for byte, and
 tests/training/test_activation_count.py whole steps to what the executor counts.
 
-The caching allocator's fragmentation, the CUDA context and communication buffers are not among
-them: plan with :func:`usable_bytes` of a device. Every call is O(1).
+The caching allocator's fragmentation, the CUDA context and communication buffers are not counted:
+plan with :func:`usable_bytes` of a device. Every call is O(1).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from lightning_wlb.plan import Recompute
 _Sizes = TypeVar("_Sizes", int, Integers)  # of one micro-batch, or of many
 
 USABLE_PERCENT = 92
-"""Percent of a device's memory that a plan may fill at most."""
+"""Percent of a device's memory that a plan may fill at most. Chosen, not measured."""
 
 _SPARE_PERCENT = 3
-"""Percent of a GPU that is left for CUDA's context and for fragmentation, at least."""
+"""Least percent of a GPU left for CUDA's context and for fragmentation. Chosen, not measured."""
 
 _TILE = 128
-"""Rows that a kernel's accumulator has for each segment beyond its own, at most."""
+"""Most rows of a kernel's accumulator for each segment beyond the segment's own."""
 
 
 def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int:
     """Bytes of a device that a plan may fill on a mesh.
 
-    :data:`USABLE_PERCENT` of it; on a small GPU less, where that would leave no room for process
-    groups: so many of each rank, or those of the mesh.
+    That is :data:`USABLE_PERCENT` of it, or less on a small GPU, where that would leave no room for
+    the process groups of a rank: ``groups``, or those of the mesh.
     """
     memory = profile.memory_bytes
     groups = communicators(mesh) if groups is None else groups
@@ -84,16 +84,16 @@ class StageParts:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes on one rank. ``recompute`` is what backward computes again of a micro-batch's layers.
+    """Bytes on one rank. ``rows`` are those of a micro-batch on the rank, padding included.
 
     Args:
-        shape: of the whole model.
+        shape: sizes of the whole model.
         mesh: ranks along each axis.
         dtype: what the model computes in.
-        rest_dtype: of parameters and optimizer state at rest; float32 for ``bf16-mixed``.
+        rest_dtype: dtype of sharded parameters and optimizer state; float32 for ``bf16-mixed``.
         accelerator: whether the device is no CPU. A CPU's RMSNorm is not one kernel, and also
             saves the normalised rows; its loss head takes fewer rows at a time.
-        reduce_dtype: of what tensor- and context-parallel ranks send to be added up.
+        reduce_dtype: dtype in which tensor- and context-parallel ranks send what is added up.
         kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; another
             name stands for a FlashAttention-2.
     """
@@ -138,7 +138,7 @@ class MemoryModel:
         return count * (self._width + self._wide) + -(-count // ranks) * (3 * rest + self._wide)
 
     def layer_bytes(self, layer: LayerShape, rows: int, recompute: Recompute = "none") -> int:
-        """Saved by one layer of a micro-batch that has ``rows`` rows on the rank, with padding."""
+        """What one layer saves of a micro-batch for its backward."""
         residual = self.boundary_bytes(rows)
         if recompute == "full":
             return residual
@@ -147,13 +147,7 @@ class MemoryModel:
         return self._attention_half(layer, rows) + self._feed_forward_half(layer, rows)
 
     def micro_batch_bytes(self, parts: StageParts, rows: int, recompute: Recompute = "none") -> int:
-        """What a micro-batch holds on one stage, from its forward to its backward.
-
-        Args:
-            parts: layers and ends of that *stage*.
-            rows: of the rank, padding included.
-            recompute: of the micro-batch.
-        """
+        """What a micro-batch holds on one stage (not rank), from its forward to its backward."""
         if rows == 0:
             return 0
         # The first term is the rotary embedding's frequencies.
@@ -168,21 +162,18 @@ class MemoryModel:
     def input_bytes(self, parts: StageParts, rows: int, index: int) -> int:
         """Positions, tokens, labels and the index of keys, which a rank holds for the whole step.
 
-        Args:
-            parts: of the rank.
-            rows: of the rank, padding included.
-            index: number of keys that are put in order, 0 where a rank's rows are its keys.
+        ``index`` is the number of keys that are put in order, 0 where a rank's rows are its keys.
         """
         return 8 * (rows * (1 + parts.embedding + parts.head) + index)
 
     def boundary_bytes(self, rows: int) -> int:
-        """What a micro-batch of ``rows`` rows on the rank sends to a neighbouring stage."""
+        """What a micro-batch sends to a neighbouring stage."""
         return rows // self.mesh.tensor * self.shape.dim * self._width
 
     def kept_keys_bytes(self, parts: StageParts, rows: int, recompute: Recompute) -> int:
-        """Keys and values that later slices read, as far as :meth:`micro_batch_bytes` lacks them.
+        """Keys and values that later slices read and that :meth:`micro_batch_bytes` lacks.
 
-        That is 0 unless whole layers are recomputed, because autograd saves them anyway.
+        That is 0 unless whole layers are recomputed, because autograd saves them otherwise.
         """
         if recompute != "full":
             return 0
@@ -198,26 +189,20 @@ class MemoryModel:
     def transient_bytes(
         self,
         parts: StageParts,
-        rows: int,
-        keys: int,
+        rows: _Sizes,
+        keys: _Sizes,
         recompute: Recompute = "none",
-        segments: int = 1,
-    ) -> int:
-        """Most that lives only inside one pass of such a micro-batch on a stage.
+        segments: _Sizes | int = 1,
+    ) -> _Sizes:
+        """Most that lives only inside one pass of a micro-batch on a stage.
 
         Args:
-            parts: of the stage.
-            rows: of the rank, padding included.
+            parts: what the stage owns.
+            rows: one number, or int64 [micro-batches], as are ``keys``, ``segments`` and the bytes.
             keys: that the rank's attention reads.
-            recompute: of the micro-batch.
+            recompute: what the micro-batches recompute.
             segments: of the rank's attention.
         """
-        return int(self.transient_bytes_of_all(parts, rows, keys, recompute, segments))
-
-    def transient_bytes_of_all(
-        self, parts: StageParts, rows: _Sizes, keys: _Sizes, recompute: Recompute, segments: _Sizes
-    ) -> _Sizes:
-        """:meth:`transient_bytes` of many micro-batches that recompute the same, as int64."""
         most: _Sizes = parts.head * self._head_transient_bytes(rows)
         for layer, count in zip(self.shape.kinds, parts.layers, strict=True):
             if count:
@@ -226,14 +211,19 @@ class MemoryModel:
         return most
 
     def _head_transient_bytes(self, rows: _Sizes) -> _Sizes:
-        """Of one chunk the logits; their gradient, for half types; that of the matrix (loss.py)."""
+        """A chunk's logits, their gradient for half types, and the gradient of the matrix."""
         words = self.shape.vocab_size // self.mesh.tensor
         logits: _Sizes = np.minimum(rows, chunk_rows(words, self.accelerator)) * words
         narrow = self._width if self._width < self._wide else 0
         return (self._wide + narrow) * (logits + words * self.shape.dim)
 
     def _transient_bytes(
-        self, layer: LayerShape, rows: _Sizes, keys: _Sizes, recompute: Recompute, segments: _Sizes
+        self,
+        layer: LayerShape,
+        rows: _Sizes,
+        keys: _Sizes,
+        recompute: Recompute,
+        segments: _Sizes | int,
     ) -> _Sizes:
         width, size = self._width, self.mesh.tensor
         result = (recompute != "none") * self._feed_forward_half(layer, rows)
@@ -252,7 +242,7 @@ class MemoryModel:
         return result + most + 2 * rows * self.shape.dim * width
 
     def _kernel_bytes(
-        self, layer: LayerShape, rows: _Sizes, keys: _Sizes, segments: _Sizes
+        self, layer: LayerShape, rows: _Sizes, keys: _Sizes, segments: _Sizes | int
     ) -> _Sizes:
         """What the kernel's backward adds gradients up in, beside the gradients themselves.
 
@@ -321,22 +311,26 @@ class MemoryModel:
     ) -> int:
         """What a rank holds where all micro-batches of a step are equally long.
 
+        Each is taken to be one document in equal shares: of T tokens a rank then reads
+        T·(1 + 1/(2·CP)) keys, without context parallelism T.
+
         Args:
-            parts: of the rank, all its stages together.
+            parts: what the rank owns, all its stages together.
             open_micro_batches: most stage passes whose activations the schedule holds at once.
-            rows: of each micro-batch on the rank, padding included.
+            rows: of each micro-batch.
             micro_batches: how many the step has; the inputs of all of them are in memory.
-            recompute: of each.
+            recompute: what each recomputes.
         """
-        keys = self.most_keys(rows)
-        index = keys if self.mesh.context > 1 else 0
+        ranks = self.mesh.context
+        keys = rows if ranks == 1 else rows * ranks + rows // 2
+        index = keys if ranks > 1 else 0
         # Beyond the first stage, two gradients on their way to the stage before.
         sent = 0 if parts.embedding else 2 * self.boundary_bytes(rows)
         return (
             self.state_bytes(parts)
             + open_micro_batches * self.micro_batch_bytes(parts, rows, recompute)
             + micro_batches * self.input_bytes(parts, rows, index)
-            + self.transient_bytes(parts, rows, keys, recompute)
+            + int(self.transient_bytes(parts, rows, keys, recompute))
             + sent
         )
 
@@ -350,15 +344,8 @@ class MemoryModel:
     ) -> int:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 
-        The open micro-batches of a stage are all taken to be as long (WLB-LLM §4, Hydraulis
-        App. B.1 MaxLen): :meth:`rank_bytes`.
-
-        Args:
-            parts: of the rank, all its stages together.
-            open_micro_batches: most stage passes whose activations the schedule holds at once.
-            usable: bytes of the device that may be filled.
-            micro_batches: how many the step has.
-            recompute: of each.
+        All micro-batches are taken to be as long (WLB-LLM §4, Hydraulis App. B.1 MaxLen). The
+        arguments are those of :meth:`rank_bytes`, and the bytes that may be filled.
 
         Returns:
             0 where not even the state fits.
@@ -374,11 +361,3 @@ class MemoryModel:
             ),
         )
         return units * size * self.mesh.context
-
-    def most_keys(self, rows: int) -> int:
-        """Keys that a rank's segments read of a micro-batch that is one document of equal shares.
-
-        Of T tokens that is T·(1 + 1/(2·CP)); without context parallelism it is T.
-        """
-        ranks = self.mesh.context
-        return rows if ranks == 1 else rows * ranks + rows // 2

@@ -41,12 +41,12 @@ class AttentionTable:
     the tile; backward counts 2.5 times the forward's.
 
     Args:
-        head_dim: width of one head, in elements.
+        head_dim: width of one head.
         tile: queries that the kernel rounds a segment up to; 1 where it does not.
         queries: queries of a segment, ascending.
         keys_per_query: keys of a segment over its queries, ascending from 1.
         forward: FLOP/s of the forward pass, [queries][keys_per_query].
-        backward: FLOP/s of the backward pass, likewise.
+        backward: FLOP/s of the backward pass, [queries][keys_per_query].
         call_ns: time of a kernel call besides its segments, (forward, backward).
     """
 
@@ -71,6 +71,29 @@ class AttentionTable:
                 )
             for row in table:
                 _check_positive(f"attention.{name}", row)
+
+    def inverse_rates(self, queries: Integers, keys: Integers) -> _Floats:
+        """Seconds per FLOP of segments; beyond an end of the table they are as at that end.
+
+        Args:
+            queries: int64 [segments].
+            keys: int64 [segments].
+
+        Returns:
+            float64 [2 (forward, backward), segments].
+        """
+        inverse = _inverse(self.forward, self.backward)
+        row, row_weight = _cell(queries.astype(np.float64), self.queries)
+        column, column_weight = _cell(keys / queries, self.keys_per_query)
+        next_row = np.minimum(row + 1, inverse.shape[1] - 1)
+        next_column = np.minimum(column + 1, inverse.shape[2] - 1)
+        low, high = (
+            inverse[:, at, column] * column_weight
+            + inverse[:, at, next_column] * (1.0 - column_weight)
+            for at in (row, next_row)
+        )
+        result: _Floats = low * row_weight + high * (1.0 - row_weight)
+        return result
 
 
 @dataclass(frozen=True)
@@ -97,6 +120,24 @@ class LinearTable:
                 )
             _check_positive(name, values)
 
+    def seconds(self, flops: int, rows: int, *, backward: bool) -> float:
+        """Time of so many FLOPs on so many rows."""
+        if rows == 0 or flops == 0:
+            return 0.0
+        rates = self.backward if backward else self.forward
+        if rows < self.rows[0]:
+            return flops / rows * self.rows[0] / rates[0]
+        return flops * self._inverse_rate(rows, rates)
+
+    def _inverse_rate(self, rows: int, rates: tuple[float, ...]) -> float:
+        axis = self.rows
+        if rows >= axis[-1]:
+            return 1.0 / rates[-1]
+        index = next(number for number in range(len(axis) - 1) if rows < axis[number + 1])
+        low, high = 1.0 / axis[index], 1.0 / axis[index + 1]
+        weight = (1.0 / rows - high) / (low - high)
+        return weight / rates[index] + (1.0 - weight) / rates[index + 1]
+
 
 @dataclass(frozen=True)
 class ActionOverhead:
@@ -114,11 +155,11 @@ class ActionOverhead:
     parameter_ns: float = 0.0
 
     def __add__(self, other: ActionOverhead) -> ActionOverhead:
-        return ActionOverhead(
-            ns=(self.ns[0] + other.ns[0], self.ns[1] + other.ns[1]),
-            row_ns=(self.row_ns[0] + other.row_ns[0], self.row_ns[1] + other.row_ns[1]),
-            parameter_ns=self.parameter_ns + other.parameter_ns,
-        )
+        def add(one: tuple[float, float], two: tuple[float, float]) -> tuple[float, float]:
+            return one[0] + two[0], one[1] + two[1]
+
+        parameter_ns = self.parameter_ns + other.parameter_ns
+        return ActionOverhead(add(self.ns, other.ns), add(self.row_ns, other.row_ns), parameter_ns)
 
 
 @dataclass(frozen=True)
@@ -146,7 +187,7 @@ class Profile:
     """One device and the links around it, in one dtype.
 
     Args:
-        name: the name of the profile in reports.
+        name: the profile's name in reports.
         device: the processor's model.
         device_type: ``"cpu"`` or ``"cuda"``.
         dtype: the dtype of the work: ``"bfloat16"``, ``"float32"``, ...
@@ -324,27 +365,6 @@ def _check_positive(name: str, values: Sequence[float]) -> None:
         raise ValueError(f"device profile: {name}={values} must be above 0.")
 
 
-def inverse_rates(table: AttentionTable, queries: Integers, keys: Integers) -> _Floats:
-    """Seconds per FLOP of segments, bilinear over 1/queries and 1/(keys per query).
-
-    Beyond the table's last queries or keys the rate stays what it is there.
-
-    Returns:
-        float64 [2, segments]: of forward and of backward.
-    """
-    inverse = _inverse(table.forward, table.backward)
-    row, row_weight = _cell(queries.astype(np.float64), table.queries)
-    column, column_weight = _cell(keys / queries, table.keys_per_query)
-    next_row = np.minimum(row + 1, inverse.shape[1] - 1)
-    next_column = np.minimum(column + 1, inverse.shape[2] - 1)
-    low, high = (
-        inverse[:, at, column] * column_weight + inverse[:, at, next_column] * (1.0 - column_weight)
-        for at in (row, next_row)
-    )
-    result: _Floats = low * row_weight + high * (1.0 - row_weight)
-    return result
-
-
 def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
     """The axis point at or below each value, and its weight by 1/value; 0 weight at the next."""
     points, inverse = _points(axis)
@@ -359,7 +379,7 @@ def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
 
 @lru_cache(maxsize=64)
 def _inverse(*tables: tuple[tuple[float, ...], ...]) -> _Floats:
-    """1/rate of tables of equal axes."""
+    """1/rate of tables with equal axes, float64 [tables, ...]."""
     inverse: _Floats = 1.0 / np.array(tables, dtype=np.float64)
     return inverse
 
@@ -369,13 +389,3 @@ def _points(axis: tuple[float, ...]) -> tuple[_Floats, _Floats]:
     """An axis and its inverse."""
     points = np.array(axis, dtype=np.float64)
     return points, 1.0 / points
-
-
-def inverse_rate_of_rows(value: int, axis: tuple[int, ...], rates: tuple[float, ...]) -> float:
-    """1/rate at ``value``, linear over 1/value between the points of the axis."""
-    if value >= axis[-1]:
-        return 1.0 / rates[-1]
-    index = next(number for number in range(len(axis) - 1) if value < axis[number + 1])
-    low, high = 1.0 / axis[index], 1.0 / axis[index + 1]
-    weight = (1.0 / value - high) / (low - high)
-    return weight / rates[index] + (1.0 - weight) / rates[index + 1]

@@ -28,7 +28,7 @@ class LayerShape:
     Args:
         heads: query heads.
         kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
-        head_dim: width of a query and of a key of one head.
+        head_dim: width of one head's query and key.
         value_dim: width of a value of one head; ``head_dim`` in most models.
         attention_parameters: elements of the matrices before and after attention.
         feed_forward_parameters: elements of the matrices that a token meets in the feed-forward
@@ -58,7 +58,7 @@ class LayerShape:
 
     @property
     def head_width(self) -> int:
-        """Of keys and values in the kernel and on their way: the narrower ones are padded."""
+        """Width of keys and values in the kernel and in messages; narrower ones are padded."""
         return max(self.head_dim, self.value_dim)
 
     def gated_width(self, dim: int) -> int:
@@ -72,22 +72,20 @@ class ModelShape:
 
     The first eight are those of a plain decoder: layers all alike, with a gated feed-forward
     network. :meth:`of_layers` describes any other by its layers: where windows, heads or parameters
-    differ between them, in a mixture of experts, or where values are narrower than keys.
+    differ between them, in a mixture of experts, or where values are narrower than keys. There the
+    first eight are the largest over the layers.
 
     Args:
         dim: width of the residual stream.
         layers: number of decoder layers.
-        heads: query heads; of layers that differ, the most.
-        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``); of
-            layers that differ, the most.
-        head_dim: width of one head; of layers that differ, the most.
-        ffn_dim: hidden width of the gated feed-forward network (three matrices); of layers that
-            differ, the most, each taken as a gated network of as many parameters, rounded down.
+        heads: query heads.
+        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
+        head_dim: width of one head.
+        ffn_dim: hidden width of the gated feed-forward network (three matrices); another network
+            counts as a gated one of as many parameters, rounded down.
         vocab_size: rows of the output projection; 0 leaves the output projection out.
-        sliding_window: most keys that a query sees, its own included; None for no bound. Of layers
-            that differ, the widest.
-        layer_shapes: of each layer, where they are not those of a plain decoder. Make such a shape
-            by :meth:`of_layers`, which sets the fields above by it.
+        sliding_window: most keys that a query sees, its own included; None for no bound.
+        layer_shapes: the shape of each layer, where :meth:`of_layers` has set it.
 
     Raises:
         ValueError: a size is not a whole number of at least 1 (``vocab_size``: 0), ``heads`` is not
@@ -151,7 +149,7 @@ class ModelShape:
         return [*heads, *plain, ("vocab_size", self.vocab_size)]
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Whether the model can be split over ``size`` tensor-parallel ranks.
+        """Refuse tensor parallelism over a number of ranks that the model cannot be split over.
 
         Raises:
             ValueError: naming the size that does not divide, and what would.
@@ -206,7 +204,7 @@ def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -
 
 
 def _summary(dim: int, layers: Sequence[LayerShape]) -> dict[str, Any]:
-    """What a ModelShape says of layers that differ."""
+    """The fields of a ModelShape whose layers differ."""
     return {
         "layers": len(layers),
         **{name: max(getattr(layer, name) for layer in layers) for name in _MOST},
@@ -219,5 +217,5 @@ _MOST = ("heads", "kv_heads", "head_dim")
 
 
 def window_width(window: int | None) -> float:
-    """For comparing windows: None, no bound, is the widest."""
+    """A window as a number to compare: None, no bound, is the widest."""
     return inf if window is None else window

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.cost.communication import communicators, communicators_elsewhere
+from lightning_wlb.cost.communication import communicators, heterogeneous_communicators
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
@@ -84,7 +84,7 @@ class PlanningContext:
         if self.profile is None:
             return None
         mesh, per_node = self.rank.mesh, self.profile.devices_per_node
-        elsewhere = communicators_elsewhere(self.schemes, per_node)
+        elsewhere = heterogeneous_communicators(self.schemes, per_node)
         return Predictor(
             LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype),
             self.stages,

@@ -116,7 +116,7 @@ class StepMemory:
             alike = modes == number
             rows, keys, segments = sizes[alike].T
             of_parts = {
-                parts: self.model.transient_bytes_of_all(parts, rows, keys, MODES[number], segments)
+                parts: self.model.transient_bytes(parts, rows, keys, MODES[number], segments)
                 for parts in set(self.parts)
             }
             inside[alike] = np.stack([of_parts[parts] for parts in self.parts], axis=1)

@@ -174,23 +174,6 @@ def test_work_as_data_is_the_work_of_the_shape(tokens, context, window) -> None:
 
 
 @pytest.mark.parametrize(
-    ("coefficients", "message"),
-    [
-        ((0, 1), "per_token=0, but it must be at least 1"),
-        ((1, -1), "per_pair=-1, but it must be at least 0"),
-        ((1, 1.5), "per_pair=1.5 is of type float"),
-        ((1, 1, 0), "window=0, but it must be at least 1"),
-        ((1, 1, None, ((0, 1),)), "narrower window=0, but it must be at least 1"),
-        ((1, 1, 5, ((5, 1),)), "give windows that ascend, all below window"),
-        ((1, 1, None, ((5, 1), (4, 1))), "give windows that ascend"),
-    ],
-)
-def test_impossible_work_is_refused(coefficients, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        PassWork(*coefficients)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"dim": 0}, "dim=0, but it must be at least 1"),

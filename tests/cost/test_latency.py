@@ -17,7 +17,6 @@ from lightning_wlb.cost.profile import (
     LinearTable,
     Link,
     Profile,
-    inverse_rates,
 )
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
@@ -125,10 +124,10 @@ def test_the_rate_is_exact_for_times_affine_in_queries_times_keys() -> None:
         128, 1, (16, 64), ratios, *(tuple(tuple(rate(q, r) for r in ratios) for q in (16, 64)),) * 2
     )
     for keys in (16, 20, 50, 128):
-        found, _ = inverse_rates(table, np.array([16]), np.array([keys]))
+        found, _ = table.inverse_rates(np.array([16]), np.array([keys]))
         assert found[0] == pytest.approx(1 / rate(16, keys / 16), rel=1e-12)
     # Beyond the table nothing is extrapolated.
-    far, _ = inverse_rates(table, np.array([6400]), np.array([6400 * 100]))
+    far, _ = table.inverse_rates(np.array([6400]), np.array([6400 * 100]))
     assert far[0] == pytest.approx(1 / rate(64, 8.0), rel=1e-12)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.cost.communication import communicators, communicators_elsewhere
+from lightning_wlb.cost.communication import communicators, heterogeneous_communicators
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
@@ -129,7 +129,7 @@ def test_the_longest_micro_batch_fits_and_one_more_row_does_not(
     tokens = memory.longest_micro_batch(parts, 4, available, 6, recompute)
 
     def total(rows: int) -> int:
-        keys = memory.most_keys(rows)
+        keys = rows if mesh.context == 1 else rows * mesh.context + rows // 2
         inputs = memory.input_bytes(parts, rows, keys if mesh.context > 1 else 0)
         return (
             memory.state_bytes(parts)
@@ -262,12 +262,12 @@ def test_steps_elsewhere_take_the_groups_of_every_strategy() -> None:
     """On the rank that is in most of them, and those over which parameters travel once."""
     pairs = tuple(Scheme(first, (2, 2)) for first in (0, 2))
     mixed = (Scheme(0, (4,), context=2), Scheme(2, (4,)), Scheme(3, (4,)))
-    assert communicators_elsewhere([], 4) == 0
+    assert heterogeneous_communicators([], 4) == 0
     # Two channels, and the pair of pipelines that may share micro-batches; all ranks.
-    assert communicators_elsewhere([pairs], 4) == 2 + 1 + 1
-    assert communicators_elsewhere([pairs], 2) == 2 + 1 + 2, "a rail and a node"
-    assert communicators_elsewhere([pairs, mixed], 2) == 2 + 1 + 1 + 2
-    assert communicators_elsewhere([(Scheme(0, (1, 3), 2, 2),)], 8) == 2 + 1 + 1 + 1
+    assert heterogeneous_communicators([pairs], 4) == 2 + 1 + 1
+    assert heterogeneous_communicators([pairs], 2) == 2 + 1 + 2, "a rail and a node"
+    assert heterogeneous_communicators([pairs, mixed], 2) == 2 + 1 + 1 + 2
+    assert heterogeneous_communicators([(Scheme(0, (1, 3), 2, 2),)], 8) == 2 + 1 + 1 + 1
 
 
 def test_sums_that_travel_narrower_are_copied_for_it() -> None:

@@ -210,7 +210,7 @@ def test_the_slowest_replica_decides_and_data_parallelism_synchronises() -> None
     assert first.busy_ns == alone.simulations[0].busy_ns
     # The first unit of 10 is gathered before anything runs, the last one reduced after everything.
     traffic = model.traffic
-    assert traffic.units == (10,)
+    assert traffic.buckets == (10,)
     assert first.begin_ns == traffic.gather[0] // 10 > 0
     assert first.compute_ns == first.begin_ns + first.busy_ns[0]
     assert first.synchronisation_ns == traffic.reduce[0] // 10 + traffic.optimise
