@@ -30,12 +30,12 @@ from rich.console import Console
 
 from lightning_wlb.arguments import flag, whole
 from lightning_wlb.callbacks import imbalance
-from lightning_wlb.callbacks.by_schemes import ByStrategy
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
 from lightning_wlb.callbacks.run_summary import (
     LEVELS,
+    ByStrategy,
     Records,
     StepRecord,
     ranks_in_words,

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from lightning_wlb.callbacks.imbalance import Imbalance, Level
+from lightning_wlb.callbacks.imbalance import Imbalance, Level, Timings, micro_batch_seconds
 from lightning_wlb.mesh import AXES
+from lightning_wlb.plan import Schemes
+from lightning_wlb.prediction.step import StepPrediction
 
 LEVELS = (
     *Imbalance._fields,
@@ -286,3 +288,62 @@ def _delay(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
 
 def _shown(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.3f}"
+
+
+class ByStrategy:
+    """How often each strategy was taken, and how long a rank of each of its pipelines computes.
+
+    The seconds are of one rank, its pipeline's stages taken as even, since they are what a strategy
+    balances: waiting for neighbours and parameters is in the step's time alone.
+
+    Args:
+        strategies: the mesh's own pipelines, and those of every other strategy.
+    """
+
+    def __init__(self, strategies: Sequence[Schemes]) -> None:
+        self.strategies = tuple(strategies)
+        # Seconds, predicted seconds and micro-batches of each pipeline, summed over steps.
+        self._sums = [np.zeros((3, len(each))) for each in strategies]
+
+    def number(self, strategy: Schemes) -> int:
+        """The number of a plan's strategy."""
+        return self.strategies.index(strategy, 1) if strategy else 0
+
+    def add(
+        self,
+        number: int,
+        timings: Timings,
+        counts: Sequence[int],
+        predicted: StepPrediction | None,
+    ) -> None:
+        """Take in a step: its pipelines' timings and micro-batch counts, and its prediction."""
+        stages = np.array([len(scheme.stages) for scheme in self.strategies[number]])
+        expected = np.nan if predicted is None else predicted.work_ns.sum(axis=1) / 1e9 / stages
+        self._sums[number][0] += micro_batch_seconds(timings).sum(axis=1) / stages
+        self._sums[number][1] += expected
+        self._sums[number][2] += counts
+
+    def report(self, records: Records) -> list[dict[str, Any]]:
+        """What :meth:`.ImbalanceMonitor.strategies` returns."""
+        found = []
+        for number, (strategy, sums) in enumerate(zip(self.strategies, self._sums, strict=True)):
+            summary = records.summary(number)
+            if not summary["steps"]:
+                continue
+            means = sums / (summary["timed_steps"] or np.nan)
+            pipelines = [
+                {
+                    "ranks": [scheme.first, scheme.ranks.stop - 1],
+                    "pipeline": len(scheme.stages),
+                    "context": scheme.context,
+                    "tensor": scheme.tensor,
+                    "compute_seconds": seconds,
+                    "compute_seconds_predicted": predicted,
+                    "micro_batches": micro_batches,
+                }
+                for scheme, (seconds, predicted, micro_batches) in zip(
+                    strategy, means.T.tolist(), strict=True
+                )
+            ]
+            found.append({"strategy": number, **summary, "pipelines": pipelines})
+        return found

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_wlb.callbacks.imbalance import Level
-from lightning_wlb.callbacks.run_summary import COLUMNS, Records, StepRecord
+from lightning_wlb.callbacks.run_summary import COLUMNS, ByStrategy, Records, StepRecord
+from lightning_wlb.plan import Scheme
 
 
 def record(
@@ -123,3 +124,13 @@ def test_predictions_stand_beside_measurements_of_the_same_steps():
     without = Records(devices=1)
     without.add(record())
     assert math.isnan(without.summary()["seconds_per_step_predicted"])
+
+
+def test_a_strategy_that_was_never_timed_has_no_times() -> None:
+    records, by_strategy = Records(devices=2, warm_up_steps=1), ByStrategy([(Scheme(0, (2, 2)),)])
+    assert not records.add(record(), 0)
+    (found,) = by_strategy.report(records)
+    (pipeline,) = found["pipelines"]
+    assert (found["steps"], found["timed_steps"], pipeline["ranks"]) == (1, 0, [0, 1])
+    assert math.isnan(pipeline["compute_seconds"])
+    assert math.isnan(found["seconds_per_step"])
