@@ -50,9 +50,9 @@ from lightning_wlb.plan import (
     Shape,
     schemes_of,
 )
-from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, Rules
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, Rules
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
-from lightning_wlb.planning.plan_scoring import ProfileScorer
+from lightning_wlb.planning.plan_scoring import Placement, ProfileScorer
 from lightning_wlb.planning.planner import Planner
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor

@@ -30,7 +30,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.plan_scoring import WorkScorer
-from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
+from lightning_wlb.planning.replica_plans import replica_plan
 
 RANKS = 16
 PACKAGES = ("verl", "megatron-core>=0.16,<0.17")
@@ -95,7 +95,7 @@ def _verl(module: Any, batches: list[list[int]], cap: int) -> dict[str, float]:
         parts.sort(key=lambda part: (sum(weights[index] for index in part), part[0]), reverse=True)
         parts = parts[::2][::-1] + parts[1::2]
         packs = [[Slice(index, 0, 0, batch[index]) for index in part] for part in parts]
-        replica = replica_plan(packs, 0, to_be_laid_out("per_sequence"))
+        replica = replica_plan(packs, 0, "per_sequence")
         total = loads_of(REFERENCE_WORK.total, replica)
         spent += scorer([replica]).time
         work += sum(total)

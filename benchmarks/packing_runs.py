@@ -21,9 +21,7 @@ from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.planning.global_batches import GlobalBatches
-from lightning_wlb.planning.packing.base import Placement
-from lightning_wlb.planning.plan_scoring import WorkScorer
-from lightning_wlb.planning.replica_plans import to_be_laid_out
+from lightning_wlb.planning.plan_scoring import Placement, WorkScorer
 
 STAGES = 4
 WARM = 50  # steps of 4 windows before the first that is measured
@@ -64,7 +62,7 @@ def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
         # The last global batch of an epoch is short.
         if drain or not any(groups) or arrivals.exhausted:
             return
-        replicas = packer.replicas(groups, Placement(mesh, to_be_laid_out("per_sequence")))
+        replicas = packer.replicas(groups, Placement(mesh, "per_sequence"))
         seconds = time.process_time() - begin
         yield Step(number, [piece for group in groups for piece in group], replicas, seconds)
         number += 1

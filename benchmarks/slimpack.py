@@ -41,10 +41,11 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.dealing import deal_capped
-from lightning_wlb.planning.dp_merge import OVERHEAD_PERCENT, merge_pieces
+from lightning_wlb.planning.dp_merge import merge_pieces
 from lightning_wlb.planning.plan_scoring import WorkScorer
-from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out, whole
+from lightning_wlb.planning.replica_plans import replica_plan, whole
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
+from lightning_wlb.planning.tuning import SHARING_OVERHEAD_PERCENT
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.programs import program_of
@@ -162,7 +163,7 @@ def measure(count: int, window: int, steps: int, seeds: Sequence[int]) -> dict[s
                 seconds = time.process_time() - begin
                 name = f"slim {multiple}·N" + ("" if cap == 1 else f", cap {cap:g}·C")
                 made = method(name + (", tapered" if taper else ""))
-                made.add(replica_plan(packs, 0, to_be_laid_out("per_sequence")), len(pieces))
+                made.add(replica_plan(packs, 0, "per_sequence"), len(pieces))
                 made.milliseconds.append(1e3 * seconds)
         for name, (packing, cap) in PLANNED.items():
             data = DataSettings(
@@ -218,7 +219,7 @@ def unsliced(pieces: list[Piece], count: int, window: int) -> list[ReplicaPlan]:
             groups, carried = deal_capped(pieces, int(multiple * count), cap, TOTAL)
             if not carried:
                 packs = [[whole(piece) for piece in group] for group in groups if group]
-                plans.append(replica_plan(packs, 0, to_be_laid_out("per_sequence")))
+                plans.append(replica_plan(packs, 0, "per_sequence"))
     return plans
 
 
@@ -227,9 +228,7 @@ def sliced(pieces: Sequence[Piece], replicas: int, packs: int, window: int) -> l
     dealt = merge_pieces(pieces, replicas, TOTAL, 0)
     counts = share_packs(dealt.loads, packs)
     return [
-        replica_plan(
-            slice_pieces(own, packs, window, TOTAL), number, to_be_laid_out("per_sequence")
-        )
+        replica_plan(slice_pieces(own, packs, window, TOTAL), number, "per_sequence")
         for number, (own, packs) in enumerate(zip(dealt.own, counts, strict=True))
     ]
 
@@ -307,7 +306,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     reached = targets(rows)
     reached.append(Target(f"DP {many} over DP {few}", 1.005, dealt[str(many)] / dealt[str(few)]))
     best = merged["balance"]["best alpha of each step"]
-    reached.append(Target(f"DP-Merge, balance with {OVERHEAD_PERCENT} % overhead", 1.13, best))
+    reached.append(
+        Target(f"DP-Merge, balance with {SHARING_OVERHEAD_PERCENT} % overhead", 1.13, best)
+    )
     return {
         "benchmark": "slimpack",
         **{name: value for name, value in vars(arguments).items() if name != "save"},

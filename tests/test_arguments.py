@@ -109,9 +109,6 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (data, {"sharding": "per_page"}, "sharding='per_page' is not one of adaptive, "),
     (data, {"cap": 40.5}, "cap=40.5 is of type float"),
     (data, wlb(queues=1.5), "queues=1.5"),
-    (data, wlb(thresholds=20), "thresholds=20 is of type int. Give a sequence"),
-    (data, wlb(thresholds="20"), "thresholds='20' is of type str. Give a sequence"),
-    (data, wlb(thresholds=[2.5]), "thresholds=2.5 is of type float"),
     (data, {"packing": {"queues": 2}}, "names no method. Write it as in"),
     (data, {"long_documents": "drop"}, "long_documents='drop' is not one of split"),
     (data, {"seed": 0.5}, "seed=0.5"),
@@ -202,12 +199,9 @@ def test_a_mistake_is_answered_where_it_is_made(
 def test_numbers_of_numpy_are_taken_and_become_pythons() -> None:
     """Else they would be in checkpoints, which are of plain types."""
     five = np.int64(5)
-    settings = data(
-        context_window=five, max_tokens=five, **wlb(thresholds=np.array([2, 3]))
-    ).settings
+    settings = data(context_window=five, max_tokens=five, **wlb(queues=np.int64(3))).settings
     assert [type(each) for each in (settings.context_window, settings.max_tokens)] == [int, int]
-    assert settings.packing_choice.options.thresholds == (2, 3)
-    assert type(settings.packing_choice.options.thresholds[0]) is int
+    assert type(settings.packing_choice.options.queues) is int
     assert type(data(validation_documents=np.int32(1)).validation_documents) is int
     shape = config(dim=np.int64(64), norm_eps=np.float32(1e-6))
     assert (type(shape.dim), type(shape.norm_eps)) == (int, float)

@@ -157,38 +157,20 @@ def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
     return [sorted(indices) for indices in dealt]
 
 
-def deal_micro_batches(
-    micro_batches: Sequence[list[Piece]], replicas: int, work: Callable[[int], int], how: Deal
-) -> list[list[list[Piece]]]:
-    """Deal the micro-batches that are not empty, as they are.
-
-    Args:
-        micro_batches: pieces of each.
-        replicas: number of replicas.
-        work: cost of a piece from its tokens.
-        how: :func:`round_robin` or :func:`heaviest_first`.
-
-    Returns:
-        For each replica its micro-batches, in the order in which they were given.
-    """
-    filled = [pieces for pieces in micro_batches if pieces]
-    works = [sum(work(piece.tokens) for piece in pieces) for pieces in filled]
-    return [[filled[index] for index in indices] for indices in how(works, replicas)]
-
-
-TRIALS = 100  # of the paper's experiments
+TRIALS = 100  # random orders, as in the experiments of Hydraulis
 
 Costs = Sequence[Sequence[int | None]]
-"""Of each piece, on each pipeline: forward and backward on one stage; None where it cannot run."""
+"""[piece][pipeline]: what forward and backward cost on one stage; None where it cannot run."""
 
 
 def deal_greedily(
     costs: Costs, stages: Sequence[int], trials: int = TRIALS, seed: int = 0
 ) -> list[list[int]]:
-    """Algorithm 1: greedy dealing in random order, the best of many trials.
+    """Deal pieces one by one in random order, each where the largest bound grows least.
 
-    All trials run at once. Of pipelines after which the largest bound is the same, the paper takes
-    the first; this takes the one whose own bound is least, which keeps more open.
+    This is Hydraulis' Algorithm 1; the best of many random orders stays. All of them run at once.
+    Of pipelines after which the largest bound is the same, the paper takes the first; this takes
+    the one whose own bound is least, which keeps more open.
 
     Args:
         costs: of each piece on each pipeline.

@@ -26,8 +26,7 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import deal, longest_first
 from lightning_wlb.planning.replica_plans import Shared
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
-
-OVERHEAD_PERCENT = 10  # extra work, over all replicas, of a piece that they share
+from lightning_wlb.planning.tuning import SHARING_OVERHEAD_PERCENT
 
 Members = tuple[int, ...]
 
@@ -96,7 +95,7 @@ def merge_pieces(
 
 def shared_work(work: int, members: int) -> int:
     """Work of each of the replicas that share a piece, the overhead of sharing included."""
-    return work * (100 + OVERHEAD_PERCENT) // (100 * members)
+    return work * (100 + SHARING_OVERHEAD_PERCENT) // (100 * members)
 
 
 def own_work(merged: Merged, work: Callable[[int], int]) -> list[int]:
@@ -118,10 +117,8 @@ def _size(holders: int, piece_work: int, total: int, replicas: int, per_capacity
     """Replicas that share a piece: the least power of two that hold it and are within alpha."""
     if holders == 1 and piece_work * per_capacity * replicas <= total:
         return 1
+    parts = piece_work * (100 + SHARING_OVERHEAD_PERCENT) * per_capacity * replicas
     size = 2
-    while 2 * size <= replicas and (
-        size < holders
-        or piece_work * (100 + OVERHEAD_PERCENT) * per_capacity * replicas > 100 * size * total
-    ):
+    while 2 * size <= replicas and (size < holders or parts > 100 * size * total):
         size *= 2
     return size if size <= replicas else 1

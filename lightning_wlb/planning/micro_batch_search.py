@@ -1,19 +1,19 @@
-"""The ways in which one replica's pieces can become micro-batches, and a search among them.
+"""The search of ``auto``: how many micro-batches one replica's pieces become, and of which kind.
 
-A way is whole pieces in as few micro-batches as they need; or, for a number M of micro-batches
-between half of a nominal number and sixteen times it (SlimPack §5.1), whole pieces in M, slices in
-M equal MicroPacks, slices in tapered ones (:mod:`~lightning_wlb.planning.slicing`), or long pieces
-cut apart from each other (:mod:`~lightning_wlb.planning.slicing`). Where the schedule runs no
-slices (GPipe), there are whole pieces only.
+A candidate is whole pieces in as few micro-batches as they need; or, for a number M of
+micro-batches between half of a nominal number and sixteen times it (SlimPack §5.1), whole pieces in
+M, slices in M equal MicroPacks, slices in tapered ones, or long pieces cut apart from each other
+(:mod:`~lightning_wlb.planning.slicing`). Where the schedule runs no slices (GPipe), there are
+candidates of whole pieces only.
 
-Trying all ways would be slow. But the step's length falls with M, as the pipeline fills faster, and
-then rises, as every action costs something of its own. So the search begins at six times the
-nominal number with tapered micro-batches, looks at the next smaller and the next larger number, and
-goes on where the step gets shorter. Where one of these plans exceeds the scorer's limit, or where
-pieces cut apart make the step 1 % shorter, as they need less recomputation, it goes on from there
-with such. At the M where it ends it tries the other kinds; whole pieces only where none has more
-work than 1.5 micro-batches of M. What exceeds the limit is worse than all that does not, and the
-more so the more it does.
+Trying all would be slow. But the step's length falls with M, as the pipeline fills faster, and then
+rises, as every action costs something of its own. So the search begins at six times the nominal
+number with tapered micro-batches, looks at the next smaller and the next larger number, and goes on
+where the step gets shorter. Where one of these plans exceeds the memory limit, or where pieces cut
+apart make the step 1 % shorter, as they need less recomputation, it goes on from there with such.
+At the M where it ends it tries the other kinds; whole pieces only where none has more work than 1.5
+micro-batches of M. A candidate that exceeds the limit is worse than any that does not, and the more
+so the more it does.
 
 Where a device is known, and an action may cost much, whole pieces are also tried as ``best_fit``
 packs them: full micro-batches, and what is left in a last one, for which a pipeline waits little.
@@ -24,10 +24,10 @@ apart are also tried in more, which need less of it. Of those within 2 % of the 
 one with the fewest micro-batches is taken: a prediction is no better than that, and what every
 micro-batch costs beside its model it may not know in full.
 
-Cost: 7 to 10 ways, one more where a device is known, each O(P·log P + M·stages) for P pieces; on
-one stage 4, and about ten more where memory is short. Where
-times do not fall and rise so, it finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks
-for cases where another packing is better.
+Cost: 7 to 10 candidates, one more where a device is known, each O(P·log P + M·stages) for P pieces;
+on one stage 4, and about ten more where memory is short. Where times do not fall and rise so, it
+finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is
+better.
 """
 
 from __future__ import annotations
@@ -38,16 +38,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_wlb.cost.flops import PassWork
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
 from lightning_wlb.planning.dealing import deal_capped, fill
-from lightning_wlb.planning.plan_scoring import PlanScorer
-from lightning_wlb.planning.replica_plans import Shard, replica_plan, whole
+from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
+from lightning_wlb.planning.replica_plans import replica_plan, whole
 from lightning_wlb.planning.slicing import cut_apart, slice_pieces
-
-HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # M over half of the nominal number
-START = HALVES.index(12)
-NEAR_PERCENT = 102  # of the least predicted time, in which fewer micro-batches are better
+from lightning_wlb.planning.tuning import HALVES, NEAR_PERCENT, START
 
 Kind = Literal["whole", "filled", "equal", "tapered", "apart"]
 
@@ -55,19 +51,26 @@ Packs = list[list[Slice]]
 """The slices of each micro-batch, in forward order; none where the pieces cannot be packed so."""
 
 
-class Way(NamedTuple):
-    """How pieces become micro-batches: of which kind, and how many."""
+class Candidate(NamedTuple):
+    """One way to make micro-batches of a replica's pieces.
+
+    Attributes:
+        kind: whole pieces dealt by work, or ``filled`` as ``best_fit`` does; slices in ``equal`` or
+            ``tapered`` MicroPacks, or long pieces cut ``apart`` from each other.
+        halves: the number of micro-batches, in halves of the nominal number; 0: as few as the
+            pieces need.
+    """
 
     kind: Kind
-    halves: int  # of the nominal number; 0: as few micro-batches as the pieces need
+    halves: int
 
 
-FEWEST = Way("whole", 0)
-FILLED = Way("filled", 0)
+FEWEST = Candidate("whole", 0)
+FILLED = Candidate("filled", 0)
 
 
 class Score(NamedTuple):
-    """How good a plan is; less is better."""
+    """How good a plan is; less is better, and memory comes before time."""
 
     excess: int  # what a rank holds above the scorer's limit
     time: int  # of the step
@@ -75,144 +78,149 @@ class Score(NamedTuple):
 
 def score_of(replicas: Sequence[ReplicaPlan], scorer: PlanScorer) -> Score:
     """The score of a step, or of replicas that share no micro-batch with others."""
-    verdict = scorer(replicas)
-    return Score(max(verdict.peak - scorer.limit, 0), verdict.time)
+    time, peak = scorer(replicas)
+    return Score(max(peak - scorer.limit, 0), time)
 
 
 @dataclass
-class Candidates:
-    """The ways of one replica, made and judged when asked for, once each.
+class MicroBatchSearch:
+    """The candidates of one replica, made and scored when asked for, once each.
 
     Args:
         pieces: its own, at least one.
         nominal: number of micro-batches whose halves and multiples are tried, at least 1.
         cap: most tokens of a micro-batch.
-        work: of forward and backward.
-        mesh: for its pipeline.
+        work: of forward and backward together.
+        place: where the pieces run, and whether they may be sliced.
         scorer: what plans are chosen by.
-        shard: how micro-batches are laid out to be judged.
-        slices: whether pieces may be sliced.
     """
 
     pieces: list[Piece]
     nominal: int
     cap: int
     work: PassWork
-    mesh: Mesh
+    place: Placement
     scorer: PlanScorer
-    shard: Shard
-    slices: bool = True
-    _packs: dict[Way, Packs] = field(default_factory=dict, init=False)
-    _scores: dict[Way, Score] = field(default_factory=dict, init=False)
+    _packs: dict[Candidate, Packs] = field(default_factory=dict, init=False)
+    _scores: dict[Candidate, Score] = field(default_factory=dict, init=False)
 
-    def packs(self, way: Way) -> Packs:
-        """The micro-batches of a way; see :data:`Packs`."""
-        if way not in self._packs:
-            self._packs[way] = self._make(way)
-        return self._packs[way]
+    def packs(self, candidate: Candidate) -> Packs:
+        """The micro-batches of a candidate; none where the pieces cannot be packed so."""
+        if candidate not in self._packs:
+            self._packs[candidate] = self._make(candidate)
+        return self._packs[candidate]
 
-    def score(self, way: Way) -> Score:
-        """Of the replica's step without shared pieces; the worst where they cannot be packed so."""
-        if way not in self._scores:
-            self._scores[way] = (
-                score_of([replica_plan(self.packs(way), 0, self.shard)], self.scorer)
-                if self.packs(way)
+    def score(self, candidate: Candidate) -> Score:
+        """The replica's step without shared pieces; the worst score if it cannot be packed so."""
+        if candidate not in self._scores:
+            packs = self.packs(candidate)
+            self._scores[candidate] = (
+                score_of([replica_plan(packs, 0, self.place.sharding)], self.scorer)
+                if packs
                 else Score(sys.maxsize, sys.maxsize)
             )
-        return self._scores[way]
+        return self._scores[candidate]
 
-    def best(self, begin: int | None = None) -> Way:
-        """The way with the best score that the search finds; of equal ones whole pieces.
+    def best(self, begin: int | None = None) -> Candidate:
+        """The candidate with the best score that the search finds; of equal ones whole pieces.
 
         Args:
-            begin: index of the number of micro-batches in ``HALVES`` at which it begins.
+            begin: index in ``HALVES`` of the number of micro-batches at which it begins.
         """
-        fewest = FEWEST if self.packs(FEWEST) else Way("equal", 0)
-        if self.mesh.pipeline == 1:
-            if not self.scorer.longest:
-                return fewest
-            self._walk("whole", 1)
-            if self._is_short_of_memory(min((fewest, *self._scores), key=self.score)):
-                self._walk("whole", START)
-                if self.slices:
-                    self._walk("apart", START)
-            best = min(self._scores.values())
-            near = Score(best.excess, best.time * NEAR_PERCENT // 100)
-            good = [way for way, score in self._scores.items() if score <= near]
-            return min(good, key=lambda way: (len(self.packs(way)), self.score(way)))
+        mesh, known = self.place.mesh, bool(self.scorer.longest)
+        fewest = FEWEST if self.packs(FEWEST) else Candidate("equal", 0)
+        if mesh.pipeline == 1:
+            return self._best_on_one_stage(fewest) if known else fewest
         begin = START if begin is None else begin
-        filled = [FILLED] if self.scorer.longest else []
-        if not self.slices:
-            walked = Way("whole", HALVES[self._walk("whole", begin)])
+        filled = [FILLED] if known else []
+        if not self.place.slices:
+            walked = Candidate("whole", HALVES[self._walk("whole", begin)])
             return min((fewest, *filled, walked), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
-        kind: Kind = "tapered" if self.mesh.virtual_stages == 1 else "equal"
+        kind: Kind = "tapered" if mesh.virtual_stages == 1 else "equal"
         at = self._walk(kind, begin)
-        reached = self.score(Way(kind, HALVES[at]))
-        apart = self.score(Way("apart", HALVES[at]))
+        reached = self.score(Candidate(kind, HALVES[at]))
+        apart = self.score(Candidate("apart", HALVES[at]))
         if (
-            any(score.excess for way, score in self._scores.items() if way.kind == kind)
+            any(score.excess for tried, score in self._scores.items() if tried.kind == kind)
             or apart.excess < reached.excess
             or 100 * apart.time < 99 * reached.time
         ):
             at = self._walk("apart", at)
         halves = HALVES[at]
-        ways = [fewest, *filled, Way("apart", halves), Way("equal", halves), Way("tapered", halves)]
+        others = [Candidate(each, halves) for each in ("apart", "equal", "tapered")]
         loads = [self.work(piece.tokens) for piece in self.pieces]
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
-            ways.insert(1, Way("whole", halves))
-        return min((*ways, *self._scores), key=self.score)
+            others.insert(0, Candidate("whole", halves))
+        return min((fewest, *filled, *others, *self._scores), key=self.score)
 
-    def _is_short_of_memory(self, way: Way) -> bool:
-        """Whether more micro-batches than those of a way may need less recomputation."""
-        most = max(sum(part.tokens for part in pack) for pack in self.packs(way))
-        return self.score(way).excess > 0 or most > self.scorer.longest[0]
+    def _best_on_one_stage(self, fewest: Candidate) -> Candidate:
+        self._walk("whole", 1)
+        best = min((fewest, *self._scores), key=self.score)
+        most = max(sum(part.tokens for part in pack) for pack in self.packs(best))
+        if self.score(best).excess > 0 or most > self.scorer.longest[0]:
+            # More micro-batches may need less recomputation.
+            self._walk("whole", START)
+            if self.place.slices:
+                self._walk("apart", START)
+        excess, time = min(self._scores.values())
+        near = Score(excess, time * NEAR_PERCENT // 100)
+        good = [tried for tried, score in self._scores.items() if score <= near]
+        return min(good, key=lambda tried: (len(self.packs(tried)), self.score(tried)))
 
     def _walk(self, kind: Kind, at: int) -> int:
-        """To the neighbour with the best score while there is a better one; an index of HALVES."""
+        """Go to the neighbour with the best score while there is a better one.
+
+        Args:
+            kind: of all candidates on the way.
+            at: index in ``HALVES`` where it begins.
+
+        Returns:
+            The index where it ends.
+        """
         while True:
             near = [each for each in (at, at + 1, at - 1) if 0 <= each < len(HALVES)]
-            best = min(near, key=lambda each: self.score(Way(kind, HALVES[each])))
+            best = min(near, key=lambda each: self.score(Candidate(kind, HALVES[each])))
             if best == at:
                 return at
             at = best
 
-    def _make(self, way: Way) -> Packs:
+    def _make(self, candidate: Candidate) -> Packs:
         least = -(-sum(piece.tokens for piece in self.pieces) // self.cap)
-        count = -(-self.nominal * way.halves // 2)
-        if way.kind == "filled":
+        count = -(-self.nominal * candidate.halves // 2)
+        if candidate.kind == "filled":
             filled = fill(self.pieces, self.cap)
             fits = max(piece.tokens for piece in self.pieces) <= self.cap
             return [list(map(whole, pieces)) for pieces in filled] if fits else []
-        if way.kind == "whole":
+        if candidate.kind == "whole":
             # Without slices as another way, search on until all fit: one each at the latest.
-            most = least + 1 if self.slices else len(self.pieces)
+            most = least + 1 if self.place.slices else len(self.pieces)
             for bins in [count] if count else range(least, most + 1):
                 dealt, left = deal_capped(self.pieces, bins, self.cap, self.work)
                 if not left:
                     return [list(map(whole, pieces)) for pieces in dealt if pieces]
             return []
-        taper = self.mesh.pipeline - 1 if way.kind != "equal" else 0
-        cut = cut_apart if way.kind == "apart" else slice_pieces
+        taper = self.place.mesh.pipeline - 1 if candidate.kind != "equal" else 0
+        cut = cut_apart if candidate.kind == "apart" else slice_pieces
         return cut(self.pieces, count or least, self.cap, self.work, taper=taper)
 
 
 class Chosen(NamedTuple):
-    """What one replica does with its own pieces."""
+    """The candidate that one replica runs for its own pieces."""
 
-    candidates: Candidates
-    way: Way
+    search: MicroBatchSearch
+    candidate: Candidate
 
     @property
     def packs(self) -> Packs:
-        """Its micro-batches."""
-        return self.candidates.packs(self.way)
+        """The replica's own micro-batches."""
+        return self.search.packs(self.candidate)
 
     def neighbour(self, stride: int) -> Chosen:
-        """With that many steps more or fewer micro-batches; as it is where there are no such."""
-        if self.way.halves == 0:
+        """The same kind ``stride`` steps further in ``HALVES``, if the pieces can be packed so."""
+        if self.candidate.halves == 0:
             return self
-        at = min(max(HALVES.index(self.way.halves) + stride, 0), len(HALVES) - 1)
-        way = self.way._replace(halves=HALVES[at])
-        return Chosen(self.candidates, way) if self.candidates.packs(way) else self
+        at = min(max(HALVES.index(self.candidate.halves) + stride, 0), len(HALVES) - 1)
+        candidate = self.candidate._replace(halves=HALVES[at])
+        return self._replace(candidate=candidate) if self.search.packs(candidate) else self

@@ -1,17 +1,17 @@
-"""How long a replica's plan takes on its pipeline: what packings choose between plans by.
+"""How long a candidate plan takes and what it holds: what packings choose between plans by.
 
-:class:`WorkScorer` simulates exact work, spread evenly over the stages. Every action has an
-overhead beside it: what a pass through a stage costs beside the arithmetic, and what smaller
-kernels lose. Without it the smallest micro-batches would always win. Asymmetric plans are judged
-as the executor runs them, in units.
+:class:`WorkScorer` knows no device. It times exact work, spread evenly over the stages, and adds an
+overhead to every action: what a pass through a stage costs beside the arithmetic, and what smaller
+kernels lose. Without it the smallest micro-batches would always win. Where ranks have one stage it
+asks :mod:`~lightning_wlb.schedule.fast_simulator`, which needs no graph of actions and takes a
+tenth of the time of :mod:`~lightning_wlb.schedule.simulator`; where they have several, the
+simulator.
 
-There are two ways to the same result: :mod:`~lightning_wlb.schedule.fast_simulator` where ranks
-have one stage, and the simulator where they have several. The recurrence is there because it needs
-no graph of actions and so takes a tenth of the time; tests hold it to the simulator.
+:class:`ProfileScorer` predicts from a device profile, under the device's memory. It knows what
+kernels and links make of small micro-batches, at several times the cost.
 
-This scorer is blind to the device. With a profile, :class:`ProfileScorer` knows what its kernels
-and links make of small micro-batches, at several times the cost. Both score micro-batches that are
-not laid out yet (:mod:`~lightning_wlb.planning.replica_plans`).
+Both score micro-batches that are not laid out yet (:func:`.laid_out`), and asymmetric plans as they
+are executed, in units.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_wlb.cost.flops import Work, causal_pairs
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ActivationCheckpointing, MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
+from lightning_wlb.planning.tuning import CLEARLY_PERCENT
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
@@ -44,14 +45,14 @@ from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_w
 from lightning_wlb.schedule.programs import meetings_of
 from lightning_wlb.schedule.simulator import simulate_replicas
 
-CLEARLY_PERCENT = 90
-"""Bytes that are estimated to be at most so much of the limit are not counted exactly."""
-
 
 class PlanScore(NamedTuple):
-    """The time of the slowest of some replicas, and the most that one of their ranks holds at once.
+    """What a scorer says of some replicas.
 
-    The unit of ``peak`` is that of the scorer's ``limit``.
+    Attributes:
+        time: of the slowest of them, in the scorer's unit.
+        peak: the most that one of their ranks holds at once, in the unit of the scorer's ``limit``.
+            An upper bound of it will do where that does not exceed the limit.
     """
 
     time: int
@@ -78,17 +79,31 @@ class PlanScorer(Protocol):
         """When each replica of a step has run all its actions; empty where no device is known."""
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The same replicas with the least recomputation that fits, as far as the scorer can
-        say.
-        """
+        """The same replicas with the least recomputation that fits, as far as the scorer knows."""
+
+
+class Placement(NamedTuple):
+    """What the pieces of a step are arranged for.
+
+    Attributes:
+        mesh: the ranks.
+        sharding: what the user asked for; see :func:`.replica_plan`.
+        scorer: how methods that try several plans compare them; None: by exact work.
+        slices: whether the pipeline's schedule runs slices of pieces.
+    """
+
+    mesh: Mesh
+    sharding: str
+    scorer: PlanScorer | None = None
+    slices: bool = True
 
 
 @dataclass(frozen=True)
 class WorkScorer:
-    """Scores replicas by exact work.
+    """Scores replicas by exact work; without a device neither recomputation nor ends are known.
 
     Args:
-        work: of the model.
+        work: forward and backward work of the model.
         mesh: for the ranks of its pipeline and their virtual stages.
         overhead: of each action, in the unit of ``work``.
         limit: tokens that a rank may have open, counted once for each of its stages.
@@ -103,6 +118,14 @@ class WorkScorer:
     def longest(self) -> Sequence[int]:
         """Not known."""
         return ()
+
+    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
+        """Not known."""
+        return ()
+
+    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
+        """The replicas as they are."""
+        return list(replicas)
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         """The step, in the time that a rank takes for its work (as if it had all layers).
@@ -120,11 +143,19 @@ class WorkScorer:
         ranks, virtual = self.mesh.pipeline, self.mesh.virtual_stages
         if virtual == 1:
             pipelines = [
-                each.pipeline(ranks, order, replica)
-                for each, order, replica in zip(passes, orders, replicas, strict=True)
+                Pipeline(
+                    [each.forward] * ranks,
+                    [each.backward] * ranks,
+                    [[0] * len(backward)] * ranks,
+                    backward,
+                    planned_warm_up(needs),
+                    members_of(replica),
+                )
+                for each, (backward, needs), replica in zip(passes, orders, replicas, strict=True)
             ]
-            peaks = map(_most_open, pipelines, passes)
-            return PlanScore(max(map(max, step_ends(pipelines)), default=0), max(peaks, default=0))
+            peaks = [_most_open(*each) for each in zip(pipelines, passes, strict=True)]
+            time = max((end for ends in step_ends(pipelines) for end in ends), default=0)
+            return PlanScore(time, max(peaks, default=0))
         programs = [
             [packflow(rank, ranks, *order, virtual) for rank in range(ranks)] for order in orders
         ]
@@ -136,23 +167,14 @@ class WorkScorer:
         )
         return PlanScore(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
 
-    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
-        """Not known."""
-        return ()
-
-    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The replicas as they are: without a device no memory is known."""
-        return list(replicas)
-
     def _passes(self, replica: ReplicaPlan) -> _Passes:
-        forward, backward, tokens = [], [], []
         each, overhead = self.mesh.virtual_stages, self.overhead
-        for micro_batch in replica.forward:
-            first, second, count = self._work(replica, micro_batch)
-            forward.append(first // each + overhead)
-            backward.append(second // each + overhead)
-            tokens.append(count)
-        return _Passes(forward, backward, tokens)
+        found = [self._work(replica, micro_batch) for micro_batch in replica.forward]
+        return _Passes(
+            [forward // each + overhead for forward, _, _ in found],
+            [backward // each + overhead for _, backward, _ in found],
+            [tokens for _, _, tokens in found],
+        )
 
     def _work(self, replica: ReplicaPlan, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """Forward work, backward work and tokens of a micro-batch on one of its replicas."""
@@ -180,29 +202,15 @@ class WorkScorer:
 
 
 class _Passes(NamedTuple):
-    """The micro-batches of a replica, by number."""
+    """The micro-batches of a replica in forward order: times on one stage, and tokens."""
 
-    forward: list[int]  # time on one stage
-    backward: list[int]  # time on one stage
+    forward: list[int]
+    backward: list[int]
     tokens: list[int]
 
     def of(self, action: Action) -> int:
         passes = self.forward if action.kind == FORWARD else self.backward
         return passes[action.micro_batch]
-
-    def pipeline(
-        self, ranks: int, order: tuple[Sequence[int], Sequence[int]], replica: ReplicaPlan
-    ) -> Pipeline:
-        """On so many ranks, between which nothing takes time to travel."""
-        backward, needs = order
-        return Pipeline(
-            [self.forward] * ranks,
-            [self.backward] * ranks,
-            [[0] * len(backward)] * ranks,
-            backward,
-            planned_warm_up(needs),
-            members_of(replica),
-        )
 
 
 def _most_open(pipeline: Pipeline, passes: _Passes) -> int:
@@ -219,7 +227,7 @@ def _most_open(pipeline: Pipeline, passes: _Passes) -> int:
 
 @dataclass(frozen=True)
 class ProfileScorer:
-    """Scores replicas by a device profile, under the device's memory.
+    """Scores replicas by a device profile, in ns and bytes, under the device's memory.
 
     Args:
         predictor: of the model on the mesh.
@@ -243,12 +251,12 @@ class ProfileScorer:
         return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
-        """The step in ns, and bytes, with the recomputation that it would be settled with."""
+        """The step with the recomputation that it would be settled with."""
         times, peak = self._totals(replicas)
         return PlanScore(times.total_ns, peak)
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
-        """In ns; the arguments are those of a call."""
+        """When each replica of a step has run all its actions, in ns."""
         return self._totals(replicas)[0].ends_ns
 
     def _totals(self, replicas: Sequence[ReplicaPlan]) -> tuple[StepTimes, int]:

@@ -30,9 +30,9 @@ from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Schemes, StepPlan
 from lightning_wlb.planning.global_batches import GlobalBatches
 from lightning_wlb.planning.mixture import MixedBatches, StoreShare
-from lightning_wlb.planning.packing.base import MicroBatches, Placement, Rules
-from lightning_wlb.planning.plan_scoring import PlanScorer
-from lightning_wlb.planning.replica_plans import laid_out, to_be_laid_out
+from lightning_wlb.planning.packing.base import MicroBatches, Rules
+from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
+from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.planning.step_chooser import ChosenStep, StepChooser, check_packing
 from lightning_wlb.prediction.recompute import recomputing
@@ -116,7 +116,7 @@ class Planner:
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         self._checkpointing = activation_checkpointing
-        self._place = Placement(mesh, to_be_laid_out(self._sharding), scorer, slices)
+        self._place = Placement(mesh, self._sharding, scorer, slices)
         if step_chooser is not None and scorer is None:
             raise ValueError("a step chooser needs a device profile to choose by: give scorer.")
         self._step_chooser = step_chooser

@@ -1,9 +1,9 @@
 """The plan of each replica: its micro-batches in order, and how each lies on the context ranks.
 
 A packing decides which slices make a micro-batch; :func:`replica_plan` numbers them and writes the
-replica's plan down. Packings put slices together without regard to context parallelism, so
-micro-batches have no rows yet. When the plan of a step is settled, :func:`laid_out` gives all of
-its micro-batches a sharding and the rows of a rank (:mod:`lightning_wlb.sharding`) at once. A
+replica's plan down. Packings put slices together without regard to context parallelism, so these
+micro-batches have 0 rows. When the plan of a step is settled, :func:`laid_out` gives all of its
+micro-batches a sharding and the rows of a rank (:mod:`lightning_wlb.sharding`) at once. A
 micro-batch that stands in both passes, or on several replicas, is laid out once.
 
 Cost: :func:`replica_plan` is linear in slices. :func:`laid_out` takes about 0.1 ms for a
@@ -14,7 +14,7 @@ not. Leave it out for plans that are only compared: their times are estimated wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_wlb.cost.attention_tiles import SegmentCost
@@ -22,11 +22,8 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
 from lightning_wlb.sharding import ADAPTIVE, HEADS, Tokens, choose_each, layout
 
-Shard = Callable[[Sequence[Slice], int], tuple[str, int]]
-"""Slices of a micro-batch, replicas that share it -> sharding, rows per context-parallel rank."""
-
 Shared = tuple[Sequence[Slice], tuple[int, ...]]
-"""Slices of a micro-batch, and the replicas that share it."""
+"""The slices of a micro-batch, and the replicas that share it."""
 
 
 def whole(piece: Piece) -> Slice:
@@ -34,15 +31,27 @@ def whole(piece: Piece) -> Slice:
     return Slice(piece.document, piece.origin, piece.origin, piece.stop)
 
 
+def open_sharding(sharding: str, slices: Sequence[Slice], replicas: int) -> str:
+    """The sharding of a micro-batch before it is laid out; ``"adaptive"`` if one will be chosen.
+
+    Slices and micro-batches that several replicas share exchange keys, which ``"heads"`` would not
+    spread evenly over the ranks; for these a sharding is chosen in its place.
+    """
+    if sharding == HEADS and (replicas > 1 or any(part.context for part in slices)):
+        return ADAPTIVE
+    return sharding
+
+
 def replica_plan(
-    packs: Sequence[Sequence[Slice]], replica: int, shard: Shard, shared: Sequence[Shared] = ()
+    packs: Sequence[Sequence[Slice]], replica: int, sharding: str, shared: Sequence[Shared] = ()
 ) -> ReplicaPlan:
     """The plan of a replica that runs micro-batches in their order, and backward symmetrically.
 
     Args:
         packs: the slices of each micro-batch, in forward order.
         replica: its number.
-        shard: how a micro-batch is laid out.
+        sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES`` or
+            ``"adaptive"``; see :func:`open_sharding`.
         shared: micro-batches that replicas share, in their order; those of this replica come first.
     """
     slices: list[Slice] = []
@@ -51,26 +60,9 @@ def replica_plan(
     for pack, members in [*of_replica, *((pack, (replica,)) for pack in packs)]:
         numbers = tuple(range(len(slices), len(slices) + len(pack)))
         slices += pack
-        forward.append(MicroBatch(numbers, *shard(pack, len(members)), members))
+        name = open_sharding(sharding, pack, len(members))
+        forward.append(MicroBatch(numbers, name, 0, members))
     return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
-
-
-_Key = tuple[tuple[Slice, ...], int]
-"""The slices of a micro-batch, and how many replicas share it."""
-
-
-def to_be_laid_out(sharding: str) -> Shard:
-    """How packings name the sharding of micro-batches that are laid out later, with 0 rows.
-
-    It is ``"adaptive"`` where a sharding will be chosen.
-    """
-
-    def named(slices: Sequence[Slice], replicas: int) -> tuple[str, int]:
-        # Slices and shared micro-batches exchange keys, which "heads" does not spread evenly.
-        chosen = sharding == HEADS and (replicas > 1 or any(part.context for part in slices))
-        return ADAPTIVE if chosen else sharding, 0
-
-    return named
 
 
 def laid_out(
@@ -79,56 +71,48 @@ def laid_out(
     """The same replicas with the sharding and the rows of every micro-batch.
 
     Args:
-        replicas: of a step; shardings and rows that they have are replaced.
-        mesh: of the ranks.
-        sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES``, or
-            ``"adaptive"``: for each micro-batch the one with the least predicted attention latency.
-        kernel_cost: of attention segments, forward and backward together, by which an adaptive
+        replicas: all of a step; shardings and rows that they have are replaced.
+        mesh: the ranks.
+        sharding: as for :func:`replica_plan`; an adaptive one becomes, for each micro-batch, the
+            sharding with the least predicted attention latency.
+        kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
     """
-    keys: dict[_Key, None] = {}
-    of_replicas = []
-    for replica in replicas:
-        own: dict[MicroBatch, _Key] = {}
-        for each in (*replica.forward, *replica.backward):
-            if each not in own:
-                own[each] = replica.slices_of(each), len(each.replicas)
-        keys.update(dict.fromkeys(own.values()))
-        of_replicas.append(own)
-    chosen = dict(zip(keys, _chosen(list(keys), mesh, sharding, kernel_cost), strict=True))
-    result = []
-    for replica, own in zip(replicas, of_replicas, strict=True):
-        made = {}
-        for each, key in own.items():
-            name, rows = chosen[key]
-            made[each] = replace(each, sharding=name, rows=rows)
-        forward, backward = (
-            tuple(made[each] for each in micro_batches) for _, micro_batches in replica.passes
-        )
-        result.append(ReplicaPlan(replica.slices, forward, backward))
-    return result
-
-
-def _chosen(
-    keys: Sequence[_Key], mesh: Mesh, sharding: str, kernel_cost: SegmentCost
-) -> list[tuple[str, int]]:
-    """The sharding of each micro-batch, and its rows per context-parallel rank."""
+    keys = [
+        {
+            each: (replica.slices_of(each), len(each.replicas))
+            for each in dict.fromkeys((*replica.forward, *replica.backward))
+        }
+        for replica in replicas
+    ]
+    distinct = list(dict.fromkeys(key for own in keys for key in own.values()))
     tokens = [
         Tokens(
             [part.tokens for part in slices],
             [part.context for part in slices],
             mesh.context * members,
         )
-        for slices, members in keys
+        for slices, members in distinct
     ]
-    if sharding == ADAPTIVE:
-        return choose_each(tokens, mesh.tensor, kernel_cost)
-    name = to_be_laid_out(sharding)
-    result = [
-        (sharding, layout(sharding, each.lengths, each.ranks, mesh.tensor).rows) for each in tokens
-    ]
-    chosen = [at for at, key in enumerate(keys) if name(*key)[0] == ADAPTIVE]
-    made = choose_each([tokens[at] for at in chosen], mesh.tensor, kernel_cost)
-    for at, each in zip(chosen, made, strict=True):
-        result[at] = each
+    names = [open_sharding(sharding, *key) for key in distinct]
+    adaptive = [at for at, name in enumerate(names) if name == ADAPTIVE]
+    chosen = dict(
+        zip(
+            adaptive,
+            choose_each([tokens[at] for at in adaptive], mesh.tensor, kernel_cost),
+            strict=True,
+        )
+    )
+    found = {
+        key: chosen.get(at) or (name, layout(name, each.lengths, each.ranks, mesh.tensor).rows)
+        for at, (key, name, each) in enumerate(zip(distinct, names, tokens, strict=True))
+    }
+    result = []
+    for replica, own in zip(replicas, keys, strict=True):
+        made = {
+            each: replace(each, sharding=found[key][0], rows=found[key][1])
+            for each, key in own.items()
+        }
+        forward, backward = ([made[each] for each in of_pass] for _, of_pass in replica.passes)
+        result.append(ReplicaPlan(replica.slices, tuple(forward), tuple(backward)))
     return result

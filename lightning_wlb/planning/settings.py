@@ -75,7 +75,6 @@ class DataSettings:
                 f"cap={self.cap} is below context_window={self.context_window}: a piece of a whole"
                 " window would fit no micro-batch. Raise the cap, or lower the context window."
             )
-        self.packing_choice.options.check(self.context_window)
 
     @property
     def packing_choice(self) -> PackingChoice:

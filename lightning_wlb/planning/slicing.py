@@ -1,8 +1,9 @@
-"""SlimPack: pieces cut into slices, so that many small micro-batches have equal work (§4.1).
+"""Pieces cut into slices, so that many small micro-batches have equal work (SlimPack §4.1).
 
-Phase 1 deals whole pieces to replicas, by work
-(:func:`~lightning_wlb.planning.dp_merge.merge_pieces`). Phase 2 fills the M MicroPacks of each
-replica one after another, each to the work that is left divided by the packs that are left:
+Phase 1 of SlimPack deals whole pieces to replicas, by work
+(:func:`~lightning_wlb.planning.dp_merge.merge_pieces`). Phase 2, :func:`slice_pieces`, fills the M
+MicroPacks of each replica one after another, each to the work that is left divided by the packs
+that are left:
 
 * a piece with more work than a pack starts in a fresh pack and is cut where the target is reached
   ("slim"); its last slice leaves a gap;
@@ -25,8 +26,7 @@ unless the token cap leaves no other way: each pack takes at least the tokens th
 packs after it.
 
 Equal packs are the paper's. Where the pipeline has P stages, P - 1 last packs that each have 5/6 of
-the work of the one before drain it sooner, because nothing else runs beside their backwards; other
-profiles of work gain hardly more (``benchmarks/results/slimpack.md``).
+the work of the one before drain it sooner, because nothing else runs beside their backwards.
 
 Where a micro-batch ends one piece and begins the next, their slices are one chain, whose backward
 runs in reverse as a whole: a step of such micro-batches opens all of them at once.
@@ -52,14 +52,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning.dealing import deal_capped, longest_first
+from lightning_wlb.planning.replica_plans import whole
+from lightning_wlb.planning.tuning import LEAST_SLICE, OPEN_GAPS, TAPER
 
-TILE = 128  # tokens; the key tile of attention kernels
-LEAST_SLICE = 512  # tokens
-OPEN_GAPS = 400  # a gap below target / OPEN_GAPS stays open
-TAPER = (6, 5)  # a tapered pack's work to that of the one after it
 _SHARE = 1 << 20  # relative work of a pack that is not tapered
 
 
@@ -94,8 +93,8 @@ def slice_pieces(
         packs: M, MicroPacks to make, at least 1. More are made where M·cap is less than the
             tokens, fewer where slices would be shorter than ``least``.
         cap: most tokens of a MicroPack.
-        work: of forward and backward.
-        tile: cut positions are multiples of it from the piece's origin.
+        work: of forward and backward together.
+        tile: tokens; cut positions are multiples of it from the piece's origin.
         least: tokens of the shortest slice, but for whole pieces.
         taper: how many of the last MicroPacks each have 5/6 of the work of the one before; at
             most a quarter of them do.
@@ -114,9 +113,9 @@ def slice_pieces(
 def pack_shares(packs: int, taper: int) -> list[int]:
     """Relative work of each pack, the last ones tapered."""
     last = min(taper, packs // 4)
-    whole, part = TAPER
+    before, after = TAPER
     return [_SHARE] * (packs - last) + [
-        max(_SHARE * part**place // whole**place, 1) for place in range(1, last + 1)
+        max(_SHARE * after**place // before**place, 1) for place in range(1, last + 1)
     ]
 
 
@@ -287,7 +286,7 @@ class _Filling:
     def _place_whole(self, pack: _Pack, index: int) -> tuple[int, int]:
         """Put a piece that waits into the pack; its tokens and its work."""
         piece, tokens, work = self.waiting.take(index)
-        pack.slices.append(Slice(piece.document, piece.origin, piece.origin, piece.stop))
+        pack.slices.append(whole(piece))
         pack.room -= tokens
         pack.gap -= work
         return tokens, work
@@ -324,16 +323,10 @@ def cut_apart(
 ) -> list[list[Slice]]:
     """The micro-batches of one replica, of which none has slices of two pieces that were cut.
 
-    Args:
-        pieces: the replica's pieces, none longer than ``cap``.
-        packs: M, at least 1. There are more where pieces do not fit so many, fewer where no piece
-            is left for them.
-        cap: most tokens of a micro-batch.
-        work: of forward and backward.
-        tile: cut positions are multiples of it from the piece's origin.
-        least: tokens of the shortest slice, about.
-        taper: how many of the last micro-batches without slices have 5/6 of the work of the one
-            before.
+    The arguments are those of :func:`slice_pieces`, but no piece may be longer than ``cap``, slices
+    are only about as long as ``least``, and only micro-batches without slices are tapered. There
+    are more than ``packs`` micro-batches where pieces do not fit so many, fewer where no piece is
+    left for them.
 
     Returns:
         The slices of each micro-batch in forward order, every token once, none empty.
@@ -342,31 +335,31 @@ def cut_apart(
         return []
     total = sum(work(piece.tokens) for piece in pieces)
     made: list[list[Slice]] = []
-    whole: list[Piece] = []
+    uncut: list[Piece] = []
     for piece in longest_first(pieces):
         nearest = (2 * packs * work(piece.tokens) + total) // (2 * total)
         count = min(nearest, piece.tokens // max(least, tile))
         if count > 1:
-            made += [[part] for part in _cut(piece, count, work, tile)]
+            made += [[part] for part in _equal_slices(piece, count, work, tile)]
         else:
-            whole.append(piece)
+            uncut.append(piece)
     begun = [(work(part.tokens, part.context), part.tokens) for (part,) in made]
     # A tapered micro-batch begins with the work that it shall not get.
     shares = pack_shares(packs, taper)
     begun += [(total * (shares[0] - share) // sum(shares), 0) for share in shares[len(made) :]]
     while True:
-        dealt, left = deal_capped(whole, len(begun), cap, work, begun)
+        dealt, left = deal_capped(uncut, len(begun), cap, work, begun)
         if not left:
             break
         begun += [(0, 0)] * -(-sum(piece.tokens for piece in left) // cap)
     made += [[] for _ in begun[len(made) :]]
-    for pack, of_pack in zip(made, dealt, strict=True):
-        pack += [Slice(each.document, each.origin, each.origin, each.stop) for each in of_pack]
+    for pack, added in zip(made, dealt, strict=True):
+        pack += map(whole, added)
     return [pack for pack in made if pack]
 
 
-def _cut(piece: Piece, count: int, work: PassWork, tile: int) -> list[Slice]:
-    """Slices of about equal work."""
+def _equal_slices(piece: Piece, count: int, work: PassWork, tile: int) -> list[Slice]:
+    """``count`` slices of a piece with about equal work, fewer where cuts fall together."""
     total = work(piece.tokens)
     stops = [
         (work.tokens_within(total * at // count) + tile // 2) // tile * tile

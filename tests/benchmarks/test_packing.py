@@ -14,7 +14,7 @@ from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, win
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
+from lightning_wlb.planning.replica_plans import replica_plan
 
 
 def test_calibration_gate() -> None:
@@ -86,7 +86,7 @@ def test_loads_of_slices_and_of_shared_micro_batches_by_hand() -> None:
     """Two replicas share a micro-batch: each has half of its work and 10 % of that."""
     first, second = Slice(0, 0, 0, 1000), Slice(0, 0, 1000, 3000)
     shared = [([Slice(1, 0, 0, 4000)], (0, 1))]
-    replica = replica_plan([[first], [second]], 0, to_be_laid_out("per_sequence"), shared)
+    replica = replica_plan([[first], [second]], 0, "per_sequence", shared)
     work = REFERENCE_WORK.forward
     loads = [work(4000) * 110 // 200, work(1000), work(3000) - work(1000)]
     assert loads_of(work, replica) == loads

@@ -6,14 +6,14 @@ from benchmarks.slimpack import Method, by_replicas, measure, merges, steps_of, 
 from benchmarks.slimpack_tables import targets
 from benchmarks.workloads import REFERENCE_WORK
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
+from lightning_wlb.planning.replica_plans import replica_plan
 
 
 def test_a_step_of_equal_micro_batches_by_hand():
     """Four on four ranks: (4 + 3) times one of them, over four."""
     method = Method("equal", 1000)
     packs = [[Slice(number, 0, 0, 700)] for number in range(4)]
-    method.add(replica_plan(packs, 0, to_be_laid_out("per_sequence")), 4)
+    method.add(replica_plan(packs, 0, "per_sequence"), 4)
     (step,) = method.steps
     assert (step["imbalance"], step["imbalance_forward"], step["imbalance_backward"]) == (1, 1, 1)
     assert step["step"] == 7 / 4
@@ -23,7 +23,7 @@ def test_a_step_of_equal_micro_batches_by_hand():
     assert step["step_overhead"] == pytest.approx(7 / 4 * (whole + overhead) / whole)
     # Two stages of half the length on each rank.
     assert step["step_interleaved"] == pytest.approx((2 * 4 + 3) / 2 / 4)
-    method.add(replica_plan(packs, 0, to_be_laid_out("per_sequence")), 3, interleaved=1.25)
+    method.add(replica_plan(packs, 0, "per_sequence"), 3, interleaved=1.25)
     assert (method.steps[1]["step_interleaved"], method.steps[1]["cuts"]) == (1.25, 1)
     assert method.row()["step"] == method.row()["step_p99"] == 7 / 4
 

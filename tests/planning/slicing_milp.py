@@ -18,9 +18,10 @@ from typing import Any
 
 import pulp
 
+from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece, Slice
-from lightning_wlb.planning.slicing import LEAST_SLICE, TILE
+from lightning_wlb.planning.tuning import LEAST_SLICE
 
 
 def slice_pieces_milp(

@@ -10,15 +10,15 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.micro_batch_search import (
     FEWEST,
     FILLED,
-    HALVES,
-    Candidates,
+    Candidate,
+    MicroBatchSearch,
     Score,
-    Way,
     score_of,
 )
-from lightning_wlb.planning.plan_scoring import PlanScore, WorkScorer
-from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
+from lightning_wlb.planning.plan_scoring import Placement, PlanScore, WorkScorer
+from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.synthetic_lengths import generator_a
+from lightning_wlb.planning.tuning import HALVES
 from tests.planning.test_slicing import LLAMA2_7B_LAYER
 
 WINDOW = 16_384
@@ -26,20 +26,23 @@ TOTAL, FORWARD = LLAMA2_7B_LAYER.total, LLAMA2_7B_LAYER.forward
 SMALL = FORWARD(WINDOW // 100)
 EVERY = [
     FEWEST,
-    *(Way(kind, halves) for kind in ("whole", "equal", "tapered", "apart") for halves in HALVES),
+    *(
+        Candidate(kind, halves)
+        for kind in ("whole", "equal", "tapered", "apart")
+        for halves in HALVES
+    ),
 ]
 
 
 def candidates(lengths, stages=4, virtual=1, overhead=SMALL, nominal=4, **limits):
     mesh = Mesh(pipeline=stages, virtual_stages=virtual)
-    return Candidates(
+    return MicroBatchSearch(
         [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)],
         nominal=nominal,
         cap=WINDOW,
         work=TOTAL,
-        mesh=mesh,
         scorer=WorkScorer(LLAMA2_7B_LAYER, mesh, overhead, **limits),
-        shard=to_be_laid_out("per_sequence"),
+        place=Placement(mesh, "per_sequence"),
     )
 
 
@@ -89,7 +92,7 @@ def test_a_shared_micro_batch_comes_first_and_those_of_others_not_at_all():
     tried = candidates([600, 500])
     packs = tried.packs(FEWEST)
     plan = replica_plan(
-        packs, 1, to_be_laid_out("per_sequence"), [([packs[0][0]], (0, 1)), ([packs[0][0]], (2, 3))]
+        packs, 1, "per_sequence", [([packs[0][0]], (0, 1)), ([packs[0][0]], (2, 3))]
     )
     assert [micro_batch.replicas for micro_batch in plan.forward] == [(0, 1), (1,)]
     assert Score(0, 2) < Score(1, 1) < Score(2, 0)
@@ -103,7 +106,7 @@ def test_equal_pieces_are_cut_apart_where_memory_stops_other_slices(pieces):
     found = tried.best()
     assert found.kind == "apart"
     assert not tried.score(found).excess
-    assert tried.score(Way("tapered", found.halves)).excess
+    assert tried.score(Candidate("tapered", found.halves)).excess
     fitting = [tried.score(way) for way in EVERY if not tried.score(way).excess]
     assert tried.score(found).time <= 1.005 * min(fitting).time < 0.88 * tried.score(FEWEST).time
 
@@ -125,7 +128,7 @@ def test_full_micro_batches_and_a_small_last_one_are_tried_where_a_device_is_kno
     half, third, quarter, ninth = (WINDOW // part for part in (2, 3, 4, 9))
     lengths = [half] * 5 + [third] * 2 + [quarter] * 3 + [ninth]
     unknown = candidates(lengths, stages=2, overhead=FORWARD(WINDOW))
-    scorer = KnownDevice(LLAMA2_7B_LAYER, unknown.mesh, FORWARD(WINDOW))
+    scorer = KnownDevice(LLAMA2_7B_LAYER, unknown.place.mesh, FORWARD(WINDOW))
     known = replace(unknown, scorer=scorer)
     assert [sum(piece.tokens for piece in pack) for pack in known.packs(FILLED)] == [
         *(2 * half, 2 * half, half + third + ninth, third + 2 * quarter, quarter)
@@ -137,7 +140,7 @@ def test_full_micro_batches_and_a_small_last_one_are_tried_where_a_device_is_kno
     assert replace(known, cap=WINDOW // 8).packs(FILLED) == []
 
 
-class CountingJudge:
+class CountingScorer:
     """One that knows what a step of so many micro-batches takes; it notes what it is asked for.
 
     Args:
@@ -164,9 +167,9 @@ def on_one_stage(scorer, window=4 * WINDOW):
 @pytest.mark.parametrize(("fewer", "count"), [(1020, 1), (1021, 4)])
 def test_on_one_stage_more_micro_batches_must_be_two_percent_faster(fewer, count):
     """One takes so long, two and three far longer, and four or more take 1,000."""
-    tried = on_one_stage(CountingJudge([fewer, 1100, 1100, 1000]))
+    tried = on_one_stage(CountingScorer([fewer, 1100, 1100, 1000]))
     assert len(tried.packs(tried.best())) == count
-    exceeding = CountingJudge([fewer, 1100, 1100, 1000])
+    exceeding = CountingScorer([fewer, 1100, 1100, 1000])
     exceeding.limit = -1  # all plans exceed it alike
     tried = on_one_stage(exceeding)
     assert len(tried.packs(tried.best())) == count
@@ -174,7 +177,7 @@ def test_on_one_stage_more_micro_batches_must_be_two_percent_faster(fewer, count
 
 def test_on_one_stage_many_micro_batches_are_tried_only_where_few_recompute():
     ample, short = (
-        CountingJudge([1000, 1100], longest) for longest in (4 * WINDOW, 4 * WINDOW - 1)
+        CountingScorer([1000, 1100], longest) for longest in (4 * WINDOW, 4 * WINDOW - 1)
     )
     for scorer in (ample, short):
         tried = on_one_stage(scorer)

@@ -21,13 +21,19 @@ from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.packing import PACKINGS, ilp
 
 SOLVED = ("fixed_ilp", "varlen_ilp", "hydraulis")  # each step starts a solver
 METHODS = sorted(PACKINGS)
 
 
 WORK = Work(PassWork(33, 2), PassWork(67, 5))
+
+
+@pytest.fixture(autouse=True)
+def few_nodes(monkeypatch):
+    """What is tested holds for any answer of the solver."""
+    monkeypatch.setattr(ilp, "NODES", 3)
 
 
 def planner(lengths, data: DataSettings, mesh: Mesh | None = None) -> Planner:
@@ -90,11 +96,11 @@ STREAMS = {
 def test_adversarial_streams(method, name) -> None:
     lengths = STREAMS[name]
     count = 4
-    chosen = packing(method, packing_window=2, solver_nodes=5)
+    chosen = packing(method, packing_window=2)
     data = DataSettings(WINDOW, count, packing=chosen, shuffle=False)
     mesh = Mesh(data=2, pipeline=3)
-    if method in SOLVED and len(lengths) > 100:
-        lengths = lengths[:100]
+    if method in SOLVED:
+        lengths = lengths[:24]
     plans = epoch(planner(lengths, data, mesh))
     check_epoch(lengths, plans, data)
     # A document of many global batches takes as many steps; everything else goes within its age.
@@ -161,9 +167,7 @@ def test_conservation_determinism_and_resume(case, stop) -> None:
 def test_resume_from_every_step(method) -> None:
     generator = np.random.default_rng(5)
     lengths = np.minimum(generator.lognormal(2.5, 1.2, 150).astype(int) + 1, 100).tolist()
-    data = DataSettings(
-        WINDOW, 3, packing=packing(method, packing_window=2, solver_nodes=3, max_age=5)
-    )
+    data = DataSettings(WINDOW, 3, packing=packing(method, packing_window=2, max_age=5))
     whole = planner(lengths, data)
     states = [json.loads(json.dumps(whole.state_dict()))]
     plans = []
@@ -183,7 +187,7 @@ def test_resume_from_every_step(method) -> None:
 def test_order_of_documents_that_do_not_wait(method) -> None:
     """Steps take documents in the epoch's order: none overtakes by more than may wait."""
     lengths = [20] * 60  # all alike, all below the share that waits
-    chosen = packing(method, thresholds=(150,), packing_window=1, solver_nodes=3)
+    chosen = packing(method, packing_window=1)
     data = DataSettings(200, 2, packing=chosen, shuffle=False)
     plans = epoch(planner(lengths, data))
     for before, after in pairwise(plans):
@@ -196,7 +200,7 @@ def test_order_of_documents_that_do_not_wait(method) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_of_a_replica_are_counted_by_the_mesh(method) -> None:
     """More replicas than pieces: some have nothing to do, and nothing is doubled."""
-    data = DataSettings(WINDOW, 2, packing=packing(method, solver_nodes=3))
+    data = DataSettings(WINDOW, 2, packing=packing(method))
     mesh = Mesh(data=8, pipeline=2)
     plans = epoch(planner([50, 40, 3], data, mesh))
     check_epoch([50, 40, 3], plans, data)

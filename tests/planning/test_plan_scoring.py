@@ -13,7 +13,7 @@ from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing.slim import asymmetric_replica_plan
 from lightning_wlb.planning.plan_scoring import ProfileScorer, WorkScorer
-from lightning_wlb.planning.replica_plans import replica_plan, to_be_laid_out
+from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import recomputing
@@ -118,7 +118,7 @@ def test_interleaved_slices_are_judged_by_the_program_that_runs():
         [Slice(2, 0, 0, 40)],
         [Slice(2, 0, 40, 80)],
     ]
-    replica = replica_plan(parts, 0, to_be_laid_out("per_sequence"))
+    replica = replica_plan(parts, 0, "per_sequence")
     scorer = scorer_of(2, 2, overhead=3)
     programs = [program_of("interleaved", rank, 2, 2, [replica], 0) for rank in range(2)]
 
@@ -174,7 +174,7 @@ def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
 def test_units_take_what_the_executor_runs():
     """Slices of one piece of 100, forward [0, 50) [50, 100), backward [20, 100) [0, 20)."""
     a, b, c = (Slice(0, 0, start, stop) for start, stop in ((0, 20), (20, 50), (50, 100)))
-    plan = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, to_be_laid_out("per_sequence"))
+    plan = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, "per_sequence")
     for virtual in (1, 2):
         scorer = scorer_of(1, virtual, overhead=6)
         # Three units, each forward and backward on every stage.

@@ -15,7 +15,7 @@ from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing import PACKINGS
+from lightning_wlb.planning.packing import PACKINGS, wlb
 from lightning_wlb.sharding import choose, layout
 
 # Forward and backward of d tokens: d·(d + 20).
@@ -37,16 +37,11 @@ def epoch(planner: Planner) -> list[StepPlan]:
 @st.composite
 def data_settings(draw) -> DataSettings:
     window = draw(st.integers(1, 40))
-    thresholds = draw(
-        st.none()
-        | st.lists(st.integers(1, window), max_size=3, unique=True).map(lambda x: tuple(sorted(x)))
-    )
     # The integer programs start a process for each solve; test_packings.py has them.
     method = draw(st.sampled_from(sorted(set(PACKINGS) - {"fixed_ilp", "varlen_ilp", "hydraulis"})))
     options = {
         "wlb": {
             "queues": draw(st.integers(0, 3)),
-            "thresholds": thresholds,
             "max_age": draw(st.integers(1, 12)),
         },
         "fixed_greedy": {"packing_window": draw(st.integers(1, 3))},
@@ -168,7 +163,7 @@ def test_resume_is_exact(lengths, data, mesh, other, stop) -> None:
 
 def test_state_does_not_change_with_later_steps() -> None:
     planner = Planner(
-        [30, 5, 7, 30, 9] * 4, DataSettings(30, 2, {"method": "wlb", "thresholds": (30,)}), work
+        [30, 5, 7, 30, 9] * 4, DataSettings(30, 2, {"method": "wlb", "queues": 1}), work
     )
     planner.next_step()
     state = planner.state_dict()
@@ -235,8 +230,9 @@ def test_original_cuts_the_stream_exactly() -> None:
     assert [plan.target_tokens for plan in plans] == [20, 4 + 2 + 2 + 5 + 0]
 
 
-def test_queues_wait_for_n_and_are_drained_oldest_first() -> None:
-    data = DataSettings(10, 3, {"method": "wlb", "thresholds": (5, 8)}, shuffle=False, cap=20)
+def test_queues_wait_for_n_and_are_drained_oldest_first(monkeypatch) -> None:
+    monkeypatch.setattr(wlb, "thresholds_from_lengths", lambda *given: (5, 8))
+    data = DataSettings(10, 3, "wlb", shuffle=False, cap=20)
     lengths = [9, 4, 4, 4, 4, 4, 4, 6, 9, 4, 4, 4, 4, 7, 3, 10]
     plans = epoch(Planner(lengths, data, work))
     assert [[piece.tokens for piece in plan.pieces] for plan in plans] == [

@@ -1,41 +1,59 @@
-"""Dealing micro-batches to replicas."""
+"""Every micro-batch of a step gets the sharding and the rows that it would get alone."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lightning_wlb.planning.dealing import heaviest_first, round_robin
+from lightning_wlb.cost.attention_tiles import reference_kernel_cost
+from lightning_wlb.mesh import Mesh
+from lightning_wlb.plan import Slice
+from lightning_wlb.planning.packing.slim import asymmetric_replica_plan
+from lightning_wlb.planning.replica_plans import (
+    laid_out,
+    replica_plan,
+)
+from lightning_wlb.sharding import choose, layout
 
-
-def test_round_robin_keeps_the_order() -> None:
-    assert round_robin([5, 9, 1, 1, 7], 2) == [[0, 2, 4], [1, 3]]
-    assert round_robin([5, 9], 3) == [[0], [1], []]
-
-
-def test_heaviest_first_goes_to_the_least_loaded() -> None:
-    # 9 -> replica 0; 6 -> 1; 5 -> 1 (6 < 9); 4 -> 0 (9 < 11); 2 -> 1 (11 < 13); 1 -> 0 (13 = 13)
-    assert heaviest_first([4, 9, 1, 6, 5, 2], 2) == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_heaviest_first_counts_may_differ_and_ties_go_by_number() -> None:
-    assert heaviest_first([3, 3, 3, 9], 2) == [[3], [0, 1, 2]]
-    assert heaviest_first([1, 1, 1], 2) == [[0, 2], [1]]
-    assert heaviest_first([2], 3) == [[0], [], []]
-    assert heaviest_first([], 2) == [[], []]
+WHOLE, LONG = [Slice(0, 0, 0, 900), Slice(1, 0, 0, 300)], [Slice(2, 0, 0, 5000)]
+CUT = [[Slice(3, 0, 0, 2048)], [Slice(3, 0, 2048, 4000)]]
+MESH = Mesh(data=2, context=2, tensor=4)
 
 
-@pytest.mark.parametrize("deal", [round_robin, heaviest_first])
-@given(loads=st.lists(st.integers(0, 9), max_size=12), replicas=st.integers(1, 5))
-def test_every_micro_batch_is_dealt_once(deal, loads, replicas) -> None:
-    dealt = deal(loads, replicas)
-    assert len(dealt) == replicas
-    assert sorted(index for indices in dealt for index in indices) == list(range(len(loads)))
-    assert all(indices == sorted(indices) for indices in dealt)
+def replicas_of(sharding: str):
+    shard = sharding
+    shared = [(LONG, (0, 1))]
+    packs = [WHOLE, *CUT]
+    return [replica_plan(packs if not at else [], at, shard, shared) for at in (0, 1)]
 
 
-@given(loads=st.lists(st.integers(1, 100), min_size=1, max_size=20), replicas=st.integers(1, 4))
-def test_heaviest_first_is_within_one_micro_batch_of_even(loads, replicas) -> None:
-    totals = [sum(loads[index] for index in indices) for indices in heaviest_first(loads, replicas)]
-    assert max(totals) - min(totals) <= max(loads)
+@pytest.mark.parametrize("sharding", ["adaptive", "per_sequence", "heads"])
+def test_each_is_laid_out_as_alone(sharding):
+    open_plans = replicas_of(sharding)
+    made = laid_out(open_plans, MESH, sharding, reference_kernel_cost)
+    for before, after in zip(open_plans, made, strict=True):
+        assert after.slices == before.slices
+        for (_, left), (_, right) in zip(before.passes, after.passes, strict=True):
+            assert [each.slices for each in left] == [each.slices for each in right]
+            for each in right:
+                slices = after.slices_of(each)
+                lengths, contexts = [[part[at] for part in _sizes(slices)] for at in (0, 1)]
+                sizes = 2 * len(each.replicas), 4
+                name = choose(lengths, *sizes, contexts=contexts)[0]
+                by_heads = len(each.replicas) == 1 and not any(contexts)
+                if sharding == "per_sequence" or (sharding == "heads" and by_heads):
+                    name = sharding
+                assert (each.sharding, each.rows) == (name, layout(name, lengths, *sizes).rows)
+
+
+def _sizes(slices):
+    return [(part.tokens, part.context) for part in slices]
+
+
+def test_backwards_of_an_asymmetric_plan_are_laid_out_too():
+    first, second = CUT[0][0], CUT[1][0]
+    plan = asymmetric_replica_plan(
+        [[first, *WHOLE], [second]], [[second, *WHOLE], [first]], 0, "hybrid"
+    )
+    (made,) = laid_out([plan], Mesh(context=2), "hybrid", reference_kernel_cost)
+    assert [each.rows for each in made.forward] == [(2048 + 1200) // 2, 1952 // 2]
+    assert [each.rows for each in made.backward] == [(1952 + 1200) // 2, 2048 // 2]

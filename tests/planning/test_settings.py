@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lightning_wlb.planning.packing import PACKINGS, PackingChoice
-from lightning_wlb.planning.packing.ilp import IlpOptions
 from lightning_wlb.planning.packing.slim import SlimOptions
 from lightning_wlb.planning.packing.wlb import WlbOptions
 from lightning_wlb.planning.settings import DataSettings
@@ -42,14 +41,10 @@ def test_options_belong_to_their_method() -> None:
     assert settings.packing_choice.options == WlbOptions(queues=3, max_age=5)
     assert settings.packing_choice.options.fingerprint == {"max_age": 5}
     assert type(settings.packing_choice.options.queues) is int
-    listed = DataSettings(8192, 4, packing={"method": "wlb", "thresholds": [100, 900]})
-    assert listed.packing_choice.options.thresholds == (100, 900)
     # Settings that are changed keep the options.
     assert replace(settings, shuffle=False).packing_choice == settings.packing_choice
     slim = DataSettings(8192, 4, packing={"method": "slim", "asymmetric": True})
     assert slim.packing_choice.options == SlimOptions(micro_packs=4, asymmetric=True)
-    solved = DataSettings(8192, 4, packing={"method": "fixed_ilp", "solver": "highs"})
-    assert solved.packing_choice.options == IlpOptions(solver="highs")
 
 
 @pytest.mark.parametrize(
@@ -77,17 +72,7 @@ def test_options_belong_to_their_method() -> None:
         ({"packing": {"method": "slim", "micro_packs": 0}}, "micro_packs=0"),
         ({"packing": {"method": "slim", "asymmetric": "no"}}, "asymmetric='no'"),
         ({"packing": {"method": "fixed_greedy", "packing_window": 0}}, "packing_window=0"),
-        ({"packing": {"method": "varlen_ilp", "solver": "x"}}, "solver='x' is not one of cbc"),
-        ({"packing": {"method": "varlen_ilp", "solver_nodes": 0}}, "solver_nodes=0"),
         ({"long_documents": "drop"}, r"long_documents='drop'.* split, truncate, error"),
-        (
-            {"packing": {"method": "wlb", "thresholds": (50, 20)}},
-            r"thresholds=\(50, 20\).* increase strictly",
-        ),
-        (
-            {"packing": {"method": "wlb", "thresholds": (50, 101)}},
-            r"thresholds=\(50, 101\).* window of 100 tokens",
-        ),
     ],
 )
 def test_bad_data_settings(changes, message) -> None:

@@ -11,7 +11,7 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.replica_plans import laid_out, replica_plan, to_be_laid_out
+from lightning_wlb.planning.replica_plans import laid_out, replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.step_totals import orders_of, peak_bytes
@@ -27,7 +27,7 @@ def plans_of(lengths, packs, mesh, **options):
     model = predictor(mesh, **options)
     pieces = [Piece(number, 0, int(tokens), 0) for number, tokens in enumerate(lengths)]
     made = slice_pieces(pieces, packs, 1 << 20, Work.of(SHAPE).total, tile=8, least=16)
-    open_plan = replica_plan(made, 0, to_be_laid_out(ADAPTIVE))
+    open_plan = replica_plan(made, 0, ADAPTIVE)
     (final,) = laid_out([open_plan], mesh, ADAPTIVE, model.latency.segment_cost)
     return model, open_plan, final
 

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 from lightning_wlb.heterogeneous.planning.document_time import document_ns
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, Shape, alike
 from lightning_wlb.planning.dealing import TRIALS, Costs, deal_greedily, longest_first
-from lightning_wlb.planning.packing.base import Packer, Placement, Rules
-from lightning_wlb.planning.plan_scoring import ProfileScorer
-from lightning_wlb.planning.replica_plans import laid_out, to_be_laid_out
+from lightning_wlb.planning.packing.base import Packer, Rules
+from lightning_wlb.planning.plan_scoring import Placement, ProfileScorer
+from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.step_chooser import check_packing
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
@@ -88,7 +88,7 @@ class Receiver:
     @cached_property
     def place(self) -> Placement:
         """What the pipelines' pieces are arranged for."""
-        mesh, layout = self.scheme.mesh(self.count), to_be_laid_out(self.sharding)
+        mesh, layout = self.scheme.mesh(self.count), self.sharding
         return Placement(mesh, layout, self.scorer, SCHEDULES[self.predictor.schedule].slices)
 
     @cached_property

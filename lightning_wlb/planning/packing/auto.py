@@ -2,11 +2,10 @@
 
 The pieces of a step are dealt to the replicas by work. Each replica's pieces become micro-batches
 in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.micro_batch_search`) of
-those that
-fit: in the device's memory where that is known, else with no more tokens open than 1F1B has with
-full micro-batches. The replica with the most work searches first. The others take its way where it
-makes them no later than the latest replica so far (of many replicas: hardly later), and search for
-themselves only where it does.
+those that fit: in the device's memory where that is known, else with no more tokens open than 1F1B
+has with full micro-batches. The replica with the most work searches first. The others take its way
+where it makes them no later than the latest replica so far (of many replicas: hardly later), and
+search for themselves only where it does.
 
 Where dealing whole pieces leaves one replica with 2 % more work than the mean, several replicas may
 share a piece (:mod:`~lightning_wlb.planning.dp_merge`). The simulator chooses which are shared:
@@ -28,7 +27,7 @@ known and the user gave no cap, they may there be as long as memory allows, seve
 are tried, and pieces that no replica can hold without recomputation may also be shared. Where the
 schedule runs no slices (GPipe), pieces stay whole and none is shared.
 
-Cost, in plans judged: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
+Cost, in plans scored: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to three of the step;
 at one stage under known memory 4 for a search, and where it is short 14 and up to fifteen dealings.
 That is milliseconds for hundreds of pieces (``benchmarks/results/packing.md``), several times that
@@ -49,25 +48,26 @@ from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dp_merge import Merged, merge_pieces, own_work, slice_shared
 from lightning_wlb.planning.micro_batch_search import (
     FEWEST,
-    HALVES,
-    Candidates,
     Chosen,
+    MicroBatchSearch,
     Score,
     score_of,
 )
-from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement, oldest_first
-from lightning_wlb.planning.plan_scoring import PlanScorer, WorkScorer
-from lightning_wlb.planning.replica_plans import Shard, Shared, replica_plan
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, oldest_first
+from lightning_wlb.planning.plan_scoring import Placement, PlanScorer, WorkScorer
+from lightning_wlb.planning.replica_plans import Shared, replica_plan
 from lightning_wlb.planning.slicing import share_packs
-
-SHARED = (2, 4, 8)  # MicroPacks of shared pieces take as long as those of a step cut into k·N
-UNBALANCED_PERCENT = 102  # work of the busiest replica to the mean above which pieces are shared
-FEW = 4  # replicas up to which each searches for itself where that makes the step any shorter
-SLACK_PER_MILLE = 1003  # of the latest of more replicas, what others may take without a search
-MANY = 8  # replicas above which fewer dealings are tried where memory is known
-DEALT_AGAIN = 2  # times at most that pieces are dealt again, knowing which replicas were late
-LATE_PERCENT = 101  # the latest replica's end to the mean above which pieces are dealt again
-OVERHEAD = 100  # an action costs the forward of a short piece of C / OVERHEAD tokens
+from lightning_wlb.planning.tuning import (
+    ACTION_OVERHEAD,
+    DEALT_AGAIN,
+    HALVES,
+    LATE_PERCENT,
+    MANY_REPLICAS,
+    SELF_SEARCHING,
+    SHARED_MULTIPLES,
+    SLACK_PER_MILLE,
+    UNBALANCED_PERCENT,
+)
 
 
 class AutoPacker(Packer):
@@ -93,9 +93,9 @@ class AutoPacker(Packer):
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
         scorer = place.scorer or self.work_scorer(place.mesh)
         (pieces,) = micro_batches
+        dealings = self._dealings(pieces, place, scorer)
         best = min(
-            (self._made(way, place, scorer) for way in self._dealings(pieces, place, scorer)),
-            key=lambda made: made.score,
+            (self._made(each, place, scorer) for each in dealings), key=lambda made: made.score
         )
         if best.shared and place.mesh.pipeline > 1:
             best = self._refined(best, place, scorer)
@@ -114,7 +114,7 @@ class AutoPacker(Packer):
         work, stages, each = self.rules.work, mesh.pipeline, mesh.virtual_stages
         # Passes that are open on the first rank in 1F1B, plain or interleaved.
         most_open = stages if each == 1 else (each + 1) * stages - 1
-        overhead = work.forward(max(self.rules.window // OVERHEAD, 1))
+        overhead = work.forward(max(self.rules.window // ACTION_OVERHEAD, 1))
         return WorkScorer(work, mesh, overhead, most_open * self.rules.cap)
 
     def _dealings(
@@ -135,9 +135,10 @@ class AutoPacker(Packer):
         if not by_memory and 100 * len(loads) * max(loads) <= UNBALANCED_PERCENT * sum(loads):
             return
         seen = [fewest.merged]
+        thresholds = (0, 1) if by_memory and mesh.data > MANY_REPLICAS else (0, 1, 2, 4, 8)
         # What several replicas hold together need not be computed again.
         for most_tokens in scorer.longest if by_memory else [held]:
-            for per_capacity in (0, 1) if by_memory and mesh.data > MANY else (0, 1, 2, 4, 8):
+            for per_capacity in thresholds:
                 dealing = _Dealing(pieces, mesh.data, work, per_capacity, most_tokens)
                 merged = dealing.merged
                 if merged not in seen and (by_memory or max(merged.loads) < max(seen[-1].loads)):
@@ -145,26 +146,24 @@ class AutoPacker(Packer):
                     yield dealing
 
     def _made(self, dealing: _Dealing, place: Placement, scorer: PlanScorer) -> _Made:
-        """The plans of a dealing, and of several ways to slice what is shared the best."""
-        layout = place.shard
+        """The plans of a dealing, with the best of several ways to slice what is shared."""
         merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
         # A replica without a micro-batch for each stage cannot fill its pipeline.
         count = max(self.rules.micro_batches, stages * place.mesh.data)
-        own = self._own(merged, count, place, scorer, layout)
+        own = self._own(merged, count, place, scorer)
         made = []
-        for multiple in SHARED if stages > 1 and merged.shared else (0,):
+        for multiple in SHARED_MULTIPLES if stages > 1 and merged.shared else (0,):
             shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
-            plans = _plans(own, shared, layout)
+            plans = _plans(own, shared, place.sharding)
             made.append(_Made(score_of(plans, scorer), dealing, own, shared, plans))
         return min(made, key=lambda each: each.score)
 
     def _refined(self, made: _Made, place: Placement, scorer: PlanScorer) -> _Made:
         """With fewer or more micro-batches beside the shared ones, while the step gets shorter."""
-        layout = place.shard
         for stride in (-1, 1):
             while True:
-                own = [of and of.neighbour(stride) for of in made.own]
-                plans = _plans(own, made.shared, layout)
+                own = [chosen and chosen.neighbour(stride) for chosen in made.own]
+                plans = _plans(own, made.shared, place.sharding)
                 score = score_of(plans, scorer)
                 if score >= made.score:
                     break
@@ -172,7 +171,7 @@ class AutoPacker(Packer):
         return made
 
     def _own(
-        self, merged: Merged, count: int, place: Placement, scorer: PlanScorer, layout: Shard
+        self, merged: Merged, count: int, place: Placement, scorer: PlanScorer
     ) -> list[Chosen | None]:
         """The micro-batches of each replica's own pieces; ``count`` over all are the nominal ones.
 
@@ -186,26 +185,17 @@ class AutoPacker(Packer):
         for number in sorted(range(len(loads)), key=lambda number: -loads[number]):
             if not (own := merged.own[number]):
                 continue
-            candidates = Candidates(
-                own,
-                nominal[number],
-                self.cap(place),
-                work,
-                place.mesh,
-                scorer,
-                layout,
-                place.slices,
-            )
+            search = MicroBatchSearch(own, nominal[number], self.cap(place), work, place, scorer)
             allowed = latest
             if merged.shared and place.mesh.pipeline == 1:
                 # Not always is the one with the most work of its own the latest.
                 allowed = Score(0, latest.time * loads[number] // max(*loads, 1))
-            elif len(loads) > FEW:
+            elif len(loads) > SELF_SEARCHING:
                 allowed = Score(latest.excess, latest.time * SLACK_PER_MILLE // 1000)
-            if latest.time == 0 or candidates.score(way) > allowed:
-                way = candidates.best(HALVES.index(way.halves) if way.halves else None)
-                latest = max(latest, candidates.score(way))
-            result[number] = Chosen(candidates, way)
+            if latest.time == 0 or search.score(way) > allowed:
+                way = search.best(HALVES.index(way.halves) if way.halves else None)
+                latest = max(latest, search.score(way))
+            result[number] = Chosen(search, way)
         return result
 
 
@@ -222,14 +212,8 @@ class _Dealing:
 
     @cached_property
     def merged(self) -> Merged:
-        return merge_pieces(
-            self.pieces,
-            self.replicas,
-            self.work,
-            self.per_capacity,
-            self.most_tokens,
-            self.begun,
-        )
+        given = self.pieces, self.replicas, self.work, self.per_capacity
+        return merge_pieces(*given, self.most_tokens, self.begun)
 
     def again(self, ends: Sequence[int]) -> _Dealing:
         """With work added to replicas that ended late for their work, and taken from others."""
@@ -248,8 +232,8 @@ class _Made(NamedTuple):
     plans: list[ReplicaPlan]
 
 
-def _plans(own: list[Chosen | None], shared: list[Shared], shard: Shard) -> list[ReplicaPlan]:
+def _plans(own: list[Chosen | None], shared: list[Shared], sharding: str) -> list[ReplicaPlan]:
     return [
-        replica_plan(chosen.packs if chosen else [], number, shard, shared)
+        replica_plan(chosen.packs if chosen else [], number, sharding, shared)
         for number, chosen in enumerate(own)
     ]

@@ -24,12 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
-from lightning_wlb.planning.dealing import Deal, deal_micro_batches, heaviest_first
+from lightning_wlb.planning.dealing import Deal, heaviest_first
 from lightning_wlb.planning.global_batches import GlobalBatches
-from lightning_wlb.planning.plan_scoring import PlanScorer
-from lightning_wlb.planning.replica_plans import Shard, replica_plan, whole
+from lightning_wlb.planning.plan_scoring import Placement
+from lightning_wlb.planning.replica_plans import replica_plan, whole
 
 MicroBatches = list[list[Piece]]
 """The pieces of each micro-batch."""
@@ -41,9 +40,6 @@ class PackingOptions:
 
     decide_data: ClassVar[tuple[str, ...]] = ()
     """Options that change which pieces enter a step: a run resumes with the same ones only."""
-
-    def check(self, window: int) -> None:
-        """Refuse options that do not go with the context window, in tokens."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -57,12 +53,12 @@ class Rules:
     """The data settings, resolved, as a packing method sees them.
 
     Args:
-        lengths: tokens of each document of the store, after truncation.
+        lengths: int64 [documents], tokens of each document of the store, after truncation.
         window: C, tokens of the longest piece.
         micro_batches: N, micro-batches of a global batch over all replicas.
         cap: most tokens of a micro-batch.
-        work: of the model, forward and backward.
-        options: of the method, an instance of its :attr:`Packer.Options`.
+        work: forward and backward work of the model.
+        options: an instance of the method's :attr:`Packer.Options`.
         cap_is_given: whether the cap is the user's, which holds whatever fits in memory.
     """
 
@@ -73,17 +69,6 @@ class Rules:
     work: Work
     options: Any
     cap_is_given: bool = True
-
-
-class Placement(NamedTuple):
-    """What the pieces of a step are arranged for."""
-
-    mesh: Mesh
-    shard: Shard
-    scorer: PlanScorer | None = None
-    """What methods that try several plans choose by; None: simulations of exact work."""
-    slices: bool = True
-    """Whether the pipeline's schedule runs slices of pieces."""
 
 
 class Released(NamedTuple):
@@ -100,16 +85,12 @@ class Released(NamedTuple):
 
 
 class Packer:
-    """One packing method over a run; a subclass defines :meth:`.Packer.pack`.
-
-    Args:
-        rules: what the method is told.
-    """
+    """One packing method over a run; a subclass defines :meth:`.Packer.pack`."""
 
     Options: ClassVar[type[PackingOptions]] = PackingOptions
     """Dataclass of the method's own options."""
     cuts_stream: ClassVar[bool] = False
-    """Whether a global batch is the next N·C tokens of the documents, cut every C; see arrivals."""
+    """Whether a global batch is the next N·C tokens of the documents, cut every C tokens."""
     judges: ClassVar[bool] = False
     """Whether it tries several plans of a step, and chooses by :attr:`.Placement.scorer`."""
     arranges: ClassVar[bool] = False
@@ -162,13 +143,13 @@ class Packer:
         return self.rules.cap
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
-        """The plan of each replica. This one deals the micro-batches as they are, see ``deal``."""
-        dealt = deal_micro_batches(
-            micro_batches, place.mesh.data, self.rules.work.total, type(self).deal
-        )
+        """The plan of each replica. The base deals the micro-batches as they are, by ``deal``."""
+        filled = [pieces for pieces in micro_batches if pieces]
+        work = self.rules.work.total
+        works = [sum(work(piece.tokens) for piece in pieces) for pieces in filled]
         return [
-            replica_plan([list(map(whole, pieces)) for pieces in own], number, place.shard)
-            for number, own in enumerate(dealt)
+            replica_plan([list(map(whole, filled[at])) for at in own], number, place.sharding)
+            for number, own in enumerate(type(self).deal(works, place.mesh.data))
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,6 +178,20 @@ class Packer:
         return micro_batches
 
 
+def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[Piece]]:
+    """The oldest pieces of at most ``tokens`` tokens together, but at least one, and the rest.
+
+    Both lists are in order of (arrival, document, origin), whatever the order of ``held``.
+    """
+    order = sorted(held, key=lambda piece: (piece.arrival, piece.document, piece.origin))
+    taken = 0
+    for index, piece in enumerate(order):
+        taken += piece.tokens
+        if taken > tokens and index:
+            return order[:index], order[index:]
+    return order, []
+
+
 def check_fits(pieces: Sequence[Piece], cap: int) -> None:
     """Raise ValueError if a piece is longer than ``cap`` tokens."""
     piece = max(pieces, key=lambda piece: piece.tokens, default=None)
@@ -214,20 +209,5 @@ def as_lists(pieces: Sequence[Piece]) -> list[list[int]]:
 
 
 def as_pieces(lists: Sequence[Sequence[int]]) -> list[Piece]:
-    """The inverse of :func:`as_lists`."""
+    """Pieces from what :func:`as_lists` made."""
     return [Piece(*fields) for fields in lists]
-
-
-def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[Piece]]:
-    """The oldest pieces of at most ``tokens`` tokens together, and the rest.
-
-    The oldest piece is among the first in any case. Both are in order of (arrival, document,
-    origin), whatever the order of ``held``.
-    """
-    order = sorted(held, key=lambda piece: (piece.arrival, piece.document, piece.origin))
-    taken = 0
-    for index, piece in enumerate(order):
-        taken += piece.tokens
-        if taken > tokens and index:
-            return order[:index], order[index:]
-    return order, []

@@ -46,7 +46,7 @@ from lightning_wlb.planning.packing.base import (
 
 
 class OriginalPacker(Packer):
-    """Windows of the stream, dealt to replicas in turn."""
+    """Windows of C tokens of the stream, dealt to replicas in turn."""
 
     cuts_stream: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
@@ -60,10 +60,7 @@ class OriginalPacker(Packer):
 def pack_windows(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
     """Gather pieces, in the order given, into ``bins`` windows, the last ones possibly empty.
 
-    Args:
-        pieces: cut at multiples of ``window`` tokens of their concatenation.
-        bins: micro-batches, N.
-        window: tokens of a window, C.
+    The pieces must have been cut at multiples of ``window`` tokens of their concatenation.
     """
     micro_batches: MicroBatches = [[] for _ in range(bins)]
     taken = 0
@@ -84,21 +81,10 @@ class BestFitPacker(Packer):
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """As few micro-batches as best-fit finds; those beyond 2·N are carried."""
-        packed = pack_best_fit(pieces, self.rules.cap)
+        check_fits(pieces, self.rules.cap)
+        packed = fill(pieces, self.rules.cap)
         most = 2 * self.rules.micro_batches
         return packed[:most], [piece for left in packed[most:] for piece in left]
-
-
-def pack_best_fit(pieces: Sequence[Piece], cap: int) -> MicroBatches:
-    """Pieces in as many micro-batches of at most ``cap`` tokens as it takes, as they were opened.
-
-    Equal lengths go by (document, origin), equally full micro-batches by number.
-
-    Raises:
-        ValueError: a piece is longer than ``cap``.
-    """
-    check_fits(pieces, cap)
-    return fill(pieces, cap)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from typing import ClassVar
 
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dealing import deal_capped, deal_greedily, longest_first
-from lightning_wlb.planning.packing.auto import OVERHEAD
-from lightning_wlb.planning.packing.base import MicroBatches, Packer, Placement
-from lightning_wlb.planning.packing.ilp import Problem, heaviest_of, solve
+from lightning_wlb.planning.packing.base import MicroBatches, Packer
+from lightning_wlb.planning.packing.ilp import NODES, Problem, heaviest_of, solve
+from lightning_wlb.planning.plan_scoring import Placement
 from lightning_wlb.planning.replica_plans import replica_plan, whole
+from lightning_wlb.planning.tuning import ACTION_OVERHEAD
 
 UTILISED_PERCENT = 85  # of a device's efficiency, Appendix C
-NODES = 100
 SOLVES = 4
 BINARIES = 2000  # more variables than these take a solver minutes, and greed is near the bound
 WORTH_PERCENT = 1
@@ -75,7 +75,7 @@ class HydraulisPacker(Packer):
                     )
                 ],
                 number,
-                place.shard,
+                place.sharding,
             )
             for number, own in enumerate(dealt)
         ]
@@ -84,7 +84,7 @@ class HydraulisPacker(Packer):
     def utilised(self) -> int:
         """UtilLen: least tokens of a piece that uses a device well, at most a window."""
         work, window = self.rules.work, self.rules.window
-        overhead = 2 * work.forward(max(window // OVERHEAD, 1))
+        overhead = 2 * work.forward(max(window // ACTION_OVERHEAD, 1))
         least = UTILISED_PERCENT * overhead // (100 - UTILISED_PERCENT)
         return min(bisect_left(range(window), least, key=work.total), window)
 
@@ -131,7 +131,7 @@ def pack_pipeline(
     for promise, bins, problem in sorted(promises, key=lambda each: each[:2])[:solves]:
         if (100 + WORTH_PERCENT) * promise >= 100 * least or bins * len(pieces) > BINARIES:
             continue
-        answer = solve(problem, "cbc", NODES, None)
+        answer = solve(problem, NODES)
         if answer is None:
             continue
         time = (stages - 1 + bins) * heaviest_of(problem, answer)

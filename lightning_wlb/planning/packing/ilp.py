@@ -1,10 +1,10 @@
 """Packing as an integer linear program, through PuLP: WLB-LLM Equations 1 and 2.
 
 Binary x_ij puts piece i into micro-batch j; the largest weight of a micro-batch is minimised under
-a bound on its tokens. The solver gets a limit on branch-and-bound nodes and one thread, never a
-limit on time, so that every rank of a run, and the run that resumes it, get the same answer. It
-starts from a known packing, and a greedy answer stands where it finds nothing better. Both methods
-pack W global batches together (:mod:`.fixed`).
+a bound on its tokens. CBC gets a limit on branch-and-bound nodes and one thread, never a limit on
+time, so that every rank of a run, and the run that resumes it, get the same answer. It starts from
+a known packing, and a greedy answer stands where it finds nothing better. Both methods pack W
+global batches together, as ``fixed_greedy`` does.
 
 * ``fixed_ilp`` (Equation 1, "Fixed-Len Solver") minimises the attention work, the sum of d², of the
   heaviest micro-batch of C tokens. Every micro-batch is exactly full, so whole pieces fit only in
@@ -23,16 +23,12 @@ the greedy methods are from the optimum.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar
 
-import pulp
-
-from lightning_wlb.arguments import choice, whole
+from lightning_wlb.arguments import whole
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.packing.base import MicroBatches, PackingOptions, Rules, check_fits
@@ -40,7 +36,8 @@ from lightning_wlb.planning.packing.baselines import WindowedOptions, WindowedPa
 
 log = logging.getLogger(__name__)
 
-Solver = Literal["cbc", "highs"]
+NODES = 100
+"""Most branch-and-bound nodes of a solve; in nodes, so that every rank finds the same answer."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +46,24 @@ class IlpOptions(WindowedOptions):
 
     Args:
         packing_window: W, global batches that are packed together.
-        solver: ``"cbc"`` (comes with PuLP) or ``"highs"`` (needs highspy).
-        solver_nodes: most branch-and-bound nodes of a solve.
         max_age: steps after which a carried piece opens further micro-batches rather than wait.
     """
 
-    decide_data: ClassVar[tuple[str, ...]] = (
-        "packing_window", "solver", "solver_nodes", "max_age",
-    )  # fmt: skip
+    decide_data: ClassVar[tuple[str, ...]] = ("packing_window", "max_age")
 
-    solver: Solver = "cbc"
-    solver_nodes: int = 100
     max_age: int = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choice("solver", self.solver, get_args(Solver))
-        for name in ("solver_nodes", "max_age"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), 1))
+        object.__setattr__(self, "max_age", whole("max_age", self.max_age, 1))
 
 
 class _IlpPacker(WindowedPacker):
-    """What both methods share.
-
-    Raises:
-        ModuleNotFoundError: the solver is not installed.
-    """
-
     Options: ClassVar[type[PackingOptions]] = IlpOptions
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
         self.max_age = rules.options.max_age
-        require(rules.options.solver)
 
     def _solved(
         self,
@@ -100,11 +82,10 @@ class _IlpPacker(WindowedPacker):
             start: the micro-batch of each piece in the packing that the solver starts from.
             greedy: the greedy packing.
         """
-        options: IlpOptions = self.rules.options
         lengths = [piece.tokens for piece in pieces]
         problem = Problem(list(map(weight, lengths)), lengths, len(greedy), limit)
         heaviest = max(sum(weight(piece.tokens) for piece in packed) for packed in greedy)
-        answer = solve(problem, options.solver, options.solver_nodes, start)
+        answer = solve(problem, NODES, start)
         found = None if answer is None else heaviest_of(problem, answer)
         report(type(self).__name__, problem, found, heaviest)
         if answer is None or found is None or found >= heaviest:
@@ -173,31 +154,16 @@ class Problem:
         return max(-(-sum(order) // bins), *crowded, 0)
 
 
-def require(solver: str) -> None:
-    """Raise ModuleNotFoundError if a solver's package is missing, with how to install it."""
-    if solver == "highs" and importlib.util.find_spec("highspy") is None:
-        raise ModuleNotFoundError(
-            "solver='highs' needs highspy, which is not installed. Install it with"
-            " `pip install '.[highs]'` in a clone, or leave the solver to 'cbc', which comes with"
-            " PuLP.",
-            name="highspy",
-        )
-
-
-def solve(
-    problem: Problem, solver: str, nodes: int, start: Sequence[int] | None
-) -> list[int] | None:
-    """The bin of each item in the best packing found.
+def solve(problem: Problem, nodes: int, start: Sequence[int] | None = None) -> list[int] | None:
+    """The bin of each item in the best packing that CBC finds; None if it finds none.
 
     Args:
         problem: what to pack.
-        solver: ``"cbc"`` or ``"highs"``.
         nodes: most branch-and-bound nodes.
         start: the bin of each item in a known packing; None: there is none.
-
-    Returns:
-        None where the solver found no packing within its nodes.
     """
+    import pulp  # takes a tenth of a second that only these packings should pay
+
     items, bins = range(len(problem.weights)), range(problem.bins)
     # Weights near 1: solvers work in floating point with absolute tolerances.
     unit = max(sum(problem.weights) / problem.bins, 1.0)
@@ -215,9 +181,8 @@ def solve(
             for j in bins:
                 chosen[i][j].setInitialValue(int(start[i] == j))
         heaviest.setInitialValue(heaviest_of(problem, start) / unit)
-    # PuLP's HiGHS has read the values, but knows no name for the status "node limit reached".
-    with contextlib.suppress(KeyError):
-        model.solve(_command(solver, nodes, start is not None))
+    warm = start is not None
+    model.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes, warmStart=warm))
     answer = []
     for i in items:
         # A solution may be integral up to a tolerance only; anything else is no solution.
@@ -253,12 +218,4 @@ def report(method: str, problem: Problem, found: int | None, greedy: int) -> Non
         if found is None
         else f"the solver's heaviest is {found / greedy:.4f} of the greedy answer's",
         100 * (best / max(problem.bound, 1) - 1),
-    )
-
-
-def _command(solver: str, nodes: int, warm: bool) -> Any:
-    if solver == "cbc":
-        return pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes, warmStart=warm)
-    return pulp.HiGHS(
-        msg=False, threads=1, warmStart=warm, mip_max_nodes=nodes, parallel="off", random_seed=0
     )

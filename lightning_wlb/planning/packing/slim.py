@@ -4,23 +4,23 @@ Nothing waits: every global batch is a step. Its pieces are dealt to the replica
 replica's are cut into MicroPacks (:mod:`~lightning_wlb.planning.slicing`), ``micro_packs`` times N
 over all replicas. A piece with more work than a replica's capacity is shared by several
 (:mod:`~lightning_wlb.planning.dp_merge`). On pipelines its simulated steps are much shorter than
-those of ``wlb`` and ``original`` (``benchmarks/results/packing.md``).
+those of ``wlb`` and ``original`` (``benchmarks/results/packing.md``). The price: keys and values of
+cut pieces are kept until their last slice has run backward, and micro-batches are smaller, which a
+device may run less efficiently.
 
 With ``asymmetric=True`` forward and backward have MicroPacks of their own (§4.1.2). Attention costs
 2.5 times as much backward as forward, matrix products twice, so packs with equal forward work have
-unequal backward work. The forward packs are those of slicing for forward work. The backward packs
-are cut from the same slices in the order in which backward visits them: first in, first out between
-pieces, last in, first out within one. Each is filled to the backward work that is left divided by
-the packs that are left. Where the next piece does not fit, the largest whole piece among those that
-follow closely fills the gap; else it is cut, at a tile. The slices of the plan are the common
-refinement of both cuts, and the executor runs what one forward and one backward pack share as a
-unit (:mod:`~lightning_wlb.prediction.asymmetric_units`). Units are so many and so unequal that
-these plans are slower than symmetric ones (``benchmarks/results/slimpack.md``).
+unequal backward work. The forward packs are sliced for forward work. The backward packs are cut
+from the same slices in the order in which backward visits them: first in, first out between pieces,
+last in, first out within one. Each is filled to the backward work that is left divided by the packs
+that are left. Where the next piece does not fit, the largest whole piece among those that follow
+closely fills the gap; else it is cut, at a tile. The slices of the plan are the common refinement
+of both cuts, and the executor runs what one forward and one backward pack share as a unit
+(:mod:`~lightning_wlb.prediction.asymmetric_units`). Units are so many and so unequal that these
+plans never were faster than symmetric ones in simulations (``benchmarks/results/slimpack.md``).
 
-The price of slices: keys and values of cut pieces are kept until their last slice has run backward,
-and micro-batches are smaller, which a device may run less efficiently.
-
-Cost: see :mod:`~lightning_wlb.planning.slicing`.
+Cost: that of slicing; asymmetric O(P·log P + M·``LOOKAHEAD``) for P pieces in M packs, milliseconds
+for hundreds of pieces.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from itertools import pairwise
 from typing import ClassVar
 
 from lightning_wlb.arguments import flag, whole
+from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
 from lightning_wlb.planning.dp_merge import merge_pieces, own_work, slice_shared
-from lightning_wlb.planning.packing.base import MicroBatches, Packer, PackingOptions, Placement
-from lightning_wlb.planning.replica_plans import Shard, replica_plan
-from lightning_wlb.planning.slicing import (
-    LEAST_SLICE,
-    OPEN_GAPS,
-    TILE,
-    share_packs,
-    slice_pieces,
-)
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, PackingOptions
+from lightning_wlb.planning.plan_scoring import Placement
+from lightning_wlb.planning.replica_plans import open_sharding, replica_plan
+from lightning_wlb.planning.slicing import share_packs, slice_pieces
+from lightning_wlb.planning.tuning import LEAST_SLICE, OPEN_GAPS
+
+LOOKAHEAD = 128  # pieces: how far a gap's filler may be from its turn
 
 
 @dataclass(frozen=True)
@@ -91,20 +90,17 @@ class SlimPacker(Packer):
                 asymmetric_replica_plan(
                     *slice_pieces_asymmetric(own, count, rules.cap, work.forward, work.backward),
                     number,
-                    place.shard,
+                    place.sharding,
                 )
                 for number, (own, count) in enumerate(zip(merged.own, counts, strict=True))
             ]
         shared = slice_shared(merged, packs, rules.cap, work.total)
         return [
             replica_plan(
-                slice_pieces(own, count, rules.cap, work.total), number, place.shard, shared
+                slice_pieces(own, count, rules.cap, work.total), number, place.sharding, shared
             )
             for number, (own, count) in enumerate(zip(merged.own, counts, strict=True))
         ]
-
-
-LOOKAHEAD = 128  # pieces: how far a gap's filler may be from its turn
 
 
 def slice_pieces_asymmetric(
@@ -241,7 +237,7 @@ def asymmetric_replica_plan(
     forward: Sequence[Sequence[Slice]],
     backward: Sequence[Sequence[Slice]],
     replica: int,
-    shard: Shard,
+    sharding: str,
 ) -> ReplicaPlan:
     """The plan of a replica whose backward micro-batches have other slices than the forward ones.
 
@@ -249,16 +245,20 @@ def asymmetric_replica_plan(
         forward: the slices of each micro-batch, in forward order.
         backward: the same slices, in micro-batches in backward order.
         replica: its number.
-        shard: how a micro-batch is laid out.
+        sharding: as for :func:`.replica_plan`.
     """
     slices = [part for pack in forward for part in pack]
     number = {part: index for index, part in enumerate(slices)}
-
-    def made(packs: Sequence[Sequence[Slice]]) -> tuple[MicroBatch, ...]:
-        numbers = [tuple(sorted(number[part] for part in pack)) for pack in packs]
-        return tuple(
-            MicroBatch(each, *shard([slices[index] for index in each], 1), (replica,))
-            for each in numbers
+    passes = [
+        tuple(
+            MicroBatch(
+                tuple(sorted(number[part] for part in pack)),
+                open_sharding(sharding, pack, 1),
+                0,
+                (replica,),
+            )
+            for pack in packs
         )
-
-    return ReplicaPlan(tuple(slices), made(forward), made(backward))
+        for packs in (forward, backward)
+    ]
+    return ReplicaPlan(tuple(slices), *passes)

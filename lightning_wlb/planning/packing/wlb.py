@@ -23,13 +23,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.arguments import whole, wholes
+from lightning_wlb.arguments import whole
 from lightning_wlb.plan import Piece, piece_counts
 from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.packing.base import (
@@ -48,30 +47,21 @@ class WlbOptions(PackingOptions):
     """Options of ``wlb``.
 
     Args:
-        queues: number of outlier queues whose thresholds are set from the length distribution;
+        queues: number of outlier queues, whose thresholds are set from the length distribution;
             0 for no delay.
-        thresholds: least tokens of each outlier queue, strictly increasing; overrides ``queues``.
         max_age: steps after which a piece waits no longer (unless more than 2·N micro-batches
             would be needed: one document of many global batches).
     """
 
-    # The thresholds are in the fingerprint as they are resolved.
+    # The queues are in the fingerprint as thresholds.
     decide_data: ClassVar[tuple[str, ...]] = ("max_age",)
 
     queues: int = 2
-    thresholds: tuple[int, ...] | None = None
     max_age: int = 12
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "queues", whole("queues", self.queues, 0))
         object.__setattr__(self, "max_age", whole("max_age", self.max_age, 1))
-        if self.thresholds is not None:
-            object.__setattr__(self, "thresholds", wholes("thresholds", self.thresholds))
-
-    def check(self, window: int) -> None:
-        """Refuse thresholds that do not increase up to the window."""
-        if self.thresholds is not None:
-            check_thresholds(self.thresholds, window)
 
 
 class WlbPacker(Packer):
@@ -83,12 +73,9 @@ class WlbPacker(Packer):
         super().__init__(rules)
         options: WlbOptions = rules.options
         self.max_age = options.max_age
-        if options.thresholds is None:
-            self.thresholds = thresholds_from_lengths(
-                rules.lengths, rules.window, options.queues, rules.work.total
-            )
-        else:
-            self.thresholds = options.thresholds
+        self.thresholds = thresholds_from_lengths(
+            rules.lengths, rules.window, options.queues, rules.work.total
+        )
         self._queues: list[list[Piece]] = [[] for _ in self.thresholds]
 
     @property
@@ -153,17 +140,6 @@ def thresholds_from_lengths(
     first = min(first, window)
     spaced = (first + (window - first) * index // queues for index in range(queues))
     return tuple(sorted(set(spaced)))
-
-
-def check_thresholds(thresholds: Sequence[int], window: int) -> None:
-    """Raise ValueError unless thresholds increase strictly, from at least 1 to at most C."""
-    rising = all(low < high for low, high in pairwise(thresholds))
-    if not rising or (thresholds and (thresholds[0] < 1 or thresholds[-1] > window)):
-        raise ValueError(
-            f"thresholds={tuple(thresholds)}: the outlier queues' thresholds must increase"
-            f" strictly, from at least 1 to at most the context window of {window} tokens, which"
-            " bounds every piece. Leave them out to set them from the length distribution."
-        )
 
 
 def release(

@@ -9,9 +9,9 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing.auto import OVERHEAD
 from lightning_wlb.planning.plan_scoring import ProfileScorer, WorkScorer
 from lightning_wlb.planning.synthetic_lengths import generator_a
+from lightning_wlb.planning.tuning import ACTION_OVERHEAD
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from tests.planning.test_slicing import LLAMA2_7B_LAYER, SHAPE
 
@@ -35,7 +35,7 @@ def plans(steps, lengths=None, window=WINDOW, **mesh):
 
 def longest(plan, stages=4, virtual_stages=1):
     mesh = Mesh(pipeline=stages, virtual_stages=virtual_stages)
-    scorer = WorkScorer(LLAMA2_7B_LAYER, mesh, FORWARD(WINDOW // OVERHEAD))
+    scorer = WorkScorer(LLAMA2_7B_LAYER, mesh, FORWARD(WINDOW // ACTION_OVERHEAD))
     return scorer(plan.replicas).time
 
 

@@ -1,9 +1,10 @@
-"""Fixed-length and best-fit packing, and windows of global batches."""
+"""The packings that others are compared with: original, best_fit and fixed_greedy."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +12,54 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing.baselines import pack_best_fit, pack_greedily
+from lightning_wlb.planning.dealing import fill
+from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.packing.base import check_fits
+from lightning_wlb.planning.packing.baselines import pack_greedily, pack_windows
+from tests.planning.test_slicing import pieces_of
 
 
-def pieces_of(lengths) -> list[Piece]:
-    return [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
+def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:
+    order, lengths = np.array([2, 0, 1]), np.array([5, 4, 23])
+    first, position, offset = cut_stream(order, lengths, 0, 0, 20, 10)
+    assert first == [(2, 0, 10), (2, 10, 20)]
+    assert (position, offset) == (0, 20)
+    second, position, offset = cut_stream(order, lengths, position, offset, 20, 10)
+    assert second == [(2, 20, 23), (0, 0, 5), (1, 0, 2), (1, 2, 4)]
+    assert (position, offset) == (3, 0)
+    assert cut_stream(order, lengths, 3, 0, 20, 10) == ([], 3, 0)
+
+
+def test_pieces_gather_in_their_windows() -> None:
+    pieces = [Piece(0, 0, 4, 0), Piece(1, 0, 6, 0), Piece(1, 6, 16, 0), Piece(2, 0, 3, 0)]
+    assert pack_windows(pieces, 4, 10) == [pieces[:2], pieces[2:3], pieces[3:], []]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    window=st.integers(1, 15),
+    bins=st.integers(1, 4),
+)
+def test_steps_hold_exactly_n_windows_until_the_end(lengths, window, bins) -> None:
+    order = np.arange(len(lengths))
+    position = offset = 0
+    left = sum(lengths)
+    covered = [0] * len(lengths)
+    while position < len(lengths):
+        cut, position, offset = cut_stream(
+            order, np.array(lengths), position, offset, bins * window, window
+        )
+        for document, start, stop in cut:
+            assert covered[document] == start
+            covered[document] = stop
+        pieces = [Piece(*part, 0) for part in cut]
+        micro_batches = pack_windows(pieces, bins, window)
+        sizes = [sum(piece.tokens for piece in micro_batch) for micro_batch in micro_batches]
+        taken = min(left, bins * window)
+        full, rest = divmod(taken, window)
+        assert sizes == ([window] * full + [rest] + [0] * bins)[:bins]
+        left -= taken
+    assert covered == lengths
 
 
 def tokens_of(micro_batches) -> list[list[int]]:
@@ -84,9 +128,9 @@ def test_a_window_that_the_epoch_cuts_short() -> None:
 
 def test_best_fit_by_hand() -> None:
     # 7; 6; 4 into 6's; 3 into 7's; 3 opens; 2 into 3's.
-    assert tokens_of(pack_best_fit(pieces_of([3, 7, 2, 6, 4, 3]), 10)) == [[7, 3], [6, 4], [3, 2]]
+    assert tokens_of(fill(pieces_of([3, 7, 2, 6, 4, 3]), 10)) == [[7, 3], [6, 4], [3, 2]]
     with pytest.raises(ValueError, match="11 tokens, more than the cap of 10"):
-        pack_best_fit(pieces_of([11]), 10)
+        check_fits(pieces_of([11]), 10)
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=40))
@@ -102,4 +146,4 @@ def test_best_fit_is_the_definition(lengths) -> None:
             ].append(tokens)
         else:
             micro_batches.append([tokens])
-    assert tokens_of(pack_best_fit(pieces_of(lengths), 20)) == micro_batches
+    assert tokens_of(fill(pieces_of(lengths), 20)) == micro_batches
