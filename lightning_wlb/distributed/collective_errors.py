@@ -1,9 +1,9 @@
-"""What several ranks do together ends for all of them in the same way.
+"""Work of several ranks that fails on all of them if it fails on one, with the same error.
 
 A rank that raises while others wait in a collective would leave them there until the time-out. So
-what may fail runs inside :meth:`Ranks.every`: each rank says how it went, and where one has failed
-all raise, with the words of the first. Cost: one small all-gather. Not for a rank that is killed:
-the others find out by the process group's own means.
+work that may fail runs inside :meth:`Ranks.every`: each rank says how it went, and if one has
+failed, all raise the error of the first. Cost: one small all-gather. It does not help if a rank is
+killed: the process group's own time-out tells the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ranks:
 
     Args:
         group: a process group; None means the default one.
-        alone: by itself, even where there is a process group.
+        alone: this process by itself, even if there is a process group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
@@ -44,20 +44,17 @@ class Ranks:
         return self.rank == 0
 
     def every(self, do: Callable[[], _T]) -> list[_T]:
-        """Run on each rank; collective.
-
-        Returns:
-            The results of all ranks, which must be picklable.
+        """Run on each rank, and return the picklable results of all ranks; collective.
 
         Raises:
-            ValueError, OSError or RuntimeError: where any rank raised, with the message of the
-                first one. An exception that is none (KeyboardInterrupt) goes on where it came up.
+            ValueError, OSError or RuntimeError: a rank raised; the message is that of the first.
+                The rank itself re-raises what is no Exception, as KeyboardInterrupt.
         """
         raised, said, result = None, None, None
         try:
             result = do()
         except BaseException as error:
-            raised, said = error, _Said.of(error, self.rank)
+            raised, said = error, _PickledError.of(error, self.rank)
         outcomes: list[Any] = [(result, said)]
         if self.size > 1:
             outcomes = [None] * self.size
@@ -70,13 +67,13 @@ class Ranks:
         return [each for each, _ in outcomes]
 
     def each(self, do: Callable[[], _T]) -> _T:
-        """Run on each rank and keep the result, picklable or not; collective, raises alike."""
+        """Run on each rank and return its own result, which need not be picklable; collective."""
         kept: list[_T] = []
         self.every(lambda: kept.append(do()))
         return kept[0]
 
     def lead(self, do: Callable[[], _T]) -> _T:
-        """Run on rank 0 and give all ranks its result; collective, raises alike."""
+        """Run on rank 0 and return its result on all ranks; collective."""
         result: _T = self.every(do if self.leads else lambda: None)[0]  # type: ignore[assignment]
         return result
 
@@ -95,15 +92,15 @@ def patient_ranks() -> Iterator[Ranks]:
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What went wrong on a rank, for the others to raise."""
+class _PickledError:
+    """An error of one rank, in a form that can be sent to the others."""
 
     kind: type[Exception]
     code: int | None
     text: str
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> _Said:
+    def of(cls, error: BaseException, rank: int) -> _PickledError:
         kind: type[Exception] = next((a for a in _KINDS if isinstance(error, a)), RuntimeError)
         if isinstance(error, ValueError) and type(error).__module__.startswith("lightning_wlb."):
             kind = type(error)

@@ -133,7 +133,7 @@ def test_what_cannot_be_removed_ends_nothing(strategy, tmp_path, monkeypatch):
     def fails(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(saving.folders, "remove", fails)
+    monkeypatch.setattr(saving.atomic_folders, "remove", fails)
     with pytest.warns(match=r"one\.ckpt could not be removed: .*Training goes on\."):
         strategy.remove_checkpoint(tmp_path / "one.ckpt")
 
