@@ -1,11 +1,11 @@
 """Attention of transformers' modules by this package's kernels.
 
 transformers looks an attention function up by the name in a model's config. :func:`attention` is
-registered under ``NAME``; transformers makes no mask for a name without
-a mask function. Which rows see which is in the micro-batch's metadata, which no module of theirs
-passes on: some drop unknown keywords. So the forward that is running (:class:`Running`) lies in a
-context variable while it runs, and again while backward recomputes a part of it, which autograd may
-do on another thread.
+registered under ``NAME``; transformers makes no mask for a name without a mask function. The
+micro-batch's metadata says which rows see which, and no module of transformers passes it on (some
+drop unknown keywords). So the forward that is running (:class:`Running`) lies in a context variable
+while it runs, and again while backward recomputes a part of it, which autograd may do on another
+thread.
 
 Whatever a module asks for that the kernels do not compute is refused: a mask, dropout, attention
 that is not causal, and every keyword that is not known to leave the result as it is.
@@ -51,11 +51,11 @@ class Running:
     """The forward of one stage on one micro-batch.
 
     Args:
-        micro_batch: its rows.
+        micro_batch: the rows.
         groups: the process groups that share the rows and the parameters.
         kernel: the attention kernel.
         received: [1, rows, dim], the hidden state that the stage was given.
-        left: the hidden state behind the stage's last layer, where other stages follow.
+        left: [1, rows, dim] behind the stage's last layer, where other stages follow.
         attended: numbers of the layers that have called attention.
     """
 
@@ -75,6 +75,11 @@ def running() -> Running | None:
     return _RUNNING.get(None)
 
 
+def current_run() -> Running:
+    """The forward that is running, where there must be one."""
+    return _RUNNING.get()
+
+
 @contextmanager
 def during(run: Running) -> Iterator[None]:
     """Make ``run`` the forward that is running."""
@@ -88,13 +93,12 @@ def during(run: Running) -> Iterator[None]:
 def recomputed(function: Callable[..., Any], mode: Recompute | None = None) -> Callable[..., Any]:
     """``function``, of which only the inputs are kept: backward runs it again.
 
-    With a mode it does so in micro-batches that recompute that. It must be called within a forward,
-    in whose context it runs both times. There is no dropout: the random state is not kept.
+    With a mode it does so only in micro-batches that recompute that. It must be called within a
+    forward, in whose context it runs both times. There is no dropout: the random state is not kept.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        run = running()
-        assert run is not None
+        run = current_run()
         if mode not in (None, run.micro_batch.recompute):
             return function(*args, **kwargs)
 
@@ -120,7 +124,7 @@ def attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' attention modules call.
+    """The function that transformers' attention modules call.
 
     Args:
         module: the attention module; it knows its layer as ``layer_idx``.
@@ -133,7 +137,7 @@ def attention(
         sliding_window: most keys that a query sees, its own included; all if None.
         softcap: scores are capped to softcap · tanh(score / softcap).
         s_aux: [heads], attention sinks: one more logit in each row's softmax, without a value.
-        others: of these none may change the result.
+        others: none may be known to change the result.
 
     Returns:
         [1, rows, heads, value_dim], and None in place of attention weights.

@@ -1,12 +1,8 @@
 """Any Hugging Face causal language model as a :class:`.Decoder`, its modules unchanged.
 
-The model is built by transformers and then taken apart: embedding, layers and head become the three
-parts that a :class:`.Decoder` has, and what the family's code looks at in their place are stand-ins
-(:mod:`.outline`). A forward runs the base model's own ``forward`` on packed rows as a batch of one,
-with explicit positions; attention goes to this package's kernels (:mod:`.huggingface.attention`);
-the head adds up token losses (:mod:`.ends`).
-
-Parameters go by this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's.
+A forward runs the base model's own ``forward`` on packed rows as a batch of one, with explicit
+positions; attention goes to this package's kernels, and the head adds up token losses. Parameters
+go by this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's.
 
 Cost over :class:`.Transformer`: queries are made before attention is called, so that they do not
 hide the exchange of keys, and a layer's parts are transformers' eager code. Not for families whose
@@ -28,11 +24,9 @@ from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.huggingface import lora as adapters
-from lightning_wlb.models.huggingface import tensor_parallel as tensor
 from lightning_wlb.models.huggingface.attention import Running, during, recomputed
 from lightning_wlb.models.huggingface.families import (
-    EXACT,
-    TENSOR_PARALLEL,
+    CHECKED,
     check_config,
     check_family,
     check_parts,
@@ -48,7 +42,14 @@ from lightning_wlb.models.huggingface.model_parts import (
     initial_values,
     part_names,
 )
-from lightning_wlb.models.huggingface.tensor_parallel import OWN_PLANS, Split
+from lightning_wlb.models.huggingface.tensor_parallel import (
+    OWN_PLANS,
+    Split,
+    add_hooks,
+    attends,
+    present_shards,
+    splits_of,
+)
 from lightning_wlb.models.tensor_parallel import assign
 
 
@@ -57,8 +58,6 @@ class HuggingFaceDecoder(Decoder):
 
     Args:
         config: a transformers ``PretrainedConfig`` of a causal language model.
-        activation_checkpointing: ``"none"``; ``"selective"``, which recomputes what follows
-            attention in a layer (feed-forward network or experts); or ``"full"``, whole layers.
         attention_backend: see :class:`.VarlenAttention`.
         lora: fields of peft's ``LoraConfig`` (:data:`.lora.FIELDS`): only the adapters that it asks
             for are trained, and are in the state dict. None trains all parameters.
@@ -86,8 +85,12 @@ class HuggingFaceDecoder(Decoder):
         check_config(config)
         causal = built(config)
         check_family(causal)
-        if config.model_type not in EXACT:
-            _warn_unchecked(config.model_type, "on packed rows")
+        if config.model_type not in CHECKED:
+            rank_zero_warn(
+                f"Model type {config.model_type!r} is not among the Hugging Face families whose"
+                " gradients are checked on packed rows and under tensor parallelism"
+                " (docs/families.md). Compare the first losses with those of one process."
+            )
         prefix = causal.base_model_prefix
         base = getattr(causal, prefix)
         self.config = base.config
@@ -141,19 +144,17 @@ class HuggingFaceDecoder(Decoder):
         layers: range | None = None,
         groups: ProcessGroups = NO_GROUPS,
     ) -> Tensor:
-        """Run one stage; see :meth:`.Decoder.forward`.
+        """See :meth:`.Decoder.forward`.
 
         Raises:
             ValueError: a layer that did not call attention, or a position that the rotary
                 embedding cannot turn without regard to other rows.
         """
-        held = range(self.stages.count)
-        if layers is None and len(self.layers) < len(held):
+        if layers is None:
             numbers = sorted(map(int, self.layers))
             layers = range(numbers[0], numbers[-1] + 1)
-        span = held if layers is None else layers
         self._check_positions(micro_batch)
-        self.stages.span = span
+        self.stages.span = layers
         run = Running(micro_batch, groups, self.attention_kernel)
         with during(run):
             if hidden is None:
@@ -167,12 +168,10 @@ class HuggingFaceDecoder(Decoder):
                 position_ids=micro_batch.positions[None],
                 use_cache=False,
             ).last_hidden_state
-            made = (out if run.left is None else run.left)[0]
-            if self.head is not None and span.stop == self.stages.count:
-                hidden = self.head(made, micro_batch.labels, groups.tensor)
-            else:
-                hidden = made
-        if missing := sorted(set(span) - run.attended):
+            hidden = (out if run.left is None else run.left)[0]
+            if self.head is not None and layers.stop == self.stages.count:
+                hidden = self.head(hidden, micro_batch.labels, groups.tensor)
+        if missing := sorted(set(layers) - run.attended):
             raise ValueError(
                 f"model type {self.config.model_type!r}: layers {missing} did not call attention."
                 " A layer of another kind (a recurrence or convolution over rows) would mix packed"
@@ -181,7 +180,7 @@ class HuggingFaceDecoder(Decoder):
         return hidden
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
-        """See :meth:`.Decoder.tensor_parallel_plan`.
+        """See :meth:`.Decoder.tensor_parallel_plan`: here by the family's own plan.
 
         Raises:
             ValueError: a family without a plan, or with one that this package cannot follow.
@@ -194,8 +193,6 @@ class HuggingFaceDecoder(Decoder):
             )
         if self._refusal is not None:
             raise self._refusal
-        if self.config.model_type not in TENSOR_PARALLEL:
-            _warn_unchecked(self.config.model_type, "under tensor parallelism")
         ends: dict[str, Placement] = {
             "embed.words.weight": Shard(0),
             "head.projection.*": Shard(0),
@@ -246,20 +243,14 @@ class HuggingFaceDecoder(Decoder):
                 assign(parameter, value.view(parameter.shape))
 
     def family_name(self, name: str) -> str:
-        """The family's name of a parameter or buffer, as in ``from_pretrained``'s model.
-
-        An adapter's is the one that it has once peft has put it into that model.
-        """
+        """The name of a parameter or buffer in ``from_pretrained``'s model with peft's adapters."""
         for mine, theirs in self._family_names.items():
             if name.startswith(mine):
                 return theirs + adapters.of_base(name.removeprefix(mine))
         raise KeyError(name)
 
     def family_shape(self, name: str) -> tuple[int, ...]:
-        """The family's shape of a parameter; some are held with one dim more, and as many values.
-
-        ``view`` and ``reshape`` turn a whole parameter from one shape into the other.
-        """
+        """The family's shape of a parameter; ``view`` turns a packed one into it and back."""
         return self._shapes[name]
 
     def persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -290,7 +281,7 @@ class HuggingFaceDecoder(Decoder):
             layer.forward = recomputed(layer.forward, "full")
             for part in layer.children():
                 matrices = any(each.ndim > 1 for each in part.parameters())
-                if matrices and not tensor.attends(part):
+                if matrices and not attends(part):
                     part.forward = recomputed(part.forward, "selective")
 
     def _split(self) -> None:
@@ -303,17 +294,10 @@ class HuggingFaceDecoder(Decoder):
         self._splits: dict[str, Split] = {}
         self._refusal: ValueError | None = None
         try:
-            self._splits = tensor.splits_of(self.layers, self._plan, self.config)
+            self._splits = splits_of(self.layers, self._plan, self.config)
         except ValueError as error:
             # Not on a single rank, which needs no split.
             self._refusal = error
             return
-        tensor.present_shards(self, self._splits)
-        tensor.install(self.layers, self._plan, self._splits, self._shapes, self.config.hidden_size)
-
-
-def _warn_unchecked(model_type: str, how: str) -> None:
-    rank_zero_warn(
-        f"Model type {model_type!r} is not among the Hugging Face families whose gradients are"
-        f" checked {how} (docs/families.md). Compare the first losses with those of one process."
-    )
+        present_shards(self, self._splits)
+        add_hooks(self.layers, self._plan, self._splits, self._shapes, self.config.hidden_size)

@@ -1,26 +1,17 @@
-"""Which families of transformers have been checked, and how: tests/models/huggingface says so.
+"""Which families of transformers are known to train exactly on packed rows, and what is refused.
 
-A family is a ``model_type``. Others may work as well: what is known to be wrong is refused by what
-the config or the modules say (:mod:`.huggingface.checks`), and a family that is not listed gives a
-warning. docs/families.md is made from these lists.
-
-What of a Hugging Face config cannot be trained exactly on packed rows, and is refused.
-
+A family is a ``model_type``. Others than those of ``CHECKED`` may work as well and give a warning.
 Every refusal is of something that would be *silently* wrong: the loss would fall, and the gradients
-would not be those of the documents by themselves.
+would not be those of the documents by themselves. It goes by what the config or the modules say,
+not by the family's name.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM
-
-VERSION = "5.23"
-"""Of transformers."""
 
 _CHECKED = """
 afmoe apertus arcee aria_text axk1 beam cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
@@ -30,75 +21,17 @@ hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_
 minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral olmo olmo2 olmo3 phi
 phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
 """
-TENSOR_PARALLEL = frozenset(_CHECKED.split())
-"""Exact on packed rows, and under tensor parallelism."""
+CHECKED = frozenset(_CHECKED.split())
+"""Exact on packed rows, and under tensor parallelism: tests/models/huggingface hold each to it.
 
-ONE_RANK: frozenset[str] = frozenset()
-"""Exact on packed rows; no plan for tensor parallelism, or one that cannot be followed."""
+After a change run ``python -m tests.models.huggingface.families_page``, which makes
+docs/families.md."""
 
-EXACT = TENSOR_PARALLEL | ONE_RANK
-"""Logits and gradients of packed rows equal those of the documents by themselves."""
-
-REFUSED: dict[str, str] = {
-    "deepseek_v32": "layers of type indexed_attention",
-    "doge": "a mask of its own",
-    "gpt2": "base_model_pp_plan",
-    "minimax": "layers of type linear_attention",
-    "qwen3_next": "layers of type linear_attention",
-}
-"""Examples of what is refused, and the words of the refusal."""
-
-
-def page() -> str:
-    """docs/families.md."""
-    refused = "\n".join(f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items()))
-    return f"""# Hugging Face families
-
-Made by `python -m lightning_wlb.models.huggingface.families`; the tests in
-`tests/models/huggingface/` hold every line of it. A family is a
-`model_type` of transformers {VERSION}, in a tiny configuration.
-
-## Exact
-
-In float64 the logits of packed rows and the gradients of every parameter equal those of
-transformers' own model, run on each document by itself, to 1e-10. The same holds for loss,
-gradients and parameters of an AdamW step on two tensor-parallel ranks.
-
-{_listed(TENSOR_PARALLEL)}.
-{_on_one_rank()}
-`make test` runs a covering choice; `python -m pytest -m families` all of it.
-
-## Refused
-
-What is known to be silently wrong on packed rows is refused with the reason. Examples:
-
-| Family | What the refusal says |
-|---|---|
-{refused}
-
-A family that is in neither list runs with a warning.
-"""
-
-
-def _on_one_rank() -> str:
-    if not ONE_RANK:
-        return ""
-    return f"\nExact likewise, without tensor parallelism: {_listed(ONE_RANK)}.\n"
-
-
-def _listed(names: frozenset[str]) -> str:
-    return "\n".join(textwrap.wrap(", ".join(f"`{name}`" for name in sorted(names)), 100))
-
-
-# Layer types of transformers whose attention the kernels compute.
-ATTENTION = {"full_attention", "sliding_attention"}
+_ATTENTION = {"full_attention", "sliding_attention"}  # layer types that the kernels compute
 
 
 def check_config(config: Any) -> None:
-    """Refuse a config that cannot be trained exactly, before anything is built.
-
-    Args:
-        config: a transformers ``PretrainedConfig``.
+    """Refuse a transformers config that cannot be trained exactly, before anything is built.
 
     Raises:
         ValueError: naming the setting, its value, the reason and the remedy.
@@ -114,17 +47,17 @@ def check_config(config: Any) -> None:
             " Give the config of a family of decoders (docs/families.md)."
         )
     # A family that has such settings by itself (Gemma 4's wider heads) is built by them.
-    if own := sorted(_of_single_layers(config) - _of_single_layers(type(config)())):
+    if own := sorted(_single_layer_settings(config) - _single_layer_settings(type(config)())):
         raise ValueError(
             f"{name} gives single layers settings of their own ({', '.join(own)}), which the"
             " families' modules pass over or cannot be built with. Leave per_layer_config out."
         )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
     if others:
         raise ValueError(
             f"{name} has layers of type {', '.join(others)}, which read other rows in ways that the"
             " variable-length kernels do not compute: packed documents would mix. Choose a family"
-            f" whose layer_types are {' or '.join(sorted(ATTENTION))} (docs/families.md)."
+            f" whose layer_types are {' or '.join(sorted(_ATTENTION))} (docs/families.md)."
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(
@@ -160,9 +93,9 @@ def check_config(config: Any) -> None:
 
 
 def longrope_window(config: Any) -> int | None:
-    """Positions from which on ``longrope`` turns *all* rows of a batch otherwise; None without it.
+    """The longest document for which ``longrope`` turns a row by its own position only.
 
-    Below it the rotary embedding depends on nothing but the row's own position.
+    A longer one turns *all* rows of its batch otherwise. None without longrope.
     """
     if "longrope" not in _rope_types(config):
         return None
@@ -194,7 +127,7 @@ def check_family(model: Any) -> None:
 
 
 def check_parts(model: Any, known: set[int]) -> None:
-    """Refuse parameters outside of embedding, layers and head, by ``id``.
+    """Refuse parameters outside of embedding, layers and head; ``known`` has the ``id`` of those.
 
     Raises:
         ValueError: naming them.
@@ -209,20 +142,19 @@ def check_parts(model: Any, known: set[int]) -> None:
 
 
 def _is_random(field: str) -> bool:
-    # Those of a classifier or a summary are of heads that are not built here.
+    # A classifier's and a summary's belong to heads that are not built here.
     unused = field.startswith(("classifier", "summary"))
     random = any(each in field for each in ("dropout", "layerdrop", "jitter"))
     return (random or field.endswith("pdrop")) and not unused
 
 
-def _of_single_layers(config: Any) -> set[str]:
-    """Names of the settings that a config gives single layers."""
-    of_layers = config.to_dict().get("per_layer_config") or {}
-    return {name for layer in of_layers.values() for name in layer}
+def _single_layer_settings(config: Any) -> set[str]:
+    per_layer = config.to_dict().get("per_layer_config") or {}
+    return {name for layer in per_layer.values() for name in layer}
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary parameters of a config: one mapping, or one for each type of layer."""
+    """The config's rotary parameters: one mapping, or one for each type of layer."""
     given = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in given:
         yield given
@@ -232,7 +164,3 @@ def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
 
 def _rope_types(config: Any) -> set[str]:
     return {each.get("rope_type", "default") for each in _ropes(config)}
-
-
-if __name__ == "__main__":
-    Path("docs/families.md").write_text(page(), encoding="utf-8")

@@ -31,18 +31,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.lora import is_adapter, write_adapters
-from lightning_wlb.models.huggingface.model_parts import parameters_without_memory
+from lightning_wlb.models.huggingface.model_parts import skeleton
 from lightning_wlb.models.huggingface.safetensors_folder import (
     Box,
     Folder,
     Source,
     find_sources,
-    open_folder,
 )
 from lightning_wlb.models.tensor_parallel import held, share_of
 
@@ -62,7 +61,7 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
     Raises:
         ValueError: the folder has no safetensors, or its tensors are not those of the model.
     """
-    files = open_folder(Path(folder))
+    files = Folder(Path(folder))
     model = skeleton(decoder.config)
     sources = find_sources(files, model)
     _check(files, sources, model)
@@ -80,15 +79,6 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
         for name, buffer in decoder.persistent_buffers():
             whole = tuple(slice(0, size) for size in buffer.shape)
             sources[decoder.family_name(name)].copy_to(buffer, whole)
-
-
-def skeleton(config: Any) -> Any:
-    """The family's ``ForCausalLM``, whose parameters have no memory."""
-    with parameters_without_memory():
-        # Whatever the folder asks for: some values of it fetch code.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
-    model.tie_weights()
-    return model
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:

@@ -1,39 +1,35 @@
-"""Building a Hugging Face model without memory, and its initial values as a function of names.
+"""A family's model, built without memory and taken apart into the parts of a pipeline stage.
 
-transformers fills a whole model from one stream of random numbers. Here each module is filled by
-transformers' own rule for it, whole, on the CPU, by a generator seeded with a hash of the seed and
-the module's name; a rank keeps its shard. So every mesh begins with the same values.
+**Building.** transformers builds the model with this package's attention; under the meta device its
+parameters take no memory, and its buffers have values.
 
-Cost: every rank draws the whole of each module of which it holds a shard, and needs memory for the
-largest in float32 (in a mixture of experts, all experts of a layer).
+**Layers.** A family's base model does more between its layers than call them: it makes rotary
+tables, chooses one by the kind of layer, scales the embedding. So its own ``forward`` runs on every
+stage, with :class:`StageLayers` in place of its list of layers: layers of other stages pass rows
+through. What the family does in front of its first layer (Granite scales the embedding) and behind
+its last must happen once in the model, not once a stage. So the last absent layer in front of the
+stage's gives out what the stage was given, whatever came in, and the first one behind keeps what
+the stage made. In the same way a family's head runs by the ``ForCausalLM``'s own forward, with
+:class:`GivenHidden` in place of its base model.
 
-The base model's own forward, run on one stage's layers.
-
-A family's base model does more between its layers than call them: it makes rotary tables, chooses
-one by the kind of layer, scales the embedding. So its own ``forward`` runs on every stage, with
-class `StageLayers` in place of its list of layers: layers of other stages pass rows through. What
-the family does in front of its first layer (Granite scales the embedding) and behind its last must
-happen once in the model, not once a stage. So the last absent layer in front of the stage's gives
-out what the stage was given, whatever came in, and the first one behind keeps what the stage made.
-
-In the same way a family's head runs by the ``ForCausalLM``'s own forward, with :class:`GivenHidden`
-in place of its base model.
-
-The two ends of a Hugging Face decoder: token embedding, and norm with output projection.
-
-Under tensor parallelism the embedding's rows (words) lie on the ranks; each looks up its own words
-and the sum is scattered by rows. The head's logits are split by words and never gathered.
-
-Most families' head is a plain matrix. Its loss is :func:`~.loss.token_loss`. Others scale or cap
+**Ends.** Under tensor parallelism the embedding's rows (words) lie on the ranks; each looks up its
+own words and the sum is scattered by rows. The head's logits are split by words and never gathered.
+Most families' head is a plain matrix, whose loss is :func:`~.loss.token_loss`. Others scale or cap
 the logits or add a bias; there the family's own code makes the logits of a chunk of rows at a time,
 which backward makes again. :func:`is_plain` finds out which it is by running the family's code.
+
+**Initial values.** transformers fills a whole model from one stream of random numbers. Here each
+module is filled by transformers' own rule for it, whole, on the CPU, by a generator seeded with a
+hash of the seed and the module's name; a rank keeps its shard. So every mesh begins with the same
+values. Cost: every rank draws the whole of each module of which it holds a shard, and needs memory
+for the largest in float32 (in a mixture of experts, all experts of a layer).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,20 +39,19 @@ from transformers import AutoModelForCausalLM
 
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.decoder import seed_of
-from lightning_wlb.models.huggingface.attention import NAME, recomputed, running
+from lightning_wlb.models.huggingface.attention import NAME, current_run, recomputed
 from lightning_wlb.models.loss import chunks, logits_loss, token_loss
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
-_FEW = 64
-"""Values of a parameter that is kept while a model is built: an activation's learned constants."""
+_FEW = 64  # so small are an activation's learned constants
 
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
     """Modules made inside have parameters on the meta device, and buffers with their values.
 
-    Parameters of a few values keep those of their constructor: transformers' rules for initial
-    values leave some of them out.
+    Parameters of at most ``_FEW`` values keep those of their constructor: transformers' rules for
+    initial values leave some of them out.
     """
     register = nn.Module.register_parameter
 
@@ -76,52 +71,55 @@ def parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def initial_values(
-    module: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]],
-    rule: Callable[[nn.Module], None],
-    seed: int,
-    name: str,
-) -> dict[str, Tensor]:
-    """Initial values of a module's own parameters, whole, float32 on the CPU, by name.
+def building() -> AbstractContextManager[None]:
+    """Modules made inside have no memory where the default device is meta."""
+    meta = torch.get_default_device().type == "meta"
+    return parameters_without_memory() if meta else nullcontext()
 
-    Args:
-        module: looked at, not changed; its parameters may be split or without memory.
-        shapes: the family's shape of each parameter.
-        rule: fills the parameters of one module; transformers' ``_init_weights``.
-        seed: of the run, the same on every rank.
-        name: the module's name, on any mesh the same.
 
-    Returns:
-        The parameters that the rule fills.
+def built(config: Any) -> Any:
+    """The family's model with this package's attention; without memory on the meta device."""
+    config = copy.deepcopy(config)
+    dtype = torch.get_default_dtype()
+    with building():
+        causal = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=NAME,
+            # transformers' grouped product of experts has no float64.
+            experts_implementation="eager" if dtype == torch.float64 else None,
+            dtype=dtype,
+        )
+    # Parameters that lost their memory one by one are no longer shared.
+    causal.tie_weights()
+    return causal
+
+
+def skeleton(config: Any) -> Any:
+    """The family's ``ForCausalLM``, whose parameters have no memory."""
+    with parameters_without_memory():
+        # Whatever the folder asks for: some values of it fetch code.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    model.tie_weights()
+    return model
+
+
+def part_names(base: Any) -> tuple[str, str, str]:
+    """Names of the base model's embedding, layers and last norm, from its pipeline plan.
+
+    What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
     """
-    twin = _twin(module, shapes)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        torch.manual_seed(seed_of(seed, name))
-        rule(twin)
-    values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
-    return {own: each for own, each in values.items() if not each.isnan().any()}
-
-
-def _twin(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """A copy of a module alone, its parameters whole and not a number, in float32 on the CPU."""
-    twin = copy.copy(module)
-    twin._parameters = {
-        name: None
-        if own is None
-        else nn.Parameter(torch.full(shapes[name], torch.nan, dtype=torch.float32, device="cpu"))
-        for name, own in module._parameters.items()
-    }
-    twin._buffers = {
-        name: None if own is None else own.detach().to("cpu", copy=True)
-        for name, own in module._buffers.items()
-    }
-    twin._modules = {}
-    return twin
+    plan = list(base.config.base_model_pp_plan)
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
+        raise ValueError(
+            f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
+            " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
+        )
+    return plan[0], lists[0], plan[-1]
 
 
 class StageLayers:
-    """What a base model takes for its list of layers: as long, but only some layers compute.
+    """A base model's list of layers: as long as the family's, but only some layers compute.
 
     Args:
         layers: the layers that are here, by global number as a string.
@@ -152,17 +150,19 @@ class StageLayers:
 
 
 class _Before(nn.Module):
+    """Stands for the layers in front of the stage's."""
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        run = running()
-        assert run is not None
-        assert run.received is not None
-        return run.received
+        received = current_run().received
+        assert received is not None
+        return received
 
 
 class _Behind(nn.Module):
+    """Stands for the layers behind the stage's."""
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        run = running()
-        assert run is not None
+        run = current_run()
         if run.left is None:
             run.left = hidden_states
         return hidden_states
@@ -260,16 +260,14 @@ class FamilyHead(nn.Module):
         return logits
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        run = running()
-        assert run is not None
-        return logits_loss(self.logits(hidden), labels, run.groups.tensor)
+        return logits_loss(self.logits(hidden), labels, current_run().groups.tensor)
 
 
 def is_plain(causal: nn.Module, projection: nn.Module) -> bool:
     """Whether a family's logits are a matrix times the hidden states and nothing else.
 
-    The family's own code is run with a projection that gives out a tensor of ours: plain is what
-    hands the hidden states to it as they are, and hands that tensor on as the logits.
+    The family's own code is run with a projection that gives out a tensor of ours. A plain head
+    hands it the hidden states as they are, and hands that tensor on as the logits.
     """
     if type(projection).forward is not nn.Linear.forward or projection.bias is not None:
         return False
@@ -290,43 +288,45 @@ def is_plain(causal: nn.Module, projection: nn.Module) -> bool:
     return torch.equal(came, hidden) and torch.equal(out, logits)
 
 
-@contextmanager
-def building() -> Iterator[None]:
-    """Modules made inside have no memory where the default device is meta."""
-    if torch.get_default_device().type == "meta":
-        with parameters_without_memory():
-            yield
-    else:
-        yield
+def initial_values(
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    rule: Callable[[nn.Module], None],
+    seed: int,
+    name: str,
+) -> dict[str, Tensor]:
+    """Initial values of a module's own parameters, whole, float32 on the CPU, by name.
 
+    Args:
+        module: looked at, not changed; its parameters may be split or without memory.
+        shapes: the family's shape of each parameter.
+        rule: fills the parameters of one module; transformers' ``_init_weights``.
+        seed: the run's, the same on every rank.
+        name: the module's name, on any mesh the same.
 
-def built(config: Any) -> Any:
-    """The family's model with this package's attention; without memory on the meta device."""
-    config = copy.deepcopy(config)
-    dtype = torch.get_default_dtype()
-    with building():
-        causal = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=NAME,
-            # transformers' grouped product of experts has no float64.
-            experts_implementation="eager" if dtype == torch.float64 else None,
-            dtype=dtype,
-        )
-    # Parameters that lost their memory one by one are no longer shared.
-    causal.tie_weights()
-    return causal
-
-
-def part_names(base: Any) -> tuple[str, str, str]:
-    """Names of the base model's embedding, layers and last norm, from its pipeline plan.
-
-    What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
+    Returns:
+        The values of the parameters that the rule fills.
     """
-    plan = list(base.config.base_model_pp_plan)
-    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
-        raise ValueError(
-            f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
-            " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
-        )
-    return plan[0], lists[0], plan[-1]
+    twin = _twin(module, shapes)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.manual_seed(seed_of(seed, name))
+        rule(twin)
+    values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
+    return {own: each for own, each in values.items() if not each.isnan().any()}
+
+
+def _twin(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """A copy of a module alone, its parameters whole and not a number, in float32 on the CPU."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None
+        if own is None
+        else nn.Parameter(torch.full(shapes[name], torch.nan, dtype=torch.float32, device="cpu"))
+        for name, own in module._parameters.items()
+    }
+    twin._buffers = {
+        name: None if own is None else own.detach().to("cpu", copy=True)
+        for name, own in module._buffers.items()
+    }
+    twin._modules = {}
+    return twin

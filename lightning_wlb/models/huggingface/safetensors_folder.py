@@ -1,16 +1,14 @@
-"""A folder of safetensors, of which single rectangles of single tensors are read.
+"""A pretrained folder: which stored tensors make up a parameter, and rectangles of them.
 
 safetensors maps a file into memory, so that a rectangle costs the pages that it lies on: rows of a
 matrix no more than themselves, columns of it up to the whole matrix where rows are shorter than a
 page.
 
-Which tensors of a folder make up a family's parameters, by transformers' own conversions.
-
 Many folders are older than transformers' present modules: names differ, and a mixture's experts are
 stored one by one where the module has them in one parameter. transformers knows both
-(``conversion_mapping``). Renaming, stacking and joining are turned into tiles, so that a rectangle
-of the parameter costs no more than what of it lies in each stored tensor. Any other conversion runs
-as transformers does it, on whole tensors, once for each parameter that it makes.
+(``conversion_mapping``). Renaming, stacking and joining are turned into :class:`Tiles`, so that a
+rectangle of the parameter costs no more than what of it lies in each stored tensor. Any other
+conversion runs as transformers does it, on whole tensors, once for each parameter that it makes.
 """
 
 from __future__ import annotations
@@ -37,126 +35,11 @@ from transformers.core_model_loading import (
 )
 
 Box = tuple[slice, ...]
-"""A rectangle of a tensor: of each dim the first index and the one behind the last."""
+"""A rectangle of a tensor: for each dim the first index and the one behind the last."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What a model's folder on the hub has beside weights in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
-
-
-class Folder:
-    """Tensors by name, in one file or in several with an index.
-
-    Args:
-        path: as ``save_pretrained`` writes it.
-
-    Attributes:
-        path: as given.
-        names: of all tensors.
-
-    Raises:
-        ValueError: if there are no safetensors, or a file cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._open: dict[str, Any] = {}
-        if (path / _INDEX).is_file():
-            self._files: dict[str, str] = _weight_map(path / _INDEX)
-        elif (path / _SINGLE).is_file():
-            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        else:
-            others = sorted(each.name for each in path.glob("*.bin"))
-            found = f"only {', '.join(others)}" if others else "neither"
-            raise ValueError(
-                f"{path} should hold {_SINGLE} or {_INDEX}, but has {found}. Write safetensors"
-                " from a model that transformers can open:"
-                " AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)."
-            )
-        self.names = frozenset(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, whole; nothing is read."""
-        return tuple(self._slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Of a tensor, as safetensors names it: ``"BF16"``, ``"I8"``."""
-        return str(self._slice(name).get_dtype())
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor if None."""
-        if box is None:
-            whole: Tensor = self._file(self._files[name]).get_tensor(name)
-            return whole
-        part: Tensor = self._slice(name)[box]
-        return part
-
-    def _slice(self, name: str) -> Any:
-        try:
-            return self._file(self._files[name]).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f"{self.path / self._files[name]}: {error}") from error
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            try:
-                self._open[name] = safe_open(self.path / name, "pt").__enter__()
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{self.path / name} cannot be read: {error}") from error
-        return self._open[name]
-
-
-class TextPart(Folder):
-    """The language model in a folder of a model that takes images or sound too.
-
-    Its tensors go by the names that they have in a folder of the language model alone.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._stored = {alone: name for name in self._files if (alone := _alone(name))}
-        self.names = frozenset(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, whole; nothing is read."""
-        return super().shape(self._stored[name])
-
-    def dtype(self, name: str) -> str:
-        """Of a tensor, as safetensors names it."""
-        return super().dtype(self._stored[name])
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor if None."""
-        return super().read(self._stored[name], box)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """File of each tensor, from the index of a folder with several files."""
-    try:
-        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{index} is no index of safetensors, which is JSON with a weight_map"
-            f" ({type(error).__name__}: {error}). Copy or download the folder again."
-        ) from error
-    return files
-
-
-def _alone(name: str) -> str | None:
-    """The name of a language model's tensor by itself; None for what belongs to other parts."""
-    if name.startswith("lm_head."):
-        return name
-    for within, alone in (("language_model.", ""), ("model.language_model.", "model.")):
-        if name.startswith(within):
-            return alone + name.removeprefix(within)
-    return None
-
-
-def open_folder(path: Path) -> Folder:
-    """A model's folder, or the language model in it where its config says that there is more."""
-    config = path / "config.json"
-    has_more = config.is_file() and "text_config" in json.loads(config.read_text())
-    return TextPart(path) if has_more else Folder(path)
 
 
 def resolve(name_or_folder: str | Path) -> Path:
@@ -182,6 +65,92 @@ def resolve(name_or_folder: str | Path) -> Path:
         ) from error
 
 
+class Folder:
+    """Tensors by name, in one file or in several with an index, as ``save_pretrained`` writes them.
+
+    Of a model that takes images or sound too, only the language model's tensors are there, by the
+    names that they have in a folder of the language model alone.
+
+    Attributes:
+        path: as given.
+        names: of all tensors.
+
+    Raises:
+        ValueError: there are no safetensors, or a file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, Any] = {}
+        if (path / _INDEX).is_file():
+            self._files = _weight_map(path / _INDEX)
+        elif (path / _SINGLE).is_file():
+            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        else:
+            others = sorted(each.name for each in path.glob("*.bin"))
+            found = f"only {', '.join(others)}" if others else "neither"
+            raise ValueError(
+                f"{path} should hold {_SINGLE} or {_INDEX}, but has {found}. Write safetensors"
+                " from a model that transformers can open:"
+                " AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)."
+            )
+        config = path / "config.json"
+        has_more = config.is_file() and "text_config" in json.loads(config.read_text())
+        name_of = _name_alone if has_more else str
+        self._stored = {name: stored for stored in self._files if (name := name_of(stored))}
+        self.names = frozenset(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A whole tensor's shape; nothing is read."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype, as safetensors names it: ``"BF16"``, ``"I8"``."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, box: Box = ()) -> Tensor:
+        """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor by default."""
+        part: Tensor = self._slice(name)[box]
+        return part
+
+    def _slice(self, name: str) -> Any:
+        stored = self._stored[name]
+        try:
+            return self._file(self._files[stored]).get_slice(stored)
+        except SafetensorError as error:
+            raise ValueError(f"{self.path / self._files[stored]}: {error}") from error
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.path / name, "pt").__enter__()
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{self.path / name} cannot be read: {error}") from error
+        return self._open[name]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, from the index of a folder with several files."""
+    try:
+        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} is no index of safetensors, which is JSON with a weight_map"
+            f" ({type(error).__name__}: {error}). Copy or download the folder again."
+        ) from error
+    return files
+
+
+def _name_alone(stored: str) -> str:
+    """The name of a language model's tensor by itself; empty for what belongs to other parts."""
+    if stored.startswith("lm_head."):
+        return stored
+    for within, alone in (("language_model.", ""), ("model.language_model.", "model.")):
+        if stored.startswith(within):
+            return alone + stored.removeprefix(within)
+    return ""
+
+
 @dataclass(frozen=True)
 class Tiles:
     """A parameter that is made of stored tensors side by side.
@@ -191,7 +160,7 @@ class Tiles:
         keys: the name of each stored tensor.
         boxes: the part of the parameter that each makes up; together the whole. It may have dims of
             size 1 in front of the stored tensor's own.
-        shape: of the parameter.
+        shape: the parameter's.
     """
 
     folder: Folder
@@ -200,8 +169,8 @@ class Tiles:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, folder: Folder, placed: Iterable[tuple[str, Iterable[int]]], lead: int) -> Tiles:
-        """Of each stored tensor its name and first corner; ``lead`` dims stand before its own."""
+    def at(cls, folder: Folder, placed: Iterable[tuple[str, Iterable[int]]], lead: int) -> Tiles:
+        """Stored tensors by name and first corner; ``lead`` dims stand before their own."""
         keys, boxes = [], []
         for key, corner in placed:
             shape = (1,) * lead + folder.shape(key)
@@ -212,9 +181,6 @@ class Tiles:
 
     def copy_to(self, target: Tensor, box: Box) -> None:
         """Write the values of a rectangle of the parameter into a tensor of its size."""
-        if not box:
-            target.copy_(self.folder.read(self.keys[0]))
-            return
         for key, tile in zip(self.keys, self.boxes, strict=True):
             common = _intersection(tile, box)
             if common is not None:
@@ -231,7 +197,7 @@ class Converted:
     Args:
         make: does that.
         keys: the name of each stored tensor.
-        shape: of the parameter.
+        shape: the parameter's.
     """
 
     make: Callable[[], Tensor]
@@ -270,7 +236,7 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Source]:
             as_it_is, _ = rename_source_key(key, [], [], prefix, state)
             name, pattern = (as_it_is, None) if as_it_is in state else (name, pattern)
         if pattern is None:
-            sources[name] = Tiles.of(folder, [(key, (0,) * len(folder.shape(key)))], 0)
+            sources[name] = Tiles.at(folder, [(key, (0,) * len(folder.shape(key)))], 0)
         else:
             converted[name][pattern].append(key)
     for name, keys in converted.items():
@@ -306,7 +272,7 @@ def _tiles(folder: Folder, converter: Any, keys: dict[str, list[str]]) -> Tiles 
             placed.append((key, corner))
         if stacks and joins:
             offset += shape[joins[0].dim]
-    return Tiles.of(folder, placed, int(stacks))
+    return Tiles.at(folder, placed, int(stacks))
 
 
 def _made_whole(

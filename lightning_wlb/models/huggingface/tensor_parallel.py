@@ -1,40 +1,37 @@
-"""Tensor parallelism of a Hugging Face family as data: how each parameter of its layers is split.
+"""Tensor and sequence parallelism of a family's own modules, by their config's plan.
 
-transformers' configs name a *style* for each planned module (``base_model_tp_plan``). What a style
-means for a parameter is here, in ``_DIMS`` and :func:`split_of`; :mod:`.tensor` does it.
+transformers' configs name a *style* for each module of a layer (``base_model_tp_plan``).
+:func:`split_of` says what a style means for a parameter, and hooks around modules do what it means
+for rows. Between layers each rank holds its share of the rows. Within a *block*, a direct child of
+a layer that holds split parameters or attends, it holds all rows, and its heads or columns of
+them. So rows are gathered in front of a block, whose backward adds up the ranks' gradients. Behind
+it:
 
-``packed`` parameters hold two matrices in one dim, gate before up, so that a rank's share would be
-two pieces. They are held with that dim in two, ``[.., 2, f, ..]``, on every mesh, which makes
-shares rectangles; the family's code reads them as they were.
-
-Tensor and sequence parallelism of a family's own modules, by hooks and local parameters.
-
-Between layers each rank holds its share of the rows. Within a *block*, a direct child of a layer
-that holds split parameters or attends, it holds all rows, and its heads or columns of them. So rows
-are gathered in front of a block, whose backward adds up the ranks' gradients. Behind it:
-
-* where the block's output is a plain sum over ranks (:func:`.styles.is_sum`), it is reduced and
-  scattered by rows;
+* where the block's output is a plain sum over ranks (:func:`is_sum`), it is reduced and scattered
+  by rows;
 * else each row-wise module's output is summed on every rank, as transformers' plans mean it, what
   follows in the block is computed whole by each rank, and the rank takes its own rows at the end.
 
-In both cases the gradient of a parameter that every rank holds is a part of a sum, on each rank
-that of its own rows or heads, which is how :func:`~.tensor_parallel.local` treats it.
+In both cases the gradient of a parameter that every rank holds whole is a part of a sum, which is
+how :func:`~.tensor_parallel.local` treats it.
 
-Parameters are DTensors at rest. While a forward runs a module reads the rank's shard of one
-(:func:`present`); otherwise the DTensor, which the optimizer looks for.
+Parameters are DTensors. While a forward runs, a module reads the rank's shard of one
+(:func:`present_shards`); otherwise the DTensor, which the optimizer looks for. ``packed``
+parameters hold two matrices in one dim, gate before up, so that a rank's share would be two pieces.
+They are held with that dim in two, ``[.., 2, f, ..]``, on every mesh, which makes shares
+rectangles; the family's code reads them as they were.
 
-Cost of the second kind: an all-reduce where one reduce-scatter would do, and the replicated part
-computed TP times. Where a family's plan gathers a projection's columns (Phi-3, OLMo 2), and in
-latent attention, every rank computes attention of all heads.
+Cost of the second kind of block: an all-reduce where one reduce-scatter would do, and the
+replicated part computed TP times. Where a family's plan gathers a projection's columns (Phi-3,
+OLMo 2), and in latent attention, every rank computes attention of all heads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -50,7 +47,7 @@ from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.huggingface.attention import running
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
-REPLICATE = "replicate"
+_REPLICATE = "replicate"
 # A parameter of each rank's own sum of what row-wise modules make: LoRA's B behind a row-wise A.
 _BEHIND_ROWS = "behind rowwise"
 
@@ -82,14 +79,14 @@ _DIMS = {
     "packed_rowwise": -1,
 }
 _REPLICATED = {
-    REPLICATE,
+    _REPLICATE,
     _BEHIND_ROWS,
     "once",
     "replicated_with_grad_allreduce",
     "mla_kv_a_proj",
 }
 # What these modules return is a sum over the ranks.
-ROWWISE = {"rowwise", "rowwise_split_input", "moe_tp_experts"}
+_ROWWISE = {"rowwise", "rowwise_split_input", "moe_tp_experts"}
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,8 @@ class Split:
         style: transformers' name, or one of this module's.
         dim: the dim that is split; None where every rank holds the whole parameter.
         packed: whether that dim holds two matrices, and so is held as two.
-        shares: key/value heads that the parameter has one part for; 0 if it is not split by heads.
-            Where there are more ranks than heads, each holds all and reads its own.
+        shares: the number of key/value heads, where the parameter is split by them; else 0. Where
+            there are more ranks than heads, each holds all and reads its own.
         once: whether only one rank's copy is added: a bias behind a sum over the ranks.
     """
 
@@ -112,19 +109,16 @@ class Split:
     once: bool = False
 
     def placement(self, size: int) -> Placement:
-        """Of the parameter as it is held, on ``size`` ranks."""
+        """How the parameter, in its held shape, lies on ``size`` ranks."""
         if self.dim is None or 0 < self.shares < size:
             return Replicate()
-        # Of a packed parameter the matrix's own dim is behind that of the two.
+        # A packed parameter has the dim of the two matrices in front of the matrix's own.
         return Shard(self.dim + 1 if self.packed else self.dim)
 
-    def held(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """The shape in which a parameter of the family's ``shape`` is held."""
-        sizes = tuple(shape)
-        if not self.packed:
-            return sizes
+    def held_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in which a packed parameter of the family's ``shape`` is held."""
         assert self.dim is not None
-        return (*sizes[: self.dim], 2, sizes[self.dim] // 2, *sizes[self.dim + 1 :])
+        return (*shape[: self.dim], 2, shape[self.dim] // 2, *shape[self.dim + 1 :])
 
 
 def without_adapters(name: str) -> str:
@@ -137,27 +131,27 @@ def general(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", without_adapters(name))
 
 
-def split_of(name: str, shape: Iterable[int], plan: Mapping[str, str], kv_heads: int) -> Split:
+def split_of(name: str, shape: Sequence[int], plan: Mapping[str, str], kv_heads: int) -> Split:
     """How a parameter is split.
 
     Args:
         name: as in this package's model, ``layers.0.self_attn.q_proj.weight``.
-        shape: the family's.
-        plan: module or parameter, in general names -> style. What it does not name is replicated.
+        shape: the family's shape of it.
+        plan: :func:`general` name of a module or parameter -> style. Others are replicated.
         kv_heads: key and value heads of the layer.
 
     Raises:
-        ValueError: a style that is not known, or that says nothing of a parameter.
+        ValueError: a style that is not known, or that does not say how to split the parameter.
     """
-    dims = len(tuple(shape))
+    dims = len(shape)
     place = general(name)
     adapter = re.search(r"\.lora_([AB])\.[^.]+\.weight$", name)
-    style = plan.get(place, plan.get(place.rpartition(".")[0], REPLICATE))
+    style = plan.get(place, plan.get(place.rpartition(".")[0], _REPLICATE))
     if adapter:
         style = _of_adapter(style, adapter[1])
-    if style == REPLICATE and dims == 2 and re.search(r"\.[qk]_norm\.weight$", place):
+    if style == _REPLICATE and dims == 2 and re.search(r"\.[qk]_norm\.weight$", place):
         style = "colwise"  # a row for each head, as in Command R+, which plans leave out
-    is_bias = dims == 1 and name.endswith("bias") and style in ROWWISE
+    is_bias = dims == 1 and name.endswith("bias") and style in _ROWWISE
     if is_bias or style == "once":
         return Split(style, once=True)
     if style in _REPLICATED:
@@ -175,15 +169,15 @@ def split_of(name: str, shape: Iterable[int], plan: Mapping[str, str], kv_heads:
 
 
 def _of_adapter(style: str, matrix: str) -> str:
-    """The style of LoRA's A or B beside a module of the given style; their product is split."""
+    """The style of LoRA's A or B beside a module of the given style, whose product is split."""
     if style.startswith("colwise"):
-        return style if matrix == "B" else REPLICATE
+        return style if matrix == "B" else _REPLICATE
     if style.startswith("rowwise"):
         return style if matrix == "A" else _BEHIND_ROWS
     return style
 
 
-def is_sum(hidden_size: int, parameters: Iterable[tuple[str, Split, tuple[int, ...]]]) -> bool:
+def is_sum(hidden_size: int, parameters: Iterable[tuple[Split, tuple[int, ...]]]) -> bool:
     """Whether a block's output is nothing but the sum over ranks of what row-wise modules return.
 
     Then one reduce-scatter behind the block is enough. It is not where anything that every rank
@@ -192,51 +186,15 @@ def is_sum(hidden_size: int, parameters: Iterable[tuple[str, Split, tuple[int, .
 
     Args:
         hidden_size: width of the residual stream.
-        parameters: name, split and the family's shape of each parameter in the block.
+        parameters: split and the family's shape of each parameter in the block.
     """
     return not any(
         split.dim is None
         and not split.once
         and split.style != _BEHIND_ROWS
         and shape[:1] == (hidden_size,)
-        for _, split, shape in parameters
+        for split, shape in parameters
     )
-
-
-View = Callable[[Tensor], Tensor]
-
-
-def current_group() -> ProcessGroup | None:
-    """The tensor-parallel group of the forward that is running."""
-    run = running()
-    return None if run is None else run.groups.tensor
-
-
-def present(module: nn.Module, views: Mapping[str, View]) -> None:
-    """Let a module's forward read its own parameters as local shards, through a view of each.
-
-    Its class becomes a subclass of the same name, whose properties are those parameters. Outside of
-    a forward they are the parameters themselves.
-    """
-    if views:
-        module.__dict__["_views"] = dict(views)
-        module.__class__ = _presenting(cast(Any, type(module)), tuple(sorted(views)))
-
-
-@cache
-def _presenting(base: Any, names: tuple[str, ...]) -> Any:
-    def reader(name: str) -> property:
-        def read(self: nn.Module) -> Tensor | None:
-            parameter = self._parameters[name]
-            if parameter is None or running() is None:
-                return parameter
-            shard: Tensor = self.__dict__["_views"][name](local(parameter))
-            return shard
-
-        return property(read)
-
-    members: dict[str, Any] = {name: reader(name) for name in names}
-    return type(base.__name__, (base,), members | {"__module__": base.__module__})
 
 
 def splits_of(layers: nn.ModuleDict, plan: Mapping[str, str], config: Any) -> dict[str, Split]:
@@ -257,18 +215,60 @@ def splits_of(layers: nn.ModuleDict, plan: Mapping[str, str], config: Any) -> di
 
 
 def present_shards(model: nn.Module, splits: Mapping[str, Split]) -> None:
-    """Hold packed parameters in two dims, and let modules read all of theirs as local shards."""
+    """Hold packed parameters in two dims, and let forwards read all parameters as local shards.
+
+    A module's class becomes a subclass of the same name, whose properties are its parameters.
+    Outside of a forward they are the parameters themselves.
+    """
     for prefix, module in model.named_modules():
-        views: dict[str, View] = {}
+        views = {}
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            split = splits.get(f"{prefix}.{name}", Split(REPLICATE))
-            views[name] = view_of(split, tuple(parameter.shape))
+            split = splits.get(f"{prefix}.{name}", Split(_REPLICATE))
+            views[name] = partial(_family_view, split, tuple(parameter.shape))
             if split.packed:
-                held = parameter.detach().view(split.held(parameter.shape))
+                held = parameter.detach().view(split.held_shape(parameter.shape))
                 module._parameters[name] = nn.Parameter(held, parameter.requires_grad)
-        present(module, views)
+        if views:
+            module.__dict__["_views"] = views
+            module.__class__ = _presenting(cast(Any, type(module)), tuple(sorted(views)))
+
+
+@cache
+def _presenting(base: Any, names: tuple[str, ...]) -> Any:
+    def reader(name: str) -> property:
+        def read(self: nn.Module) -> Tensor | None:
+            parameter = self._parameters[name]
+            if parameter is None or running() is None:
+                return parameter
+            shard: Tensor = self.__dict__["_views"][name](local(parameter))
+            return shard
+
+        return property(read)
+
+    members: dict[str, Any] = {name: reader(name) for name in names}
+    return type(base.__name__, (base,), members | {"__module__": base.__module__})
+
+
+def _family_view(split: Split, shape: tuple[int, ...], shard: Tensor) -> Tensor:
+    """What a family's code reads in place of a rank's shard of a parameter of the family's shape.
+
+    On a single rank the shard is the parameter as it is held.
+    """
+    group = _current_group()
+    size = group_size(group)
+    if split.packed:
+        assert split.dim is not None
+        return shard.flatten(split.dim, split.dim + 1)
+    if split.once and size > 1:
+        # Every rank adds its part: outputs are summed.
+        return shard / size
+    if 0 < split.shares < size:
+        width = shape[0] // split.shares
+        first = group_rank(group) * split.shares // size * width
+        return shard[first : first + width]
+    return shard
 
 
 def attends(module: nn.Module) -> bool:
@@ -285,31 +285,7 @@ def _kv_heads(module: nn.Module, config: Any) -> int:
     return int(own or getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def view_of(split: Split, shape: tuple[int, ...]) -> View:
-    """What a family's code reads in place of a rank's shard of a parameter of the family's shape.
-
-    On a single rank the shard is the parameter as it is held.
-    """
-
-    def view(shard: Tensor) -> Tensor:
-        group = current_group()
-        size = group_size(group)
-        if split.packed:
-            assert split.dim is not None
-            return shard.flatten(split.dim, split.dim + 1)
-        if split.once and size > 1:
-            # Every rank adds its part: outputs are summed.
-            return shard / size
-        if 0 < split.shares < size:
-            width = shape[0] // split.shares
-            first = group_rank(group) * split.shares // size * width
-            return shard[first : first + width]
-        return shard
-
-    return view
-
-
-def install(
+def add_hooks(
     layers: nn.ModuleDict,
     plan: Mapping[str, str],
     splits: Mapping[str, Split],
@@ -328,37 +304,40 @@ def install(
     for number, layer in layers.items():
         for child_name, block in layer.named_children():
             prefix = f"layers.{number}.{child_name}"
-            inside = [
-                (name, splits[name], shapes[name])
-                for name in (f"{prefix}.{own}" for own, _ in block.named_parameters())
-            ]
-            is_split = any(split.dim is not None for _, split, _ in inside)
+            names = [f"{prefix}.{own}" for own, _ in block.named_parameters()]
+            is_split = any(splits[name].dim is not None for name in names)
             if not is_split and not attends(block):
                 continue
             block.register_forward_pre_hook(_gather, with_kwargs=True)
-            of_module = {
-                module: plan.get(general(f"{prefix}.{name}".rstrip(".")))
+            styles = [
+                (module, plan.get(general(f"{prefix}.{name}".rstrip("."))))
                 for name, module in block.named_modules()
                 # The parts of a projection with an adapter have its name too; it alone has hooks.
                 if without_adapters(f".{name}") == f".{name}"
-            }
-            for module, style in of_module.items():
+            ]
+            for module, style in styles:
                 if style == "colwise_gather_output":
                     module.register_forward_hook(_gather_columns)
                 if style == "rowwise_split_input":
                     module.register_forward_pre_hook(_own_columns)
-            if is_split and is_sum(hidden_size, inside):
+            if is_split and is_sum(hidden_size, [(splits[name], shapes[name]) for name in names]):
                 block.register_forward_hook(_scatter)
                 continue
-            for module, style in of_module.items():
-                if style in ROWWISE:
+            for module, style in styles:
+                if style in _ROWWISE:
                     module.register_forward_hook(_complete)
             block.register_forward_hook(_own_rows)
 
 
+def _current_group() -> ProcessGroup | None:
+    """The tensor-parallel group of the forward that is running."""
+    run = running()
+    return None if run is None else run.groups.tensor
+
+
 def _gather(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """All rows of the hidden states, the first argument; [1, P/TP, dim] -> [1, P, dim]."""
-    group = current_group()
+    group = _current_group()
     if group_size(group) == 1:
         return args, kwargs
     if args:
@@ -371,7 +350,7 @@ def _of_output(change: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Calla
     """A forward hook that changes a module's output, or the first of several."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        group = current_group()
+        group = _current_group()
         if group_size(group) == 1:
             return out
         if isinstance(out, tuple):
@@ -384,17 +363,19 @@ def _of_output(change: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Calla
 _scatter = _of_output(lambda out, group: scatter_rows(out[0], group)[None])
 _own_rows = _of_output(lambda out, group: out.chunk(group_size(group), 1)[group_rank(group)])
 _complete = _of_output(lambda out, group: _Complete.apply(out, group))
-_gather_columns = _of_output(lambda out, group: _GatherColumns.apply(out, group))
+_gather_columns = _of_output(
+    lambda out, group: gather_rows(out.movedim(-1, 0).contiguous(), group).movedim(0, -1)
+)
 
 
 def _own_columns(module: nn.Module, args: Any) -> Any:
-    group = current_group()
+    group = _current_group()
     size = group_size(group)
     return (args[0].chunk(size, -1)[group_rank(group)], *args[1:]) if size > 1 else args
 
 
 class _Complete(torch.autograd.Function):
-    """The sum over ranks, on every rank; the gradients, each a part, are summed likewise."""
+    """The sum over ranks, on every rank; the gradients, each a part, are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -407,25 +388,8 @@ class _Complete(torch.autograd.Function):
         return _summed(gradient, ctx.group), None
 
 
-class _GatherColumns(torch.autograd.Function):
-    """[.., columns/TP] -> [.., columns] on every rank; the gradients, each a part, are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [x.new_empty(x.shape) for _ in range(group_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        whole = _summed(gradient, ctx.group)
-        return whole.chunk(group_size(ctx.group), -1)[group_rank(ctx.group)], None
-
-
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks, which travels in :func:`.reduce_dtype`."""
+    """The sum over the ranks, which is sent in :func:`.reduce_dtype`."""
     wide = x.to(reduce_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
     dist.all_reduce(wide, group=group)
     return wide.to(x.dtype)

@@ -19,14 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.families import (
-    EXACT,
-    REFUSED,
+    CHECKED,
     check_config,
     longrope_window,
-    page,
 )
 from lightning_wlb.plan import Recompute
 from tests.models.huggingface.configs import tiny
+from tests.models.huggingface.families_page import REFUSED, page
 from tests.models.huggingface.support import KeepDouble, packed_rows, value
 
 # One for each thing that families differ in: plain; q/k norms; windows; sinks and biased experts;
@@ -45,7 +44,7 @@ COVERING = (
     "apertus",
     "gpt_neox",
 )
-REST = sorted(set(EXACT) - set(COVERING))
+REST = sorted(CHECKED - set(COVERING))
 LENGTHS = (7, 1, 13, 20, 3)
 TOLERANCE = 1e-10
 
@@ -265,9 +264,6 @@ def test_a_layer_that_does_not_attend_is_refused():
 def test_an_unlisted_family_runs_with_a_warning(monkeypatch):
     from lightning_wlb.models.huggingface import decoder
 
-    monkeypatch.setattr(decoder, "EXACT", frozenset())
-    monkeypatch.setattr(decoder, "TENSOR_PARALLEL", frozenset())
-    with pytest.warns(UserWarning, match="'llama' is not among"):
-        built = HuggingFaceDecoder(tiny("llama"))
-    with pytest.warns(UserWarning, match="under tensor parallelism"):
-        assert built.tensor_parallel_plan(2)
+    monkeypatch.setattr(decoder, "CHECKED", frozenset())
+    with pytest.warns(UserWarning, match="'llama' is not among.*under tensor parallelism"):
+        assert HuggingFaceDecoder(tiny("llama")).tensor_parallel_plan(2)

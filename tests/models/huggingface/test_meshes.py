@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from lightning_wlb.models.huggingface.families import TENSOR_PARALLEL
+from lightning_wlb.models.huggingface.families import CHECKED
 from tests.models.huggingface.support import Run, by_document, on_ranks, worst_error
 from tests.ranks import run_ranks
 
@@ -108,7 +108,7 @@ def test_families_sliced_interleaved_by_heads_and_recomputed(family, mixture):
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("family", sorted(TENSOR_PARALLEL - set(FAMILIES)))
+@pytest.mark.parametrize("family", sorted(CHECKED - set(FAMILIES)))
 def test_the_other_families_under_tensor_parallelism(family):
     # Adam makes of a gradient that is zero but for rounding a step of its full size.
     check((Run(family, (1, 1, 1, 2), steps=1),))

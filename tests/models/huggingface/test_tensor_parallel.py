@@ -51,7 +51,7 @@ def test_placements(name, shape, on_two, on_four):
 
 def test_packed_parameters_are_held_with_the_two_matrices_apart():
     split = split_of("layers.0.mlp.experts.gate_up_proj", (4, 48, 16), PLAN, kv_heads=2)
-    assert split.held((4, 48, 16)) == (4, 2, 24, 16)
+    assert split.held_shape((4, 48, 16)) == (4, 2, 24, 16)
 
 
 @pytest.mark.parametrize("name", ["layers.0.mlp.odd.weight", "layers.0.mlp.experts.bias"])
@@ -65,10 +65,10 @@ def test_general_names():
 
 
 def test_a_block_is_a_sum_unless_something_whole_writes_the_hidden_size():
-    rowwise = ("down", Split("rowwise", 1), (16, 24))
-    bias = ("bias", Split("rowwise", once=True), (16,))
-    router = ("router", Split("replicate"), (4, 16))
-    shared = ("shared expert", Split("replicate"), (16, 24))
-    behind = ("lora_B", Split("behind rowwise"), (16, 2))
+    rowwise = (Split("rowwise", 1), (16, 24))
+    bias = (Split("rowwise", once=True), (16,))
+    router = (Split("replicate"), (4, 16))
+    shared = (Split("replicate"), (16, 24))
+    behind = (Split("behind rowwise"), (16, 2))
     assert is_sum(16, [rowwise, bias, router, behind])
     assert not is_sum(16, [rowwise, shared])
