@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 
 DTYPES = ("bfloat16", "float32")
 _PREFIX = "model."  # of the decoder in the module
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an export has written: the number of tensors, and the files copied from elsewhere."""
-
-    tensors: int
-    copied: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("layers", total=None)
-        exported = export(
+        tensors, copied = export(
             arguments.checkpoint,
             arguments.folder,
             tokenizer=arguments.tokenizer,
@@ -68,9 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             report=lambda done, of: progress.update(task, completed=done, total=of),
         )
-    tokenizer = ", ".join(exported.copied) or "none: give --tokenizer FOLDER to have one"
+    tokenizer = ", ".join(copied) or "none: give --tokenizer FOLDER to have one"
     console.print(
-        f"{exported.tensors} tensors in {arguments.folder}\nCopied beside them: {tokenizer}",
+        f"{tensors} tensors in {arguments.folder}\nCopied beside them: {tokenizer}",
         highlight=False,
         soft_wrap=True,
     )
@@ -84,16 +75,19 @@ def export(
     dtype: str | None = None,
     force: bool = False,
     report: Callable[[int, int], None] = lambda done, of: None,
-) -> Exported:
+) -> tuple[int, list[str]]:
     """Write a checkpoint of a :class:`.HuggingFaceModule` as transformers does.
 
     Args:
         checkpoint: a folder that :class:`.WLBStrategy` wrote, or another strategy's file.
         folder: to be written; it appears when it is whole.
         tokenizer: a folder whose tokenizer is copied; the one of ``pretrained`` if None and there.
-        dtype: ``"bfloat16"`` or ``"float32"``; that of the model's config if None.
+        dtype: ``"bfloat16"`` or ``"float32"``; the model config's if None.
         force: replace an export that is there.
         report: called with the parts that are done, and all.
+
+    Returns:
+        The number of tensors, and the names of the files that were copied beside them.
 
     Raises:
         ValueError: a checkpoint of another model, a folder that is in use or that is read, or one
@@ -115,8 +109,12 @@ def export(
             " Use it by LanguageModule.load_from_checkpoint (docs/guide.md, 'Checkpoints and"
             " resuming')."
         )
-    _require_transformers()
-    from lightning_wlb.models.huggingface.load_and_export import files_beside
+    try:
+        from lightning_wlb.models.huggingface.load_and_export import files_beside
+    except ImportError as error:
+        raise ValueError(
+            "exporting needs transformers: pip install 'lightning-wlb[hf]'."
+        ) from error
 
     source = _tokenizer_of(tokenizer, given)
     if source is not None:
@@ -136,7 +134,7 @@ def export(
     except BaseException:
         atomic_folders.discard(aside)
         raise
-    return Exported(tensors, tuple(copied))
+    return tensors, copied
 
 
 def _write(
@@ -186,12 +184,3 @@ def _refuse_overlap(what: str, source: Path, folder: Path) -> None:
             f"{folder} is or holds the {what} {source}, which is read. Give another folder to"
             " export to."
         )
-
-
-def _require_transformers() -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "exporting needs transformers: pip install 'lightning-wlb[hf]'."
-        ) from error

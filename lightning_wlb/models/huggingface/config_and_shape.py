@@ -1,24 +1,22 @@
-"""A transformers config from whatever a user has: a folder, a file, a hub name, fields.
+"""A transformers config from whatever a user has, and the model shape that it describes.
 
-The shape of any Hugging Face decoder, without a formula for any family.
+The shape is found without a formula for any family. The model is built on the meta device, where it
+takes no memory, and two meta tokens run through it with an attention function of ours in place of
+the family's: each layer's call says how many heads there are, how wide, and what its window is.
+Matrices are counted from the parameters themselves. Of a mixture's experts (the parameters with
+three dimensions) the number that a token is sent to is read from the choice that the router hands
+them.
 
-The model is built on the meta device, where it takes no memory, and two meta tokens run through it
-with an attention function of ours in place of the family's: each layer's call says how many heads
-there are, how wide, and what its window is. Matrices are counted from the parameters themselves. Of
-a mixture's experts (the parameters with three dimensions) the number that a token is sent to is
-read from the choice that the router hands them.
-
-Cost: building the model, about 2 ms a layer. Do not use it for families whose layers have no
-attention or several attentions; they are refused, as one cannot train them on packed rows.
+Cost: building the model, about 2 ms a layer. Not for families whose layers have no attention or
+several attentions; they are refused, as one cannot train them on packed rows.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,50 +99,6 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
         raise ValueError(f"The config of model type {kind.model_type!r}: {error}") from error
 
 
-_NAME = "lightning_wlb_probe"
-
-
-class _Seen(NamedTuple):
-    """What two tokens met on their way.
-
-    Attributes:
-        attention: calls of attention, of each module that made some.
-        experts: how many experts a token is sent to, of each module that holds some.
-    """
-
-    attention: dict[nn.Module, list[_Call]]
-    experts: dict[nn.Module, int]
-
-
-class _Call(NamedTuple):
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    sliding_window: int | None
-
-
-_seen: ContextVar[_Seen] = ContextVar("seen")
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *_: Any,
-    sliding_window: int | None = None,
-    **__: Any,
-) -> tuple[Tensor, None]:
-    """An attention function of transformers: [1, heads, tokens, width] each; notes the call."""
-    call = _Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], sliding_window)
-    _seen.get().attention.setdefault(module, []).append(call)
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
-AttentionInterface.register(_NAME, _attention)
-
-
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The shape of the decoder that a config describes.
 
@@ -160,7 +114,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=_NAME, dtype=torch.float32
+                config, attn_implementation=_PROBE, dtype=torch.float32
             )
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
@@ -174,25 +128,66 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     return ModelShape.of_layers(dim, vocab_size, layers)
 
 
+_PROBE = "lightning_wlb_probe"  # the attention function's name in transformers
+
+
+class _Call(NamedTuple):
+    """One call of attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    sliding_window: int | None
+
+
+class _Seen(NamedTuple):
+    """What two tokens met: calls of attention by module, and how many experts of which module."""
+
+    attention: dict[nn.Module, list[_Call]]
+    experts: dict[nn.Module, int]
+
+
 def _probe(base: nn.Module, dim: int) -> _Seen:
-    """What two tokens meet."""
-    with _probing(base) as seen, torch.no_grad():
-        try:
+    """Run two meta tokens through a base model whose attention is ``_PROBE``."""
+    seen = _Seen({}, {})
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        window = options.get("sliding_window")
+        call = _Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], window)
+        seen.attention.setdefault(module, []).append(call)
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def experts(module: nn.Module, hidden: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        # Their work depends on data that meta tensors lack; the router's choice is integers.
+        for given in (*arguments, *options.values()):
+            if isinstance(given, Tensor) and given.dtype in (torch.int64, torch.int32):
+                seen.experts[module] = given.shape[-1]
+        return torch.empty_like(hidden)
+
+    for module in base.modules():
+        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            module.forward = partial(experts, module)
+    AttentionInterface.register(_PROBE, attention)
+    try:
+        with torch.no_grad():
             base(
                 inputs_embeds=torch.empty(1, 2, dim, device="meta"),
                 position_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta"),
                 use_cache=False,
             )
-        except Exception as error:
-            raise ValueError(
-                f"{type(base).__name__} does not run on embeddings and positions alone, without"
-                f" looking at values: {type(error).__name__}: {error}. Choose another family."
-            ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{type(base).__name__} does not run on embeddings and positions alone, without looking"
+            f" at values: {type(error).__name__}: {error}. Choose another family."
+        ) from error
     return seen
 
 
 def _layers(base: nn.Module, seen: _Seen) -> Iterable[nn.Module]:
-    """The list of layers, which is the one with attention in it."""
+    """The base model's list of layers, which is the one with attention in it."""
     lists = [
         child
         for child in base.children()
@@ -206,33 +201,6 @@ def _layers(base: nn.Module, seen: _Seen) -> Iterable[nn.Module]:
             " another family."
         )
     return lists[0]
-
-
-@contextmanager
-def _probing(base: nn.Module) -> Iterator[_Seen]:
-    """Note what is seen; experts, whose work depends on data that meta tensors lack, pass on."""
-    seen = _Seen({}, {})
-    for module in base.modules():
-        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
-            module.forward = _Experts(module, seen)
-    token = _seen.set(seen)
-    try:
-        yield seen
-    finally:
-        _seen.reset(token)
-
-
-class _Experts:
-    """Stands for the forward of a module that holds experts: (hidden, choice, ...) -> hidden."""
-
-    def __init__(self, module: nn.Module, seen: _Seen) -> None:
-        self.module, self.seen = module, seen
-
-    def __call__(self, hidden: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        for given in (*arguments, *options.values()):
-            if isinstance(given, Tensor) and given.dtype in (torch.int64, torch.int32):
-                self.seen.experts[self.module] = given.shape[-1]
-        return torch.empty_like(hidden)
 
 
 def _layer_shape(layer: nn.Module, seen: _Seen) -> LayerShape:
@@ -270,7 +238,7 @@ def _layer_shape(layer: nn.Module, seen: _Seen) -> LayerShape:
 
 
 def _met(module: nn.Module, parameter: nn.Parameter, seen: _Seen) -> int:
-    """Elements of a stack of experts' matrices, the first dimension, that a token meets."""
+    """The elements that a token meets of experts' matrices, stacked along the first dimension."""
     if module not in seen.experts:
         raise ValueError(
             f"{type(module).__name__} is not told which experts a token is sent to, so the work of"

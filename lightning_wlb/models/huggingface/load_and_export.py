@@ -1,21 +1,15 @@
-"""Pretrained weights into a decoder: each rank reads its own part of each tensor.
+"""Pretrained weights into a decoder, and a decoder's weights as a folder for ``from_pretrained``.
 
-The decoder is whole, or one rank's share of any mesh. Of each of its parameters the rank reads the
-rectangle that it holds, straight into it (:mod:`.huggingface.sources`), so that beside its share a
-rank needs memory for one rectangle of one tensor; in conversions other than renaming, stacking and
-joining for the whole tensors of one parameter.
+**Loading.** The decoder is whole, or one rank's share on any mesh. The rank reads the rectangle
+that it holds of each parameter straight into it, so that beside its share it needs memory for one
+rectangle of one tensor. Before anything is read, the folder's names and shapes are held against the
+model that the config describes: whatever is missing, too much or of another shape is refused, on
+every rank alike. For that every rank reads the headers of all files.
 
-Before anything is read, the folder's names and shapes are held against the model that the config
-describes: whatever is missing, too much or of another shape is refused, on every rank alike. For
-that every rank reads the headers of all files.
-
-Weights of a decoder as a folder that ``from_pretrained`` opens.
-
-Names and layout are the family's original ones, by transformers' own conversion
+**Export.** Names and layout are the family's original ones, by transformers' own conversion
 (``revert_weight_conversion``), as ``save_pretrained`` writes them. The model is never whole in
 memory: a layer at a time is read, converted and added to a file, which is written when it is full.
-
-Cost: memory for one layer and one file of weights. A layer of a large mixture is the most of it.
+Cost: memory for one layer and one file of weights.
 """
 
 from __future__ import annotations
@@ -35,12 +29,12 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.lora import is_adapter, write_adapters
+from lightning_wlb.models.huggingface.lora import is_adapter, peft_config
 from lightning_wlb.models.huggingface.model_parts import skeleton
 from lightning_wlb.models.huggingface.safetensors_folder import (
     Box,
     Folder,
-    Source,
+    Tiles,
     find_sources,
 )
 from lightning_wlb.models.tensor_parallel import held, share_of
@@ -56,7 +50,7 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
 
     Args:
         decoder: its parameters have memory, on any device and in any dtype; DTensors or not.
-        folder: of a model of the same config, as ``save_pretrained`` writes it.
+        folder: a model of the same config, as ``save_pretrained`` writes it.
 
     Raises:
         ValueError: the folder has no safetensors, or its tensors are not those of the model.
@@ -69,58 +63,35 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
         for name, parameter in decoder.named_parameters():
             if is_adapter(name):
                 continue
-            source, double = _sources_of(decoder, sources, name)
+            # A tied parameter may be stored under the names of both ends.
+            first = decoder.tied.get(name, name)
+            names = [first, *(head for head, embed in decoder.tied.items() if embed == first)]
+            found = [sources[each] for each in map(decoder.family_name, names) if each in sources]
             family = decoder.family_shape(name)
             for part, box in _family_boxes(parameter.shape, family, share_of(parameter)):
                 target = held(parameter)[part]
-                source.copy_to(target, box)
-                if double is not None:
-                    _check_tied(decoder, name, target, double, box)
+                found[0].copy_to(target, box)
+                for double in found[1:]:
+                    other = torch.empty_like(target)
+                    double.copy_to(other, box)
+                    if not torch.equal(target, other):
+                        raise ValueError(
+                            f"the config ties {decoder.family_name(name)} to the model's other end,"
+                            " but the folder stores other values there. Set"
+                            " tie_word_embeddings=False in the config."
+                        )
         for name, buffer in decoder.persistent_buffers():
             whole = tuple(slice(0, size) for size in buffer.shape)
             sources[decoder.family_name(name)].copy_to(buffer, whole)
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a family's model, by all their names."""
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    return state
-
-
-def _sources_of(
-    decoder: HuggingFaceDecoder, sources: Mapping[str, Source], name: str
-) -> tuple[Source, Source | None]:
-    """What a parameter is read from, and what else is stored for it: a tied one has two names."""
-    first = decoder.tied.get(name, name)
-    names = [first, *(head for head, embedding in decoder.tied.items() if embedding == first)]
-    found = [sources[each] for each in map(decoder.family_name, names) if each in sources]
-    return found[0], found[1] if len(found) > 1 else None
-
-
-def _check_tied(
-    decoder: HuggingFaceDecoder, name: str, values: Tensor, double: Source, box: Box
-) -> None:
-    """Refuse a folder whose two copies of a tied weight differ.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    other = torch.empty_like(values)
-    double.copy_to(other, box)
-    if not torch.equal(values, other):
-        raise ValueError(
-            f"the config ties {decoder.family_name(name)} to the model's other end, but the folder"
-            " stores other values there. Set tie_word_embeddings=False in the config."
-        )
-
-
 def _family_boxes(
     shape: Iterable[int], family: Iterable[int], box: Box
 ) -> Iterator[tuple[tuple[slice | int, ...], Box]]:
-    """The rectangles of the family's shape that a rectangle of the held shape is.
+    """The rectangles of the family's shape that make up a rectangle of the held shape.
 
-    A packed parameter is held with two dims in place of one of the family's: index i of the first
-    is a rectangle of its own.
+    A packed parameter is held with two dims in place of one of the family's: each index of the
+    first is a rectangle of its own.
 
     Yields:
         Where the rectangle goes in the tensor that the rank holds, and the rectangle itself.
@@ -139,13 +110,13 @@ def _family_boxes(
         yield (*whole, index), (*box[:dim], columns, *box[dim + 2 :])
 
 
-def _check(folder: Folder, sources: Mapping[str, Source], model: Any) -> None:
+def _check(folder: Folder, sources: Mapping[str, Tiles], model: Any) -> None:
     """Hold the folder's tensors against the model's.
 
     Raises:
         ValueError: naming those that are missing, too much, of another shape, or quantised.
     """
-    state = weights_of(model)
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     codes = [
         f"{key} is {dtype}"
         for name, tensor in state.items()
@@ -191,7 +162,6 @@ def _check(folder: Folder, sources: Mapping[str, Source], model: Any) -> None:
 
 
 Read = Callable[[Iterable[str]], Mapping[str, Tensor]]
-Report = Callable[[int, int], None]
 FILE_BYTES = 5 * 10**9
 """Most bytes of a file of weights, unless a single tensor has more."""
 
@@ -214,7 +184,7 @@ def write_model(
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
-    report: Report = lambda done, of: None,
+    report: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
     """Write weights, config and generation config.
 
@@ -222,7 +192,7 @@ def write_model(
         read: gives tensors by the decoder's names, whole, in the shapes in which it holds them.
         config: the decoder's transformers config.
         folder: exists, and is filled.
-        dtype: of the parameters; the config's if None, and where it has none as they are read.
+        dtype: the parameters'; the config's if None, and where it has none as they are read.
             Buffers, and what the family always keeps in float32, are written as they are read.
         report: called with the number of groups of tensors that are written, and of all.
 
@@ -232,7 +202,9 @@ def write_model(
     config = copy.deepcopy(config)
     model = skeleton(config)
     decoder = _outline(config)
-    dtype = dtype or _dtype(config)
+    dtype = dtype or (
+        getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
+    )
     kept = tuple(model._keep_in_fp32_modules_strict or ())
     buffers = {name for name, _ in decoder.persistent_buffers()}
     files = _Files(folder)
@@ -267,26 +239,23 @@ def write_adapted(
     *,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Write the adapters of a model that was trained with LoRA, as peft reads them.
+    """Write the adapters of a LoRA run as ``PeftModel.from_pretrained`` reads them.
 
-    Args:
-        read: as in :func:`write_model`.
-        config: the decoder's transformers config.
-        lora: fields of ``LoraConfig``.
-        base: folder or name of the weights that the adapters belong to.
-        folder: exists, and is filled.
-        dtype: of the adapters; as they are read if None.
-
-    Returns:
-        The number of tensors in the folder.
+    ``lora`` has fields of ``LoraConfig``, and ``base`` is the folder or name of the weights that
+    the adapters belong to. The rest is as in :func:`write_model`; without a ``dtype`` adapters are
+    written as they are read.
     """
     decoder = _outline(config, lora)
     names = [name for name, _ in decoder.named_parameters() if is_adapter(name)]
-    adapters = {
-        decoder.family_name(name): value.view(decoder.family_shape(name)).to(dtype or value.dtype)
-        for name, value in read(names).items()
-    }
-    return write_adapters(adapters, lora, base, folder)
+    state = {}
+    for name, value in read(names).items():
+        own = f"base_model.model.{decoder.family_name(name).replace('.default.', '.')}"
+        whole = value.view(decoder.family_shape(name))
+        state[own] = whole.to(dtype or value.dtype).contiguous()
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    described = peft_config(lora, base_model_name_or_path=base, inference_mode=True)
+    described.save_pretrained(folder)
+    return len(state)
 
 
 def _outline(config: Any, lora: Mapping[str, Any] | None = None) -> HuggingFaceDecoder:
@@ -310,13 +279,8 @@ def _groups(decoder: HuggingFaceDecoder) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _dtype(config: Any) -> torch.dtype | None:
-    dtype = config.dtype
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
 class _Files:
-    """Tensors in files of at most FILE_BYTES; their names say how many files there are."""
+    """Writes tensors to files of at most FILE_BYTES, whose names say how many files there are."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -326,7 +290,7 @@ class _Files:
         self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if _bytes(self._waiting.values()) + tensor.nbytes > FILE_BYTES:
+        if sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > FILE_BYTES:
             self._flush()
         # What a conversion cuts from one tensor shares its memory, which a file would hold whole.
         shares = tensor.untyped_storage().nbytes() != tensor.nbytes
@@ -362,7 +326,3 @@ class _Files:
 
     def _part(self, number: int) -> Path:
         return self._folder / f"part-{number}"
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

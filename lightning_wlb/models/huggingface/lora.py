@@ -5,7 +5,7 @@ peft's code. A trained run's checkpoint and export hold the adapters alone.
 
 Not everything that peft can do is exact on packed rows or on a mesh. What :data:`FIELDS` leaves out
 is refused: dropout (other numbers on every mesh), DoRA and other variants (their extra parameters
-would need rules of their own for tensor parallelism), initial values made from the weights.
+would need rules of their own for tensor parallelism), and initial values made from the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ _NEUTRAL: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", "task_type": "C
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's."""
+    """Whether a parameter of this name is an adapter's."""
     return _ADAPTER.search(name) is not None
 
 
@@ -50,7 +49,7 @@ def of_base(name: str) -> str:
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``LoraConfig``, of plain types.
+    """The user's fields of a ``LoraConfig``, if all are exact on any mesh.
 
     Raises:
         ValueError: naming the field that is not known, or the value that cannot be.
@@ -103,7 +102,7 @@ def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
 
 
 def same_adapters(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two sets of fields describe the same adapters, but for their first values."""
+    """Whether two sets of fields describe the same adapters; their first values may differ."""
     if one is None or other is None:
         return one is other
     first, second = (
@@ -126,6 +125,7 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     config = peft_config(given)
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
+    from peft.utils.other import get_pattern_key
 
     linear = {name for name, each in causal.named_modules() if isinstance(each, nn.Linear)}
     try:
@@ -137,7 +137,6 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
             f" {type(causal).__name__}: {error} Its layers have the linear modules"
             f" {', '.join(parts)}."
         ) from error
-    _check_patterns(causal, given)
     adapters = [name for name, each in causal.named_parameters() if each.requires_grad]
     others = [
         name
@@ -163,19 +162,10 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
             f" {without}. A pipeline stage of these would have nothing to train; name a module that"
             " each layer has, as 'o_proj'."
         )
-
-
-def _check_patterns(causal: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse a rank or an alpha for modules that have no adapter; peft would pass it over.
-
-    Raises:
-        ValueError: naming the pattern.
-    """
-    from peft.utils.other import get_pattern_key
-
-    adapted = {n.partition(".lora_")[0] for n, _ in causal.named_parameters() if is_adapter(n)}
+    adapted = {name.partition(".lora_")[0] for name in adapters}
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in given.get(field) or {}:
+            # peft would pass it over.
             if not any(get_pattern_key([pattern], name) == pattern for name in adapted):
                 raise ValueError(
                     f"lora: {field} has {pattern!r}, which names no module with an adapter. Give"
@@ -186,11 +176,7 @@ def _check_patterns(causal: nn.Module, given: Mapping[str, Any]) -> None:
 def initial_value(name: str, shape: Iterable[int], seed: int, given: Mapping[str, Any]) -> Tensor:
     """An adapter's first value by peft's rule, whole, float32 on the CPU: B is zero.
 
-    Args:
-        name: of the parameter, on any mesh the same.
-        shape: whole.
-        seed: of the run.
-        given: fields of ``LoraConfig``.
+    It is drawn from the run's seed and the parameter's name, the same on any mesh.
     """
     values = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
     found = _ADAPTER.search(name)
@@ -216,26 +202,3 @@ def keep_adapters_only(decoder: nn.Module) -> None:
 
     decoder.register_state_dict_post_hook(leave_out)
     decoder.register_load_state_dict_post_hook(do_not_miss)
-
-
-def write_adapters(
-    adapters: Mapping[str, Tensor], given: Mapping[str, Any], base: str | None, folder: Path
-) -> int:
-    """Write adapters as ``PeftModel.from_pretrained`` reads them; returns how many tensors.
-
-    Args:
-        adapters: by the names in the family's model with adapters.
-        given: fields of ``LoraConfig``.
-        base: folder or name of the model that they belong to.
-        folder: exists.
-    """
-    from safetensors.torch import save_file
-
-    state = {
-        f"base_model.model.{name.replace('.default.', '.')}": value.contiguous()
-        for name, value in adapters.items()
-    }
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = peft_config(given, base_model_name_or_path=base, inference_mode=True)
-    config.save_pretrained(folder)
-    return len(state)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.load_and_export import load
@@ -18,14 +19,8 @@ from lightning_wlb.models.huggingface.lora import checked, same_adapters
 from lightning_wlb.models.huggingface.safetensors_folder import resolve
 from lightning_wlb.models.language_module import LanguageModule
 
-# Fields of a config that say something about the model, and change nothing in training.
-_DESCRIBING = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "transformers_version",
-    "use_cache",
-}
+# Fields of a config that change nothing in training.
+_DESCRIBING = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 
 
 class HuggingFaceModule(LanguageModule):
@@ -74,7 +69,7 @@ class HuggingFaceModule(LanguageModule):
         self.save_hyperparameters({"pretrained": self.pretrained or False, "lora": self.lora})
 
     def read_config(self, config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
-        """A transformers config and its fields, whatever of the kinds above was given."""
+        """A transformers config and its fields, of whatever was given."""
         understood = read_config(config)
         # By JSON: plain types only, as a checkpoint keeps them.
         return understood, json.loads(understood.to_json_string(use_diff=False))
@@ -87,9 +82,7 @@ class HuggingFaceModule(LanguageModule):
     def build_model(self) -> HuggingFaceDecoder:
         """The whole model; on the meta device it takes no memory."""
         return HuggingFaceDecoder(
-            self.config,
-            attention_backend=self.attention_backend,
-            lora=self.lora,
+            self.config, attention_backend=self.attention_backend, lora=self.lora
         )
 
     def init_weights(self) -> None:
@@ -105,17 +98,17 @@ class HuggingFaceModule(LanguageModule):
         """Warn where documents are longer than the model's positions."""
         super().on_train_start()
         known = getattr(self.config, "max_position_embeddings", None)
-        settings = getattr(getattr(self.trainer, "datamodule", None), "settings", None)
-        if known and settings is not None and settings.context_window > known:
+        data = getattr(self.trainer, "datamodule", None)
+        if known and isinstance(data, WLBDataModule) and data.settings.context_window > known:
             rank_zero_warn(
-                f"context_window={settings.context_window}, but the config was made for"
+                f"context_window={data.settings.context_window}, but the config was made for"
                 f" max_position_embeddings={known} positions. Where that is meant, to extend the"
                 " model, set max_position_embeddings, and rope scaling if it shall have one; what"
                 " is exported has the config's."
             )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Hold the checkpoint's arguments against this module's: weights do not tell them.
+        """Compare the checkpoint's arguments with this module's, which weights do not tell.
 
         Raises:
             ValueError: another config, or adapters with another factor or of other modules.

@@ -7,21 +7,19 @@ page.
 Many folders are older than transformers' present modules: names differ, and a mixture's experts are
 stored one by one where the module has them in one parameter. transformers knows both
 (``conversion_mapping``). Renaming, stacking and joining are turned into :class:`Tiles`, so that a
-rectangle of the parameter costs no more than what of it lies in each stored tensor. Any other
-conversion runs as transformers does it, on whole tensors, once for each parameter that it makes.
+rectangle of the parameter costs no more than what of it lies in each stored tensor. Families whose
+folders need any other conversion are refused; none that is checked does.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -190,29 +188,7 @@ class Tiles:
                 )
 
 
-@dataclass(frozen=True)
-class Converted:
-    """A parameter that transformers makes of whole stored tensors.
-
-    Args:
-        make: does that.
-        keys: the name of each stored tensor.
-        shape: the parameter's.
-    """
-
-    make: Callable[[], Tensor]
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    def copy_to(self, target: Tensor, box: Box) -> None:
-        """Write the values of a rectangle of the parameter into a tensor of its size."""
-        target.copy_(self.make()[box])
-
-
-Source = Tiles | Converted
-
-
-def find_sources(folder: Folder, model: nn.Module) -> dict[str, Source]:
+def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
     """What the parameters and buffers of a family's model are read from, by their names.
 
     A name that the folder has nothing for is left out; one that the model does not have is under
@@ -221,13 +197,16 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Source]:
     Args:
         folder: of any format that transformers can open.
         model: the family's ``ForCausalLM``, on the meta device or not.
+
+    Raises:
+        ValueError: the family's folders need a conversion that is not made here.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     prefix, state = model.base_model_prefix, model.state_dict()
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    sources: dict[str, Source] = {}
+    sources: dict[str, Tiles] = {}
     converted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in sorted(folder.names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
@@ -240,24 +219,23 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Source]:
         else:
             converted[name][pattern].append(key)
     for name, keys in converted.items():
-        converter = by_pattern[next(iter(keys))]
-        tiles = _tiles(folder, converter, keys)
-        if tiles is not None:
-            sources[name] = tiles
-        else:
-            sources |= _made_whole(folder, converter, keys, name, model)
+        sources[name] = _tiles(folder, by_pattern[next(iter(keys))], keys)
     return sources
 
 
-def _tiles(folder: Folder, converter: Any, keys: dict[str, list[str]]) -> Tiles | None:
-    """Stacking along a new first dim, joining along another, or both; None for anything else."""
+def _tiles(folder: Folder, converter: WeightConverter, keys: dict[str, list[str]]) -> Tiles:
+    """Stacking along a new first dim, joining along another, or both."""
     operations = list(converter.operations)
     stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     joins = operations[1:] if stacks else operations
-    if len(joins) > 1 or not all(isinstance(each, Concatenate) for each in joins):
-        return None
-    if not joins and len(keys) > 1:
-        return None
+    plain = len(joins) <= 1 and all(isinstance(each, Concatenate) for each in joins)
+    if not plain or (not joins and len(keys) > 1):
+        made = ", ".join(type(each).__name__ for each in operations)
+        raise ValueError(
+            f"{folder.path}: transformers makes this family's parameters of stored tensors by"
+            f" {made}, of which no rank can read its part. Choose another family"
+            " (docs/families.md)."
+        )
     placed, offset = [], 0
     for pattern in (each for each in converter.source_patterns if each in keys):
         for number, key in enumerate(keys[pattern]):
@@ -273,29 +251,6 @@ def _tiles(folder: Folder, converter: Any, keys: dict[str, list[str]]) -> Tiles 
         if stacks and joins:
             offset += shape[joins[0].dim]
     return Tiles.at(folder, placed, int(stacks))
-
-
-def _made_whole(
-    folder: Folder, converter: Any, keys: dict[str, list[str]], name: str, model: Any
-) -> dict[str, Source]:
-    """The parameters that one conversion makes, by name."""
-
-    def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        own = copy.deepcopy(converter)
-        for pattern, stored in keys.items():
-            for key in stored:
-                own.add_tensor(name, key, pattern, read(key))
-        made = own.convert(name, model=model, config=model.config)
-        return {
-            each: value[0] if isinstance(value, list) else value for each, value in made.items()
-        }
-
-    made = convert(lambda key: torch.empty(folder.shape(key), device="meta"))
-    used = tuple(key for stored in keys.values() for key in stored)
-    return {
-        each: Converted(lambda each=each: convert(folder.read)[each], used, tuple(value.shape))  # type: ignore[misc]
-        for each, value in made.items()
-    }
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
